@@ -1,0 +1,43 @@
+# Everything runs in .venv; `make` alone says what there is.
+PYTHON ?= python3
+BIN := .venv/bin
+QUICKSTART ?=
+
+.PHONY: help quickstart test lint bench clean
+
+help:
+	@echo "make quickstart   install, train a small model on this machine, show what it learned"
+	@echo "make test         install with the test tools and run the tests"
+	@echo "make lint         ruff, mypy, import-linter"
+	@echo "make bench        CPU-seconds a step beside hand-written loops; results in benchmarks/results"
+	@echo "make clean        remove .venv and what quickstart wrote"
+
+# torch comes first and pinned: asked for as a range, pip may take a build with several GB of CUDA.
+.venv/.base: constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardloom needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/.dev: .venv/.base
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: .venv/.base
+	$(BIN)/shardloom quickstart $(QUICKSTART)
+
+test: .venv/.dev
+	$(BIN)/pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/.dev
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv quickstart

@@ -1,0 +1,116 @@
+"""What `overhead.py` measures Shardloom against: a Llama and three training loops, written by hand in plain PyTorch.
+
+Nothing here imports Shardloom. It is what one writes to have as little as possible between the model and the
+hardware: no metrics, no checkpoints, no clipping, tokens made up on the spot.
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+LAYERS, WIDTH, FFN, HEADS, KV_HEADS, VOCAB, SEQ = 4, 256, 704, 8, 4, 2048, 256
+HEAD_DIM = WIDTH // HEADS
+MICRO_BATCH, STEP_TOKENS = 4, 4096
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, HEADS * HEAD_DIM, bias=False)
+        self.k = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False)
+        self.v = nn.Linear(WIDTH, KV_HEADS * HEAD_DIM, bias=False)
+        self.o = nn.Linear(HEADS * HEAD_DIM, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, HEADS, HEAD_DIM).transpose(1, 2)
+        k = self.k(x).view(batch, length, KV_HEADS, HEAD_DIM).transpose(1, 2)
+        v = self.v(x).view(batch, length, KV_HEADS, HEAD_DIM).transpose(1, 2)
+        out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        return self.o(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.attention = Attention()
+        self.ffn_norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.gate = nn.Linear(WIDTH, FFN, bias=False)
+        self.up = nn.Linear(WIDTH, FFN, bias=False)
+        self.down = nn.Linear(FFN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        angles = torch.outer(torch.arange(SEQ), 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
+    """(wall seconds, CPU seconds of this process) of each step after the warm-up; kind: single, ddp, fsdp."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: nn.Module = Llama()
+    if kind != "single":
+        dist.init_process_group("gloo")
+    if kind == "ddp":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if kind == "fsdp":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    accumulation = STEP_TOKENS // (SEQ * MICRO_BATCH * world)
+    generator = torch.Generator().manual_seed(rank)
+    times = []
+    for step in range(warmup + steps):
+        wall, cpu = time.perf_counter(), time.process_time()
+        for microbatch in range(accumulation):
+            last = microbatch == accumulation - 1
+            data = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
+            if kind == "ddp":
+                model.require_backward_grad_sync = last
+            if kind == "fsdp":
+                model.set_requires_gradient_sync(last)
+            logits = model(data[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()) / accumulation
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= warmup:
+            times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    if kind != "single":
+        del model, optimizer, loss, logits
+        dist.barrier()
+        dist.destroy_process_group()
+    return times

@@ -1,0 +1,375 @@
+"""The run file: TOML read into frozen, documented models; strict, and every problem reported at once.
+
+    config = load("examples/quickstart.toml", ["layout.dp_shard=2", "steps=100"])
+
+A key that is not here is an error that names the nearest one that is. `resolved_toml` writes a configuration
+back as a run file with every default filled in; it is saved with each run.
+"""
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from shardloom.errors import ConfigError, LayoutError, nearest
+from shardloom.layout import Layout
+from shardloom.model.presets import resolve
+from shardloom.model.spec import ModelSpec, RopeScaling
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class RopeScalingSection(Section):
+    """Llama-3's stretching of the rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq_len: int
+
+
+def _model_override(field: dataclasses.Field[Any]) -> Any:
+    kind = RopeScalingSection if field.name == "rope_scaling" else field.type
+    return (kind | None, Field(None, description=field.metadata["help"]))
+
+
+_ModelOverrides: Any = create_model(
+    "_ModelOverrides",
+    __base__=Section,
+    **{field.name: _model_override(field) for field in dataclasses.fields(ModelSpec)},
+)
+
+
+class ModelSection(_ModelOverrides):  # type: ignore[misc]
+    """What is trained: a preset, and any size of it changed."""
+
+    preset: str = Field("debug", description="a named model to start from; every other key here changes it")
+
+    def spec(self) -> ModelSpec:
+        """The preset with the changes. Raises ConfigError for an unknown preset."""
+        changes = {k: v for k in self.model_fields_set - {"preset"} if (v := getattr(self, k)) is not None}
+        if scaling := changes.get("rope_scaling"):
+            changes["rope_scaling"] = RopeScaling(**scaling.model_dump())
+        return dataclasses.replace(resolve(self.preset), **changes)
+
+
+class DataSection(Section):
+    """Where the tokens are and how sequences are cut from them."""
+
+    path: str = Field(description="a folder written by `shardloom data prepare`")
+    sequences: Literal["packed", "documents"] = Field(
+        "packed",
+        description="packed: documents one after another, cut every seq_len tokens; "
+        "documents: each document starts a sequence, the rest of it is padding that does not count",
+    )
+    mask_boundaries: bool = Field(
+        False, description="packed only: do not ask the model to guess how the next document begins"
+    )
+    prefetch: Positive = Field(2, description="steps read ahead by the thread that reads")
+
+
+class BatchSection(Section):
+    """How much is learned from in one step. accumulation = global_batch / (micro_batch x data ranks)."""
+
+    seq_len: Positive = Field(description="tokens of a sequence")
+    global_batch: Positive = Field(description="sequences of a step, over all ranks")
+    micro_batch: Positive = Field(1, description="sequences a rank runs at a time; sets the activation memory")
+
+
+class LayoutSection(Section):
+    """How the ranks share the work. world size = dp_replicate x dp_shard."""
+
+    dp_replicate: Positive = Field(1, description="replicas; each reads its own samples and holds a full copy")
+    dp_shard: Positive = Field(1, description="ranks that read their own samples and, under ZeRO, shard the state")
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="sharded over dp_shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; "
+        "if not given, 3 when dp_shard > 1, else 0",
+    )
+
+    def layout(self) -> Layout:
+        """The arithmetic of these degrees. Raises LayoutError."""
+        zero = self.zero if self.zero is not None else (3 if self.dp_shard > 1 else 0)
+        return Layout(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, zero=zero)
+
+
+class OptimizerSection(Section):
+    """AdamW (arXiv 1711.05101), weight decay on matrices only."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
+    clip_norm: float = Field(
+        1.0, ge=0, description="gradients are scaled down to this global norm if it is larger; 0: never"
+    )
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps, as a fraction of optimizer.lr."""
+
+    shape: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="after warm-up: half a cosine; warm-up, stable, linear decay; or flat"
+    )
+    warmup_steps: NotNegative = Field(0, description="steps of linear rise from zero")
+    decay_steps: NotNegative = Field(0, description="wsd only: steps of linear fall at the end")
+    final_fraction: Fraction = Field(0.1, description="where the fall ends, as a fraction of the peak")
+
+
+class PrecisionSection(Section):
+    """Numbers and compilation."""
+
+    compute: Literal["fp32", "bf16", "fp64"] = Field(
+        "fp32",
+        description="type of matrix products; with bf16 the weights, the reduction of gradients and "
+        "their accumulation stay in fp32",
+    )
+    compile: bool = Field(False, description="compile each block with torch.compile")
+
+
+class CheckpointSection(Section):
+    """What is saved, and where a run begins."""
+
+    every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
+    keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
+    resume: str = Field(
+        "no",
+        description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
+        "if there is one; or the path of a checkpoint, of this or another run",
+    )
+
+
+class MetricsSection(Section):
+    """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
+
+    every: Positive = Field(10, description="steps between logged lines; logging waits for the accelerator")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")
+    wandb_project: str | None = Field(None, description="also log to this W&B project (extra: wandb)")
+
+
+class EvaluationSection(Section):
+    """Loss on the validation split."""
+
+    every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
+    samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    out: str = Field(description="folder of the run: resolved run file, metrics, checkpoints, pictures")
+    steps: Positive = Field(description="optimizer steps")
+    seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection
+    batch: BatchSection
+    layout: LayoutSection = Field(default_factory=LayoutSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches a rank runs in one step."""
+        return self.batch.global_batch // (self.batch.micro_batch * self.layout.layout().data_ranks)
+
+    def problems(self) -> list[str]:
+        """Every rule between sections that is broken, one sentence each."""
+        found: list[str] = []
+        try:
+            spec = self.model.spec()
+            found += [f"model.{problem}" for problem in spec.problems()]
+            if self.batch.seq_len > spec.max_seq_len:
+                found.append(
+                    f"batch.seq_len={self.batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
+                    f"shorten the one or raise the other"
+                )
+        except ConfigError as error:
+            found += error.problems
+        try:
+            found += self._batch_problems(self.layout.layout().data_ranks)
+        except LayoutError as error:
+            found += error.problems
+        found += self._schedule_problems()
+        if self.data.mask_boundaries and self.data.sequences != "packed":
+            found.append(
+                "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses "
+                "a boundary"
+            )
+        return found
+
+    def _batch_problems(self, data_ranks: int) -> list[str]:
+        batch, unit = self.batch.global_batch, self.batch.micro_batch * data_ranks
+        if batch % unit == 0:
+            return []
+        below, rest = batch // unit * unit, batch % unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        return [
+            f"batch.global_batch={batch} is not a whole number of rounds of micro_batch={self.batch.micro_batch} "
+            f"x {data_ranks} data ranks = {unit} ({batch} = {unit}*{batch // unit} + {rest}); nearest: {near}"
+        ]
+
+    def _schedule_problems(self) -> list[str]:
+        s = self.schedule
+        if s.shape != "wsd" and s.decay_steps:
+            return [f"schedule.decay_steps={s.decay_steps} is for schedule.shape='wsd'; shape is {s.shape!r}"]
+        if s.warmup_steps + s.decay_steps > self.steps:
+            return [
+                f"schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
+                f"steps={self.steps} of the run"
+            ]
+        return []
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`.
+
+    Raises ConfigError with every problem of the file and of the overrides at once.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a run file is TOML") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return parse(table, overrides, source=str(path))
+
+
+def parse(table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file") -> RunConfig:
+    """Validate a run file that is already a table. Raises ConfigError with every problem at once."""
+    problems: list[str] = []
+    for override in overrides:
+        problems += _apply(table, override)
+    try:
+        config = RunConfig.model_validate(table)
+    except ValidationError as error:
+        problems += [_sentence(entry) for entry in error.errors()]
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems)) from None
+    problems += config.problems()
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+    return config
+
+
+def _apply(table: dict[str, Any], override: str) -> list[str]:
+    path, equals, text = override.partition("=")
+    if not equals:
+        return [f"--set {override}: write key=value, such as --set layout.dp_shard=2"]
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, key = path.strip().split(".")
+    for section in sections:
+        below = table.setdefault(section, {})
+        if not isinstance(below, dict):
+            return [f"--set {override}: {section} is a value, not a section"]
+        table = below
+    table[key] = value
+    return []
+
+
+def _sentence(entry: Any) -> str:
+    """One of pydantic's complaints in the words of the house."""
+    path = [str(part) for part in entry["loc"]]
+    key = ".".join(path)
+    if entry["type"] == "extra_forbidden":
+        owner: Any = RunConfig
+        for part in path[:-1]:
+            owner = _model_of(owner.model_fields[part].annotation)
+        return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
+    if entry["type"] == "missing":
+        return f"{key}: missing, and there is no default; it is {_description(path)}"
+    if entry["type"] in ("model_type", "model_attributes_type"):
+        return f"{key}={entry['input']!r}: this is a section, written [{key}]"
+    return f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+
+
+def _model_of(annotation: Any) -> Any:
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+
+
+def _description(path: Sequence[str]) -> str:
+    owner: Any = RunConfig
+    for part in path[:-1]:
+        owner = _model_of(owner.model_fields[part].annotation)
+    field = owner.model_fields[path[-1]]
+    return field.description or f"the section [{path[-1]}]: {_model_of(field.annotation).__doc__.splitlines()[0]}"
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """A configuration as a run file with every default filled in; reading it back gives an equal one."""
+    lines = ["# resolved by shardloom; `shardloom train` accepts this file"]
+    values = config.model_dump(exclude_none=True)
+    values["layout"]["zero"] = config.layout.layout().zero
+    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for name, section in values.items():
+        if isinstance(section, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(below)}" for key, below in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of the run file, for the reference: `layout.zero`, its type, default and meaning."""
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+def keys() -> Iterable[Key]:
+    """Every key of the run file in order."""
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            for below, inner in field.annotation.model_fields.items():
+                yield _key(f"{name}.{below}", inner)
+        else:
+            yield _key(name, field)
+
+
+def _key(path: str, field: Any) -> Key:
+    default = "required" if field.is_required() else ("-" if field.default is None else _toml(field.default))
+    return Key(path, _type_name(field.annotation), default, field.description or "")
+
+
+def _type_name(annotation: Any) -> str:
+    if getattr(annotation, "__origin__", None) is Literal:
+        return " \\| ".join(_toml(choice) for choice in annotation.__args__)
+    options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
+    if options:
+        return " \\| ".join(_type_name(option) for option in options)
+    names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
+    return names.get(annotation, "table")

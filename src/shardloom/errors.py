@@ -1,0 +1,59 @@
+"""One exception tree for everything Shardloom raises on purpose.
+
+    ShardloomError                 exit code 3: the run failed
+    ├── InputError (ValueError)    exit code 2: something the user gave cannot be used
+    │   ├── ConfigError            the run file, or a --set
+    │   ├── LayoutError            degrees that cannot be laid over the ranks or the model
+    │   ├── DataError              text, token shards, tokenizer
+    │   └── CheckpointError        missing, damaged, or of another run
+    └── WorkerError                a worker process died or hung
+
+An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without
+a traceback. What only a bug can cause is an `assert`.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ShardloomError(Exception):
+    """Base of the tree; the command line prints the text and leaves with `exit_code`."""
+
+    exit_code = 3
+
+
+class InputError(ShardloomError, ValueError):
+    """Something the user gave cannot be used. `problems` holds every complaint, one a line of the text."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(problems))
+
+
+class ConfigError(InputError):
+    """The run file or an override of it is not valid."""
+
+
+class LayoutError(InputError):
+    """Degrees that do not fit the number of ranks, the batch or the model."""
+
+
+class DataError(InputError):
+    """Text, tokens or a tokenizer that cannot be used."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class WorkerError(ShardloomError):
+    """A worker process died, hung, or reported an error of its own."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """A ` Did you mean 'x'?` for a misspelt name, or the list of valid names if none is close."""
+    valid = sorted(choices)
+    close = get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"

@@ -1,0 +1,196 @@
+"""Degrees to ranks, coordinates and groups, by arithmetic; the only place where ranks are numbered.
+
+The world is a box of ranks, numbered row by row with the axes in this order, outermost first:
+
+    pp  x  dp_replicate  x  dp_shard  x  cp  x  tp
+
+so that neighbours in `tp`, which talk most, have neighbouring numbers and share a node, and pipeline stages,
+which talk least, lie farthest apart. Experts see the same ranks through a second box in which the three
+innermost axes are folded into two:
+
+    pp  x  dp_replicate  x  expert_dp_shard  x  ep         with  expert_dp_shard * ep = dp_shard * cp * tp
+
+| axis           | what its ranks share out                                                    |
+| -------------- | --------------------------------------------------------------------------- |
+| `pp`           | the layers, in stages                                                         |
+| `dp_replicate` | the samples; each replica holds everything its shard group holds             |
+| `dp_shard`     | the samples, and under ZeRO optimizer state, gradients, parameters           |
+| `cp`           | the tokens of a sequence                                                     |
+| `tp`           | the rows and columns of matrices                                             |
+| `ep`           | the experts                                                                  |
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from shardloom.errors import LayoutError
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
+DATA_AXES = ("dp_replicate", "dp_shard")
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees of a run and the ZeRO stage. Every degree is a number of ranks, 1 or more.
+
+    `zero`: what the ranks of `dp_shard` hold a share of instead of a copy (ZeRO, arXiv 1910.02054):
+    0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
+
+    Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise LayoutError(*problems)
+
+    def problems(self) -> list[str]:
+        """Every rule this layout breaks, one sentence each; empty for a good one."""
+        degrees = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "zero"}
+        found = [
+            f"layout.{axis}={degree}: a degree is a number of ranks, 1 or more"
+            for axis, degree in degrees.items()
+            if degree < 1
+        ]
+        if self.zero not in ZERO_STAGES:
+            found.append(f"layout.zero={self.zero}: the stages of ZeRO are 0, 1, 2 and 3")
+        if found:
+            return found
+        fold = self.dp_shard * self.cp * self.tp
+        if fold % self.ep:
+            found.append(
+                f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
+                f"{self.tp} = {fold}; valid: {_divisors(fold)}"
+            )
+        if self.zero == 0 and self.dp_shard > 1:
+            found.append(
+                f"layout.zero=0 keeps a full copy on every rank, so nothing is sharded over "
+                f"dp_shard={self.dp_shard}; set zero to 1, 2 or 3, or dp_replicate="
+                f"{self.dp_replicate * self.dp_shard} and dp_shard=1"
+            )
+        if self.zero > 0 and self.dp_shard == 1 and self.dp_replicate > 1:
+            found.append(
+                f"layout.zero={self.zero} shards over dp_shard, which is 1, while dp_replicate="
+                f"{self.dp_replicate} only makes copies; set dp_shard={self.dp_replicate} and dp_replicate=1, "
+                f"or zero=0"
+            )
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self.degree(axis) for axis in DENSE_AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks along the data axes: into how many parts a global batch is dealt."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def expert_dp_shard(self) -> int:
+        """What is left of dp_shard x cp x tp for sharding one expert's own state."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    def degree(self, axis: str) -> int:
+        """Number of ranks along an axis of either box."""
+        return int(getattr(self, axis))
+
+    def check_world(self, world_size: int) -> None:
+        """Raises LayoutError when the degrees do not multiply to the number of processes there are."""
+        if self.world_size != world_size:
+            degrees = " x ".join(f"{axis} {self.degree(axis)}" for axis in DENSE_AXES if self.degree(axis) > 1)
+            raise LayoutError(
+                f"the layout needs {self.world_size} ranks ({degrees or 'every degree is 1'}), but {world_size} "
+                f"{'process was' if world_size == 1 else 'processes were'} started; start "
+                f"{self.world_size}, or change the degrees so that they multiply to {world_size}"
+            )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis, of both boxes."""
+        assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
+        return {**self._dense.coordinates(rank), **self._expert.coordinates(rank)}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at coordinates of the dense box; an axis left out counts as 0."""
+        return self._dense.rank_at(coordinates)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ only along `axes` (of one box), each in the order of its coordinates.
+
+        The groups partition the world: `groups("tp")` are the tensor-parallel groups,
+        `groups("dp_shard", "cp")` those over which a sharded parameter is spread.
+        """
+        return list(self._box(axes).groups(axes))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one group of `groups(*axes)` that a rank belongs to."""
+        box = self._box(axes)
+        here = box.coordinates(rank)
+        return tuple(box.rank_at({**here, **there}) for there in box.span(axes))
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data_ranks` parts of a global batch a rank reads."""
+        here = self.coordinates(rank)
+        return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
+
+    @cached_property
+    def _dense(self) -> "_Box":
+        return _Box({axis: self.degree(axis) for axis in DENSE_AXES})
+
+    @cached_property
+    def _expert(self) -> "_Box":
+        return _Box({axis: self.degree(axis) for axis in EXPERT_AXES})
+
+    def _box(self, axes: Iterable[str]) -> "_Box":
+        wanted = set(axes)
+        for box in (self._dense, self._expert):
+            if wanted <= set(box.degrees):
+                return box
+        raise AssertionError(f"axes {sorted(wanted)} are not of one box: {DENSE_AXES} or {EXPERT_AXES}")
+
+
+class _Box:
+    """Ranks numbered row by row over named axes, outermost first."""
+
+    def __init__(self, degrees: dict[str, int]) -> None:
+        self.degrees = degrees
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, found[axis] = divmod(rank, degree)
+        return found
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for axis, degree in self.degrees.items():
+            rank = rank * degree + coordinates.get(axis, 0)
+        return rank
+
+    def span(self, axes: Iterable[str]) -> Iterator[dict[str, int]]:
+        """Every combination of coordinates along some axes, the innermost axis fastest."""
+        wanted = set(axes)
+        ordered = [axis for axis in self.degrees if axis in wanted]
+        for position in product(*(range(self.degrees[axis]) for axis in ordered)):
+            yield dict(zip(ordered, position, strict=True))
+
+    def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
+        along = set(axes)
+        for rest in self.span(set(self.degrees) - along):
+            yield tuple(self.rank_at({**rest, **there}) for there in self.span(along))
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,67 @@
+"""Everything that is done to a model to make it parallel, in the one order in which it is done."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardloom.layout import Layout
+from shardloom.model.spec import ModelSpec
+from shardloom.model.transformer import Transformer
+from shardloom.parallel.data import DataEngine, Replicas, Sharded, Single, needs_sharding, shard
+from shardloom.parallel.initialise import materialise
+from shardloom.parallel.mesh import build_mesh
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model laid over the ranks. `module` has the plain names; `engine` runs it and reduces its gradients."""
+
+    module: Transformer
+    engine: DataEngine
+    layout: Layout
+    mesh: DeviceMesh
+    data_group: dist.ProcessGroup
+    """All ranks that read different samples: those over which a loss or a count of tokens is summed."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter, or this rank's DTensor of it, once."""
+        return list(self.module.parameters())
+
+
+def apply(
+    spec: ModelSpec,
+    layout: Layout,
+    device: torch.device,
+    *,
+    seed: int,
+    param_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+    compile_blocks: bool = False,
+) -> ParallelModel:
+    """Build a model of `spec` on this rank of `layout`, with its initial values.
+
+    Every rank of the world calls this, with a process group already set up (of one rank, if there is one).
+    """
+    mesh = build_mesh(layout, device.type)
+    data_group = mesh["dp_replicate", "dp_shard"]._flatten("data").get_group()
+    with torch.device("meta"):
+        model = Transformer(spec).to(param_dtype)
+    blocks = list(model.layers.values())
+    if compile_blocks:
+        for block in blocks:
+            block.compile()
+    sharded = needs_sharding(layout, compute_dtype, param_dtype)
+    if sharded:
+        shard(model, blocks, layout, mesh, compute_dtype, param_dtype)
+    materialise(model, spec, seed, device)
+    engine: DataEngine
+    if sharded:
+        engine = Sharded(model, layout.zero)  # type: ignore[arg-type]
+    elif layout.dp_replicate > 1:
+        engine = Replicas(model, mesh)
+    else:
+        engine = Single(model)
+    return ParallelModel(model, engine, layout, mesh, data_group)

@@ -1,0 +1,144 @@
+"""Data parallelism: how ranks that read different samples end up with one gradient (ZeRO 0, 1, 2, 3, hybrid).
+
+What each stage does in a step of A microbatches, with G groups of parameters (the blocks, and the rest):
+
+| zero | engine | held between microbatches     | all-gathers     | reduce-scatters | all-reduces of gradients |
+| ---- | ------ | ----------------------------- | --------------- | --------------- | ------------------------ |
+| 0    | DDP    | P, G whole                    | -               | -               | 1 a bucket, last only    |
+| 1    | FSDP2  | P and G whole, P share        | G               | G, last only    | G, last only, if hybrid  |
+| 2    | FSDP2  | P whole, P and G share        | G               | A x G           | G, last only, if hybrid  |
+| 3    | FSDP2  | P and G share                 | A x (2 G - 1)   | A x G           | G, last only, if hybrid  |
+
+The optimizer state is whole under 0 and a share under 1, 2 and 3. Under 3 every block is gathered for the forward
+pass, freed, and gathered again for the backward pass, the next one always while the present one computes; the
+group with embedding and head is gathered once a microbatch, since the head ends the one pass and begins the other.
+
+Gradients are summed, never averaged: the loss is already divided by the target tokens of the whole global batch.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardloom.layout import Layout
+
+
+class DataEngine(Protocol):
+    """What the training step asks of data parallelism, whatever the stage."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        """The forward pass."""
+
+    def begin_microbatch(self, last: bool) -> None:
+        """To be called before the forward pass of each microbatch; `last` ends the accumulation."""
+
+    def release(self) -> None:
+        """To be called after forward passes without a backward, so that only the shares are held again."""
+
+
+class Single:
+    """One data rank: the model itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        return self.model(*inputs, **named)
+
+    def begin_microbatch(self, last: bool) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class Replicas:
+    """ZeRO-0: every rank holds everything; buckets of gradients are summed while the backward pass runs."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        group = mesh["dp_replicate"].get_group()
+        # Initial values are already equal on all ranks (model/init.py), so nothing is broadcast.
+        self.ddp = DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False, init_sync=False
+        )
+        self.ddp.register_comm_hook(group, _sum_bucket)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        return self.ddp(*inputs, **named)
+
+    def begin_microbatch(self, last: bool) -> None:
+        self.ddp.require_backward_grad_sync = last
+
+    def release(self) -> None:
+        pass
+
+
+def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The line that sends ZeRO-0's bytes: one all-reduce a bucket, summed (DDP itself would average)."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+class Sharded:
+    """ZeRO-1, -2 and -3 over dp_shard, replicated over dp_replicate: FSDP2, with its knobs set a microbatch."""
+
+    def __init__(self, model: "FSDPModule", zero: int) -> None:
+        self.model = model
+        self.zero = zero
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        return self.model(*inputs, **named)
+
+    def begin_microbatch(self, last: bool) -> None:
+        # Unless the last backward reshards, the next forward runs on parameters from before the update.
+        self.model.set_reshard_after_backward(last or self.zero == 3)
+        self.model.set_requires_gradient_sync(last or self.zero >= 2)
+        self.model.set_requires_all_reduce(last)
+
+    def release(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def shard(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    layout: Layout,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    param_dtype: torch.dtype,
+) -> None:
+    """Make the parameters DTensors sharded over dp_shard (in place), a group of them for each block and the rest.
+
+    Parameters are held in `param_dtype`, computed with in `compute_dtype`; gradients are reduced and accumulated in
+    `param_dtype`. Called on a model on the meta device, before it has values.
+    """
+    data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    # Inputs are not cast: rotary angles stay in full precision, and activations are of compute_dtype already.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False
+    )
+    ordered = list(blocks)
+    for block in ordered:
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.zero == 3)
+    root = fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    for group in (root, *ordered):  # neither setting reaches the groups below
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        group.set_gradient_divide_factor(1.0)
+    if layout.zero == 3 and ordered:
+        root.set_modules_to_forward_prefetch(ordered[:1])
+        for block, following in zip(ordered, ordered[1:], strict=False):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+
+
+def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
+    """Whether FSDP2 carries this run: for ZeRO 1 to 3, and wherever weights are computed with in another type."""
+    return layout.dp_shard > 1 or compute_dtype != param_dtype

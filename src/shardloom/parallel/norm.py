@@ -1,0 +1,45 @@
+"""The norm of the gradient of the whole model, each element counted once, whatever the layout."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm over all gradients, as a scalar on their device, equal on every rank.
+
+    Squares are summed over the axes along which a gradient is sharded and not over those along which it is
+    replicated; gradients on different meshes are added after each has been summed over its own.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            sharded = tuple(i for i, place in enumerate(gradient.placements) if isinstance(place, Shard))
+            groups[gradient.device_mesh, sharded].append(gradient.to_local())
+        elif gradient is not None:
+            groups[None].append(gradient)
+    squares = []
+    for where, gradients in groups.items():
+        square = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        if where is not None:
+            mesh, sharded = where
+            for axis in sharded:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients, in place, by min(1, max_norm / norm); `norm` is that of `gradient_norm`."""
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,42 @@
+"""What is known of the device a rank runs on: its peak rate, for MFU, and the memory in use."""
+
+import resource
+import sys
+
+import torch
+
+# Dense peak rates in FLOP/s at bf16 and fp32 (without sparsity; fp32 outside tensor cores), by a part of the device's
+# name. Sources: NVIDIA data sheets A100 (2021), H100 (2023), H200 (2023), L40S (2023); AMD data sheet MI300X (2023).
+_PEAKS: dict[str, dict[torch.dtype, float]] = {
+    "A100": {torch.bfloat16: 312e12, torch.float32: 19.5e12},
+    "H100 PCIe": {torch.bfloat16: 756e12, torch.float32: 51e12},
+    "H100": {torch.bfloat16: 989e12, torch.float32: 67e12},
+    "H200": {torch.bfloat16: 989e12, torch.float32: 67e12},
+    "H800": {torch.bfloat16: 989e12, torch.float32: 67e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float32: 91.6e12},
+    "MI300X": {torch.bfloat16: 1307e12, torch.float32: 163.4e12},
+}
+
+
+def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float | None:
+    """The dense peak of a device in FLOP/s, or None where it is not known; never another device's."""
+    if device.type != "cuda":
+        return None
+    return peak_of_name(torch.cuda.get_device_name(device), compute_dtype)
+
+
+def peak_of_name(name: str, compute_dtype: torch.dtype) -> float | None:
+    """The same by the device's name, such as `NVIDIA H200`."""
+    words = name.replace("-", " ").split()
+    for known, peaks in _PEAKS.items():
+        if all(word in words for word in known.split()):
+            return peaks.get(compute_dtype)
+    return None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has used: of the GPU's allocator, or resident in the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024

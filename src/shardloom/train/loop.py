@@ -1,0 +1,238 @@
+"""A run from its resolved run file to its last checkpoint, as one rank."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardloom.config import RunConfig, resolved_toml
+from shardloom.data.batches import Batches, evaluation_batches
+from shardloom.data.samples import DocumentSamples, PackedSamples, Samples
+from shardloom.data.shards import open_split
+from shardloom.errors import CheckpointError
+from shardloom.parallel.apply import apply
+from shardloom.train.checkpoint.manifest import Progress
+from shardloom.train.checkpoint.state import checkpoint_bytes, load, named_tensors, save
+from shardloom.train.checkpoint.store import CheckpointStore
+from shardloom.train.device import peak_flops_per_s, peak_memory_bytes
+from shardloom.train.metrics import Record, Writer, open_writers
+from shardloom.train.optimizer import build_optimizer
+from shardloom.train.ranks import Place, pick_device, process_group
+from shardloom.train.schedule import learning_rate
+from shardloom.train.screen import Screen
+from shardloom.train.step import StepResult, Trainer
+from shardloom.train.stop import StopRequest
+
+TRAINING_PHASES = ("data", "forward_backward", "optimizer")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
+    """Train as rank `place.rank` until the steps are done or a signal asks to stop.
+
+    Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the user
+    can mend; whatever it raises, published checkpoints stay good.
+    """
+    layout = config.layout.layout()
+    layout.check_world(place.world_size)
+    device = pick_device(config.device, place)
+    with process_group(place, device):
+        _Run(config, place, device, quiet).go()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: steps and samples behind it, and the checkpoint they came from."""
+
+    step: int = 0
+    samples: int = 0
+    checkpoint: Path | None = None
+
+
+class _Run:
+    """The parts of one rank's run; they are let go before the process group is left."""
+
+    def __init__(self, config: RunConfig, place: Place, device: torch.device, quiet: bool) -> None:
+        self.config, self.place, self.device, self.quiet = config, place, device, quiet
+        self.layout = config.layout.layout()
+        self.spec = config.model.spec()
+        self.train_split = open_split(config.data.path, "train")
+        self.train_split.manifest.check_vocabulary(self.spec.vocab_size)
+        self.fingerprint = self.train_split.manifest.fingerprint
+        self.samples = self._samples("train")
+        compute = DTYPES[config.precision.compute]
+        self.compute_dtype = compute
+        model = apply(
+            self.spec,
+            self.layout,
+            device,
+            seed=config.seed,
+            param_dtype=torch.promote_types(compute, torch.float32),
+            compute_dtype=compute,
+            compile_blocks=config.precision.compile,
+        )
+        self.trainer = Trainer(
+            model,
+            build_optimizer(model.module.named_parameters(), config.optimizer),
+            device=device,
+            seed=config.seed,
+            clip_norm=config.optimizer.clip_norm,
+            compile_loss=config.precision.compile,
+        )
+        self.store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep_last)
+        self.remarks: list[str] = []
+
+    def go(self) -> None:
+        config, steps = self.config, self.config.steps
+        start = self._start()
+        # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends all.
+        if self.place.rank == 0:
+            self.store.sweep()
+            self.store.require_space(checkpoint_bytes(named_tensors(self.trainer)))
+        screen = Screen(steps, start.step, self.place.rank, self.quiet)
+        writers = open_writers(config, start.step, screen.show) if self.place.rank == 0 else []
+        stop = StopRequest()
+        batches = Batches(
+            self.samples,
+            global_batch=config.batch.global_batch,
+            micro_batch=config.batch.micro_batch,
+            data_rank=self.layout.data_rank(self.place.rank),
+            data_ranks=self.layout.data_ranks,
+            seed=config.seed,
+            vocab_size=self.spec.vocab_size,
+            start_sample=start.samples,
+            prefetch=config.data.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
+        with screen, stop.listening(), batches:
+            for remark in self.remarks:
+                screen.say(remark)
+            if start.checkpoint is not None:
+                screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
+            done = self._steps(start, batches, stop, writers, screen)
+            stop.settle()
+        for writer in writers:
+            writer.close()
+        if done < steps:
+            screen.say(f"stopped at step {done} of {steps}, as asked; a checkpoint is saved. Go on with --resume")
+
+    def _steps(
+        self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen
+    ) -> int:
+        """Take the steps; returns how many of the run are done."""
+        config, trainer = self.config, self.trainer
+        step = logged = start.step
+        if step == 0:
+            self._evaluate(0, writers)
+        trainer.clock.restart()
+        while step < config.steps and not stop.everyone():
+            batch = next(batches)
+            trainer.clock.mark("data")
+            rate = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
+            result = trainer.step(batch, step, rate)
+            step += 1
+            screen.advance(step)
+            last = step == config.steps
+            if step % config.metrics.every == 0 or last:
+                self._log(step, step - logged, rate, result, writers)
+                trainer.clock.restart()
+                logged = step
+            if _due(step, config.evaluation.every) or last:
+                self._evaluate(step, writers)
+            if _due(step, config.checkpoint.every) or last:
+                self._save(step, batches.next_sample)
+        if step < config.steps and not _due(step, config.checkpoint.every) and step > start.step:
+            self._save(step, batches.next_sample)
+        return step
+
+    def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
+        """The one place of the step path where values are read back from the device."""
+        dist.all_reduce(result.loss_part, group=self.trainer.model.data_group)
+        loss, norm, n_targets = (
+            float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets)
+        )
+        if not writers:
+            return
+        phases = self.trainer.clock.read()
+        step_s = sum(phases[phase] for phase in TRAINING_PHASES) / n_steps
+        batch = self.config.batch
+        tokens_per_s = batch.global_batch * batch.seq_len / step_s
+        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(batch.seq_len)
+        peak = peak_flops_per_s(self.device, self.compute_dtype)
+        record: Record = {
+            "kind": "train",
+            "step": step,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": rate,
+            "target_tokens": int(n_targets),
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / self.layout.world_size,
+            "tflops_per_s_per_device": flops_per_s / 1e12,
+            "mfu": None if peak is None else flops_per_s / peak,
+            "memory_bytes": peak_memory_bytes(self.device),
+            "step_s": step_s,
+            **{f"{phase}_s": phases[phase] / n_steps for phase in TRAINING_PHASES},
+        }
+        for writer in writers:
+            writer.write(record)
+
+    def _evaluate(self, step: int, writers: list[Writer]) -> None:
+        config = self.config
+        if not config.evaluation.samples:
+            return
+        batches = evaluation_batches(
+            self._samples("validation"),
+            micro_batch=config.batch.micro_batch,
+            data_rank=self.layout.data_rank(self.place.rank),
+            data_ranks=self.layout.data_ranks,
+            vocab_size=self.spec.vocab_size,
+            max_samples=config.evaluation.samples,
+        )
+        loss = float(self.trainer.evaluate(batches))
+        for writer in writers:
+            writer.write({"kind": "evaluation", "step": step, "loss": loss})
+        self.trainer.clock.mark("evaluation")
+
+    def _save(self, step: int, samples: int) -> None:
+        progress = Progress(step, samples, self.config.seed)
+        save(self.store, self.trainer, progress, self.fingerprint, resolved_toml(self.config))
+        self.trainer.clock.mark("checkpoint")
+
+    def _samples(self, split: str) -> Samples:
+        data, seq_len = self.config.data, self.config.batch.seq_len
+        tokens = self.train_split if split == "train" else open_split(data.path, split)
+        if data.sequences == "documents":
+            return DocumentSamples(tokens, seq_len)
+        return PackedSamples(tokens, seq_len, mask_boundaries=data.mask_boundaries)
+
+    def _start(self) -> Start:
+        """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
+        resume = self.config.checkpoint.resume
+        if resume == "no":
+            return Start()
+        if resume != "auto":
+            return self._load(Path(resume))
+        published = self.store.published()
+        for path in reversed(published):
+            try:
+                return self._load(path)
+            except CheckpointError as error:
+                if path == published[0]:
+                    raise
+                self.remarks += [*error.problems, f"passing over {path}; trying the one before it"]
+        return Start()
+
+    def _load(self, path: Path) -> Start:
+        progress = load(path, self.trainer, self.fingerprint)
+        if progress.seed != self.config.seed:
+            raise CheckpointError(
+                f"{path} was trained with seed={progress.seed} and this run has seed={self.config.seed}, so samples "
+                f"would repeat; set seed={progress.seed}"
+            )
+        return Start(progress.step, progress.samples, path)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,122 @@
+"""One optimizer step: microbatches forward and backward, reduce, clip, update.
+
+The loss is the sum over all target tokens of the global batch divided by their number, which is counted before the
+first backward pass over every data rank and microbatch. Gradients are then sums, and any way of dealing out the
+samples gives the same one. Nothing here reads a value back from the device.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.adamw import AdamW
+
+from shardloom.data.batches import Batch
+from shardloom.data.samples import IGNORE
+from shardloom.model.random import sample_keys
+from shardloom.parallel.apply import ParallelModel
+from shardloom.parallel.norm import clip_gradients, gradient_norm
+from shardloom.train.clock import Clock
+from shardloom.train.optimizer import set_learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Scalars on the device: this rank's part of the loss (the parts add up to it), the norm before clipping, and
+    the target tokens of the global batch."""
+
+    loss_part: Tensor
+    gradient_norm: Tensor
+    n_targets: Tensor
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross-entropy summed over target tokens; targets of IGNORE do not count. 16-bit logits are raised to fp32."""
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+class Trainer:
+    """A model and its optimizer, and the step they take together."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: AdamW,
+        *,
+        device: torch.device,
+        seed: int,
+        clip_norm: float = 0.0,
+        compile_loss: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self.clock = Clock(device)
+        self.loss_sum = torch.compile(loss_sum) if compile_loss else loss_sum
+
+    def step(self, batch: Batch, step: int, rate: float) -> StepResult:
+        """Take optimizer step number `step` at learning rate `rate` on this rank's share of the global batch."""
+        loss_part, n_targets = self.forward_backward(batch, step)
+        self.clock.mark("forward_backward")
+        norm = self.update(rate)
+        self.clock.mark("optimizer")
+        return StepResult(loss_part, norm, n_targets)
+
+    def update(self, rate: float) -> Tensor:
+        """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
+        norm = gradient_norm(self.model.parameters())
+        if self.clip_norm:
+            clip_gradients(self.model.parameters(), norm, self.clip_norm)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """Leave the gradient of the global batch in the parameters' `.grad`; this rank's part of the loss, and N."""
+        self.model.module.train()
+        n_targets = torch.tensor(batch.n_targets, device=self.device)
+        dist.all_reduce(n_targets, group=self.model.data_group)
+        n_targets = n_targets.clamp(min=1)
+        loss_part = torch.zeros((), device=self.device)
+        last = len(batch.tokens_ABT) - 1
+        for microbatch, (tokens_BT, targets_BT) in enumerate(zip(batch.tokens_ABT, batch.targets_ABT, strict=True)):
+            self.model.engine.begin_microbatch(last=microbatch == last)
+            tokens_BT = tokens_BT.to(self.device, non_blocking=True)
+            targets_BT = targets_BT.to(self.device, non_blocking=True)
+            logits_BTV = self.model.engine(
+                tokens_BT, dropout_keys_B=self._dropout_keys(step, batch.sample_ids_AB[microbatch])
+            )
+            loss = self.loss_sum(logits_BTV, targets_BT) / n_targets
+            del logits_BTV
+            loss.backward()
+            loss_part = loss_part + loss.detach()
+        return loss_part, n_targets
+
+    def _dropout_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
+        if not self.model.module.spec.dropout:
+            return None
+        return sample_keys(self.seed, step, sample_ids_B.to(self.device))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Loss per target token over batches dealt out over the data ranks, equal on every rank; a scalar."""
+        self.model.module.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            for tokens_BT, targets_BT in zip(batch.tokens_ABT, batch.targets_ABT, strict=True):
+                logits_BTV = self.model.engine(tokens_BT.to(self.device))
+                targets_BT = targets_BT.to(self.device)
+                sums[0] += self.loss_sum(logits_BTV, targets_BT)
+                sums[1] += (targets_BT != IGNORE).sum()
+        self.model.engine.release()
+        dist.all_reduce(sums, group=self.model.data_group)
+        return sums[0] / sums[1].clamp(min=1)

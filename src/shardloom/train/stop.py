@@ -1,0 +1,49 @@
+"""Stopping between steps, on all ranks at the same one, when a signal asks for it."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+
+class StopRequest:
+    """Whether any rank was asked to stop. The answer travels while a step computes, on the CPU, a step behind."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._flag = torch.zeros((), dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def everyone(self) -> bool:
+        """True, on every rank at the same call, once any rank has been asked; every rank calls this each step."""
+        if self._work is not None:
+            self._work.wait()
+        answer = bool(self._flag)
+        self._flag = torch.tensor(int(self.asked))
+        self._work = dist.all_reduce(self._flag, async_op=True)
+        return answer
+
+    def settle(self) -> None:
+        """Wait for what is under way, so that the process group can be left."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    @contextmanager
+    def listening(self) -> Iterator["StopRequest"]:
+        """While inside, SIGINT and SIGTERM ask for a stop; a second SIGINT interrupts at once."""
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.asked and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,74 @@
+"""One rank as a process of its own, as `launch.py` starts it: python -m shardloom.train.worker RUN.toml REPORT_DIR [quiet]
+
+What goes wrong is written to REPORT_DIR/rank-N.json, where the parent finds it; nothing is printed.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from shardloom.errors import InputError, ShardloomError
+
+_LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "socket", "gloo")
+
+
+def report(error: BaseException, rank: int) -> dict[str, object]:
+    """What a parent needs to tell the user of a worker's error: whose, what, where, and whether it came first."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    lost_peer = isinstance(error, DistError) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, ShardloomError)
+        and any(sign in text.lower() for sign in _LOST_PEER)
+    )
+    return {
+        "rank": rank,
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "problems": error.problems if isinstance(error, InputError) else [text],
+        "exit_code": error.exit_code if isinstance(error, ShardloomError) else 3,
+        "expected": isinstance(error, ShardloomError),
+        "lost_peer": lost_peer,
+        "traceback": traceback.format_exception(error),
+    }
+
+
+def _die_with_parent() -> None:
+    """A worker whose parent was killed has no one to end it: leave as soon as the parent is another process."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """The process of one rank; the exit code is that of its error."""
+    run_file, report_dir = Path(sys.argv[1]), Path(sys.argv[2])
+    _die_with_parent()
+    from shardloom.config import load
+    from shardloom.train.loop import run
+    from shardloom.train.ranks import place_from_environment
+
+    place = place_from_environment()
+    assert place is not None
+    try:
+        run(load(run_file), place, quiet="quiet" in sys.argv[3:])
+    except BaseException as error:
+        told = report(error, place.rank)
+        (report_dir / f"rank-{place.rank}.json").write_text(json.dumps(told))
+        sys.stdout.flush()
+        # The other ranks may be waiting in a collective that this one never joins: no clean-up can succeed.
+        os._exit(int(str(told["exit_code"])))
+
+
+if __name__ == "__main__":
+    main()

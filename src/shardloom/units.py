@@ -1,0 +1,41 @@
+"""Bytes, FLOPs, seconds and counts as people read them. GiB is 2**30 bytes, GB is 10**9."""
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+
+
+def format_bytes(n_bytes: float) -> str:
+    """`1536` -> `1.5 KiB`; three significant digits, binary prefixes."""
+    for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(n_bytes) >= size:
+            return f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes / size:.0f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def format_count(n: float) -> str:
+    """`1_234_567` -> `1.23M`; decimal prefixes, for parameters and tokens."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(n) >= size:
+            return f"{n / size:.3g}{unit}" if abs(n) < 1000 * size else f"{n / size:.0f}{unit}"
+    return f"{n:g}"
+
+
+def format_flops(flops: float) -> str:
+    """`2.5e12` -> `2.5 TFLOP`."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if abs(flops) >= size:
+            return f"{flops / size:.3g} {unit}FLOP"
+    return f"{flops:.3g} FLOP"
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`, `75` -> `1 min 15 s`, `7500` -> `2 h 05 min`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

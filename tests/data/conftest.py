@@ -1,0 +1,33 @@
+"""Token folders made from real text of this Python's standard library, once a session."""
+
+import email
+from pathlib import Path
+
+import pytest
+
+from shardloom.data.prepare import prepare
+from shardloom.data.shards import Manifest, TokenSplit, open_split
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Path:
+    """The source of the standard library's `email` package: 29 files, 0.4 MB."""
+    return Path(email.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of `corpus`, several of them, with a vocabulary of 512 and a fifth held out."""
+    out = tmp_path_factory.mktemp("tokens") / "email"
+    prepare(corpus, out, glob="*.py", vocab_size=512, validation=0.2, shard_tokens=20_000)
+    return out
+
+
+@pytest.fixture
+def train(prepared: Path) -> TokenSplit:
+    return open_split(prepared, "train")
+
+
+@pytest.fixture
+def manifest(prepared: Path) -> Manifest:
+    return Manifest.read(prepared)

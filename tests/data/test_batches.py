@@ -1,0 +1,320 @@
+"""Proves that a run sees every sample once an epoch, however it is dealt and resumed, and reads ahead safely.
+
+The check of silent bug 18 (samples repeated or skipped on resume or a changed world) is `once_an_epoch`; the
+bugs are injected here, and the same check must catch each.
+"""
+
+import gc
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardloom.data import batches as batches_module
+from shardloom.data.batches import Batches, check_division, evaluation_batches
+from shardloom.data.order import SampleOrder
+from shardloom.data.samples import IGNORE, DocumentSamples, PackedSamples
+from shardloom.data.shards import TokenSplit, open_split
+from shardloom.errors import DataError, InputError
+
+
+class Numbered:
+    """n samples; sample i is the token i, five times over."""
+
+    seq_len = 4
+
+    def __init__(self, n: int, fails_at: int = -1) -> None:
+        self.n, self.fails_at, self.reads = n, fails_at, 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def span(self, i: int) -> tuple[int, int]:
+        return i * 4, 5
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        self.reads += 1
+        if i == self.fails_at:
+            raise FileNotFoundError("the disk went away")
+        return np.full(5, i, np.int64), np.arange(4) < 4 - i % 3
+
+
+def batches(samples: Any, global_batch: int = 4, micro_batch: int = 2, **options: Any) -> Batches:
+    defaults: dict[str, Any] = {"data_rank": 0, "data_ranks": 1, "seed": 0, "vocab_size": 2**16}
+    return Batches(samples, global_batch=global_batch, micro_batch=micro_batch, **defaults | options)
+
+
+def test_a_batch_is_accumulated_microbatches_of_inputs_and_targets() -> None:
+    with batches(Numbered(100), global_batch=6) as loader:
+        batch = next(loader)
+    assert batch.tokens_ABT.shape == batch.targets_ABT.shape == (3, 2, 4)
+    assert batch.tokens_ABT.dtype == batch.targets_ABT.dtype == batch.sample_ids_AB.dtype == torch.int64
+    assert batch.sample_ids_AB.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert batch.n_targets == int((batch.targets_ABT != IGNORE).sum())
+    counted = batch.targets_ABT != IGNORE
+    assert torch.equal(batch.tokens_ABT[counted], batch.targets_ABT[counted])
+
+
+def test_targets_are_the_tokens_that_follow(train: TokenSplit) -> None:
+    samples = PackedSamples(train, 64)
+    with batches(samples, global_batch=2, micro_batch=1, seed=5) as loader:
+        batch = next(loader)
+    for a, i in enumerate(SampleOrder(5, len(samples))(np.arange(2))):
+        assert batch.tokens_ABT[a, 0].tolist() == train.tokens(int(i) * 64, 64).tolist()
+        assert batch.targets_ABT[a, 0].tolist() == train.tokens(int(i) * 64 + 1, 64).tolist()
+
+
+# Silent bug 18.
+
+Stay = tuple[int, int, int]  # steps, global_batch in units of 4 samples, data ranks
+
+
+def samples_seen(stays: list[Stay], n: int, prefetch: int = 2) -> Counter[int]:
+    """How often each of n samples is trained on by a run of those stays, each resumed where one stopped."""
+    seen: Counter[int] = Counter()
+    position = 0
+    for steps, quarter_batch, ranks in stays:
+        resumed_at = position
+        for rank in range(ranks):
+            with batches(
+                Numbered(n),
+                global_batch=4 * quarter_batch,
+                micro_batch=1,
+                data_rank=rank,
+                data_ranks=ranks,
+                start_sample=resumed_at,
+                prefetch=prefetch,
+            ) as loader:
+                for _ in range(steps):
+                    seen.update(next(loader).tokens_ABT[:, :, 0].flatten().tolist())
+                position = loader.next_sample
+    return seen
+
+
+def once_an_epoch(stays: list[Stay], n: int, **options: Any) -> bool:
+    """Whether the run saw each of n samples total/n times, one more for a rest."""
+    total = sum(steps * 4 * quarter_batch for steps, quarter_batch, _ in stays)
+    seen = samples_seen(stays, n, **options)
+    return seen.total() == total and {seen[i] for i in range(n)} <= {total // n, -(-total // n)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.integers(1, 3), st.sampled_from([1, 2, 4])), min_size=1, max_size=4
+    ),
+    st.integers(1, 50),
+    st.integers(0, 3),
+)
+def test_every_sample_is_seen_once_an_epoch_over_resumes_and_changed_ranks(
+    stays: list[Stay], n: int, prefetch: int
+) -> None:
+    assert once_an_epoch(stays, n, prefetch=prefetch)
+
+
+RUN: list[Stay] = [(2, 1, 1), (1, 2, 4), (3, 1, 2)]
+
+
+def resume_after_what_was_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_ahead = property(lambda self: self._next_sample + 2 * self._global_batch)
+    monkeypatch.setattr(Batches, "next_sample", read_ahead)
+
+
+def resume_one_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_back = property(lambda self: self._next_sample - self._global_batch)
+    monkeypatch.setattr(Batches, "next_sample", one_back)
+
+
+def order_seeded_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    true: Callable[..., Any] = batches_module._batches
+
+    def wrong(samples: Any, g: int, m: int, rank: int, ranks: int, seed: int, *rest: Any) -> Any:
+        return true(samples, g, m, rank, ranks, seed + rank, *rest)
+
+    monkeypatch.setattr(batches_module, "_batches", wrong)
+
+
+def every_rank_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    true: Callable[..., Any] = batches_module._batches
+
+    def wrong(samples: Any, g: int, m: int, rank: int, *rest: Any) -> Any:
+        return true(samples, g, m, 0, *rest)
+
+    monkeypatch.setattr(batches_module, "_batches", wrong)
+
+
+def order_starts_again_on_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    true: Callable[..., Any] = batches_module._batches
+
+    def wrong(*arguments: Any) -> Any:
+        return true(*arguments[:7], 0, *arguments[8:])
+
+    monkeypatch.setattr(batches_module, "_batches", wrong)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        resume_after_what_was_read_ahead,
+        resume_one_step_back,
+        order_seeded_by_rank,
+        every_rank_reads_the_same,
+        order_starts_again_on_resume,
+    ],
+)
+def test_silent_bug_18_is_caught(
+    monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    total = sum(steps * 4 * quarter_batch for steps, quarter_batch, _ in RUN)
+    assert once_an_epoch(RUN, total)
+    bug(monkeypatch)
+    assert not once_an_epoch(RUN, total)
+
+
+def test_what_a_step_trains_on_does_not_depend_on_the_ranks() -> None:
+    steps = []
+    for ranks, micro_batch in [(1, 8), (1, 2), (2, 4), (4, 1), (8, 1)]:
+        ids = []
+        for rank in range(ranks):
+            with batches(Numbered(20), 8, micro_batch, data_rank=rank, data_ranks=ranks, seed=3) as loader:
+                ids += [next(loader), next(loader)][1].tokens_ABT[:, :, 0].flatten().tolist()
+        steps.append(ids)
+    assert all(ids == steps[0] for ids in steps)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_batches_read_ahead_do_not_count_as_seen(prefetch: int) -> None:
+    with batches(Numbered(100), start_sample=40, prefetch=prefetch) as loader:
+        assert loader.next_sample == 40
+        next(loader)
+        time.sleep(0.05)
+        assert loader.next_sample == 44
+        assert next(loader).sample_ids_AB.flatten().tolist() == [44, 45, 46, 47]
+
+
+# The thread.
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "shardloom-batches"]
+
+
+def test_at_most_prefetch_batches_are_read_ahead() -> None:
+    samples = Numbered(1000)
+    with batches(samples, prefetch=3):
+        time.sleep(0.1)
+        # Three in the queue and one in the thread's hand.
+        assert samples.reads == 4 * (3 + 1)
+
+
+def test_closing_stops_the_thread_at_once_and_so_does_forgetting() -> None:
+    assert not reading_threads()
+    loader = batches(Numbered(1000))
+    assert len(reading_threads()) == 1
+    next(loader)
+    time.sleep(0.02)
+    started_s = time.perf_counter()
+    loader.close()
+    loader.close()
+    assert time.perf_counter() - started_s < 1
+    assert not reading_threads()
+    loader = batches(Numbered(1000))
+    del loader
+    gc.collect()
+    assert not reading_threads()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_while_reading_ahead_is_raised_as_it_is_in_its_turn(prefetch: int) -> None:
+    order = SampleOrder(0, 100)(np.arange(100))
+    with batches(Numbered(100, fails_at=int(order[9])), prefetch=prefetch) as loader:
+        next(loader)
+        next(loader)
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError, match="the disk went away"):
+                next(loader)
+        assert loader.next_sample == 8
+    assert not reading_threads()
+
+
+# Bad input.
+
+
+def test_a_batch_that_does_not_divide_shows_the_arithmetic() -> None:
+    with pytest.raises(InputError) as caught:
+        batches(Numbered(10), global_batch=10, micro_batch=4, data_ranks=2)
+    assert str(caught.value) == (
+        "global_batch=10 is not micro_batch=4 x data ranks=2 x a whole accumulation (10 = 8*1 + 2); "
+        "nearest: 8, 16"
+    )
+    with pytest.raises(InputError, match=r"\(3 = 8\*0 \+ 3\); nearest: 8$"):
+        check_division(3, 4, 2)
+    with pytest.raises(InputError, match="must each be at least 1"):
+        check_division(0, 4, 2)
+    assert check_division(24, 4, 2) == 3
+    assert not reading_threads()
+
+
+def test_an_id_outside_of_the_vocabulary_names_shard_place_and_value(prepared: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(prepared, tmp_path / "copy"))
+    with open(copy / "train-00001.bin", "r+b") as file:
+        file.seek(2 * 7)
+        file.write((9999).to_bytes(2, "little"))
+    split = open_split(copy, "train")
+    message = r"train-00001\.bin, token 7 of it is 9999, outside of the vocabulary of 512 \(ids 0 to 511\)"
+    for samples in (PackedSamples(split, 128), DocumentSamples(split, 128)):
+        n = len(samples)
+        with batches(samples, n, 1, vocab_size=512) as loader, pytest.raises(DataError, match=message):
+            next(loader)
+        with pytest.raises(DataError, match=message):
+            list(evaluation_batches(samples, micro_batch=4, data_rank=0, data_ranks=1, vocab_size=512))
+
+
+# Evaluation.
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 50))
+def test_evaluation_sees_each_sample_once_in_equally_many_batches_on_every_rank(
+    n: int, micro_batch: int, ranks: int, max_samples: int | None
+) -> None:
+    per_rank = [
+        list(
+            evaluation_batches(
+                Numbered(n),  # type: ignore[arg-type]
+                micro_batch=micro_batch,
+                data_rank=rank,
+                data_ranks=ranks,
+                max_samples=max_samples,
+                vocab_size=2**16,
+            )
+        )
+        for rank in range(ranks)
+    ]
+    assert len({len(rank_batches) for rank_batches in per_rank}) == 1
+    seen: list[int] = []
+    for batch in (batch for rank_batches in per_rank for batch in rank_batches):
+        assert batch.tokens_ABT.shape == (1, micro_batch, 4)
+        padding = batch.sample_ids_AB == -1
+        assert (batch.targets_ABT[padding] == IGNORE).all()
+        assert batch.n_targets == int((batch.targets_ABT != IGNORE).sum())
+        assert torch.equal(batch.tokens_ABT[..., 0][~padding], batch.sample_ids_AB[~padding])
+        seen += batch.sample_ids_AB[~padding].tolist()
+    assert sorted(seen) == list(range(n if max_samples is None else min(n, max_samples)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_batches_reach_the_device() -> None:
+    with batches(Numbered(100), pin_memory=True) as loader:
+        batch = next(loader)
+    assert batch.tokens_ABT.is_pinned()
+    assert torch.equal(batch.to("cuda").tokens_ABT.cpu(), batch.tokens_ABT)

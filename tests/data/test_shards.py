@@ -1,0 +1,146 @@
+"""Proves that a split reads as one row of tokens across its shards, and a wrong folder is a clear error."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardloom.data.shards import Manifest, TokenSplit, open_split, verify_checksums
+from shardloom.errors import DataError
+
+
+@pytest.fixture
+def copy(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+def edit(folder: Path, change: Callable[[dict], None]) -> None:
+    path = folder / "manifest.json"
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+def test_a_split_is_the_shards_one_after_another(train: TokenSplit, prepared: Path) -> None:
+    whole = np.concatenate([np.fromfile(path, "<u2") for path in sorted(prepared.glob("train-*.bin"))])
+    assert train.n_tokens == len(whole)
+    assert np.array_equal(train.tokens(0, train.n_tokens), whole)
+
+
+def test_any_range_is_read_across_shard_borders(train: TokenSplit) -> None:
+    whole = train.tokens(0, train.n_tokens)
+    rng = np.random.default_rng(0)
+    borders = np.cumsum([shard.tokens for shard in train.manifest.splits["train"].shards])
+    starts = [*rng.integers(0, train.n_tokens, 50), *borders, *(borders - 1), 0]
+    for start in starts:
+        for length in (0, 1, 2, int(rng.integers(0, 70_000))):
+            length = min(length, train.n_tokens - int(start))
+            assert np.array_equal(train.tokens(int(start), length), whole[start : start + length])
+    with pytest.raises(IndexError):
+        train.tokens(train.n_tokens, 1)
+
+
+def test_documents_partition_the_split(train: TokenSplit) -> None:
+    documents = [train.document(i) for i in range(train.n_documents)]
+    assert np.array_equal(np.concatenate(documents), train.tokens(0, train.n_tokens))
+    assert train.document_lengths().tolist() == [len(document) for document in documents]
+    with pytest.raises(IndexError):
+        train.document(train.n_documents)
+
+
+def test_a_place_is_named_by_shard_and_offset(train: TokenSplit) -> None:
+    first = train.manifest.splits["train"].shards[0].tokens
+    assert train.where(first - 1).endswith(f"train-00000.bin, token {first - 1} of it")
+    assert train.where(first + 2).endswith("train-00001.bin, token 2 of it")
+
+
+def test_the_fingerprint_is_of_the_tokens(copy: Path, manifest: Manifest) -> None:
+    assert Manifest.read(copy).fingerprint == manifest.fingerprint
+    edit(copy, lambda raw: raw["splits"]["train"]["shards"][0].update(sha256="0" * 64))
+    assert Manifest.read(copy).fingerprint != manifest.fingerprint
+
+
+def test_a_model_needs_a_row_for_every_id(manifest: Manifest) -> None:
+    manifest.check_vocabulary(512)
+    manifest.check_vocabulary(640)
+    with pytest.raises(
+        DataError, match="vocab_size=500 is smaller than the 512 tokens of the data's tokenizer"
+    ):
+        manifest.check_vocabulary(500)
+
+
+def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such data folder; make it with `shardloom data prepare"):
+        Manifest.read(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"the folder is empty: no manifest\.json"):
+        Manifest.read(tmp_path)
+    (tmp_path / "photo.jpg").write_text("x")
+    with pytest.raises(DataError, match=r"the folder holds photo\.jpg, but no manifest\.json"):
+        Manifest.read(tmp_path)
+    with pytest.raises(DataError, match="a file, not a folder"):
+        Manifest.read(tmp_path / "photo.jpg")
+    (tmp_path / "manifest.json").write_text('{"name": "a web app"}')
+    with pytest.raises(DataError, match=r"its manifest\.json is not of token shards"):
+        Manifest.read(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"na')
+    with pytest.raises(DataError, match="not JSON"):
+        Manifest.read(tmp_path)
+
+
+def test_a_newer_format_names_its_writer(copy: Path) -> None:
+    edit(copy, lambda raw: raw.update(format_version=9, created_by="shardloom 7.0"))
+    with pytest.raises(
+        DataError, match=r"format version 9, but .* up to 1; it was written by shardloom 7\.0"
+    ):
+        Manifest.read(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.pop("dtype"), "damaged at dtype: Field required"),
+        (lambda raw: raw["splits"]["train"].update(tokens=5), "contradicts itself: train has 5 tokens"),
+        (
+            lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=5),
+            "contradicts itself: train-00000.bin",
+        ),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(file="../x"), "a file outside of the folder"),
+    ],
+)
+def test_a_damaged_manifest_is_an_error(copy: Path, change: Callable[[dict], None], message: str) -> None:
+    edit(copy, change)
+    with pytest.raises(DataError, match=message):
+        Manifest.read(copy)
+
+
+def test_every_short_or_missing_file_is_named(copy: Path) -> None:
+    path = copy / "train-00001.bin"
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(size - 10)
+    (copy / "train-00000.idx").unlink()
+    with pytest.raises(DataError) as caught:
+        open_split(copy, "train")
+    assert len(caught.value.problems) == 2
+    assert f"train-00001.bin has {size - 10} bytes, the manifest says {size}: cut short" in str(caught.value)
+    assert "train-00000.idx is missing" in str(caught.value)
+    assert len(verify_checksums(copy)) == 2
+
+
+def test_one_flipped_bit_is_found_by_the_checksums(copy: Path) -> None:
+    raw = bytearray((copy / "train-00001.bin").read_bytes())
+    raw[100] ^= 1
+    (copy / "train-00001.bin").write_bytes(raw)
+    open_split(copy, "train")
+    seen: list[str] = []
+    (problem,) = verify_checksums(copy, seen.append)
+    assert problem.startswith("train-00001.bin has the checksum")
+    assert set(seen) == {path.name for path in copy.iterdir()} - {"manifest.json"}
+
+
+def test_a_misspelt_split_is_an_error(prepared: Path) -> None:
+    with pytest.raises(DataError, match="no split 'valid'; did you mean 'validation'"):
+        open_split(prepared, "valid")

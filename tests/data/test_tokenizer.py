@@ -1,0 +1,97 @@
+"""Proves that tokenizers trained here are lossless, and any tokenizer.json is used as a corpus needs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from shardloom.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from shardloom.errors import DataError
+
+TEXTS = ["The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n"] * 20
+BPE = train_bpe(TEXTS, 300)
+
+
+def word_tokenizer(path: Path, *special: str, cut_at: int = 0) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    if cut_at:
+        tokenizer.enable_truncation(cut_at)
+        tokenizer.enable_padding(length=cut_at)
+        tokenizer.post_processor = processors.TemplateProcessing("</s> $A", special_tokens=[("</s>", 3)])
+    tokenizer.save(str(path))
+    return path
+
+
+def test_text_comes_back_exactly() -> None:
+    (ids,) = BPE.encode_batch(["The lazy dog"])
+    assert BPE.decode(ids.tolist()) == "The lazy dog"
+    assert BPE.vocab_size == 300
+    assert BPE.separator_id == 0
+
+
+@given(st.text())
+def test_any_text_comes_back_exactly(text: str) -> None:
+    (ids,) = BPE.encode_batch([text])
+    assert BPE.decode(ids.tolist()) == text
+    assert ids.dtype == np.uint32
+
+
+def test_a_separator_written_in_a_text_ends_no_document(tmp_path: Path) -> None:
+    text = "GPT-2 uses <|endoftext|> between documents"
+    (tmp_path / "tokenizer.json").write_bytes(BPE.json_bytes)
+    for tokenizer in (BPE, load_tokenizer(tmp_path / "tokenizer.json")):
+        (ids,) = tokenizer.encode_batch([text])
+        assert tokenizer.separator_id not in ids
+        assert tokenizer.decode(ids.tolist()) == text
+
+
+def test_training_is_deterministic_and_reads_no_more_than_the_sample() -> None:
+    read: list[int] = []
+
+    def stream() -> object:
+        for i in range(1000):
+            read.append(i)
+            yield f"text {i} " * 10
+
+    one = train_bpe(stream(), 280, sample_bytes=2000)  # type: ignore[arg-type]
+    assert len(read) < 40
+    assert one.json_bytes == train_bpe(stream(), 280, sample_bytes=2000).json_bytes  # type: ignore[arg-type]
+
+
+def test_a_vocabulary_below_the_bytes_is_an_error() -> None:
+    with pytest.raises(DataError, match="vocab_size=100 is below 257 = 256 bytes"):
+        train_bpe(TEXTS, 100)
+
+
+def test_a_tokenizer_that_cuts_pads_and_adds_does_none_of_it_here(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(word_tokenizer(tmp_path / "t.json", "</s>", cut_at=4))
+    (ids,) = tokenizer.encode_batch(["a b " * 10])
+    assert ids.tolist() == [1, 2] * 10
+    assert (tokenizer.separator, tokenizer.separator_id, tokenizer.vocab_size) == ("</s>", 3, 4)
+
+
+def test_the_separator_is_found_chosen_or_asked_for(tmp_path: Path) -> None:
+    def load(*special: str, separator: str | None = None) -> TextTokenizer:
+        return load_tokenizer(word_tokenizer(tmp_path / "t.json", *special), separator)
+
+    assert load("<|im_end|>", "</s>").separator == "</s>"
+    assert load("<|im_end|>", "</s>", separator="<|im_end|>").separator_id == 3
+    with pytest.raises(DataError, match=r"choose with --separator; its special tokens: <pad>, <eod>"):
+        load("<pad>", "<eod>")
+    with pytest.raises(DataError, match=r"'<eof>' is not in its vocabulary; did you mean '<eod>'"):
+        load("<pad>", "<eod>", separator="<eof>")
+
+
+def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match=r"x\.json: not a tokenizer\.json"):
+        load_tokenizer(tmp_path / "x.json")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        load_tokenizer(tmp_path / "absent.json")
+    with pytest.raises(DataError, match=r"a folder, not a tokenizer; pass the file"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,80 @@
+"""Proves that a model starts from the same bits however its parameters are cut, with the right variances."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardloom.model.init import initial_std, initial_values, initialise
+from shardloom.model.presets import PRESETS
+from shardloom.model.transformer import Transformer
+
+torch.set_num_threads(1)
+SPEC = replace(PRESETS["debug"], qk_norm=True, bias=True)
+
+
+def test_the_shard_of_a_parameter_is_that_part_of_the_initialised_model() -> None:
+    model = Transformer(SPEC)
+    initialise(model, SPEC, seed=5)
+    name = "layers.2.ffn.down.weight"
+    shard = initial_values(SPEC, 5, name, (64, 176), (32, 0), (32, 176), torch.float32)
+    assert torch.equal(shard, model.get_parameter(name)[32:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_cut_of_any_parameter_gives_the_bits_of_the_whole(data: st.DataObject) -> None:
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in Transformer(SPEC).named_parameters()}
+    name = data.draw(st.sampled_from(sorted(shapes)))
+    shape = shapes[name]
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    origin = [0] * len(shape)
+    whole = initial_values(SPEC, 1, name, shape, origin, shape, torch.float32)
+    cuts = sorted(data.draw(st.lists(st.integers(0, shape[dim]), max_size=4)))
+    parts = []
+    for start, end in zip([0, *cuts], [*cuts, shape[dim]], strict=True):
+        offsets, size = [0] * len(shape), list(shape)
+        offsets[dim], size[dim] = start, end - start
+        parts.append(initial_values(SPEC, 1, name, shape, offsets, size, torch.float32))
+    assert torch.equal(torch.cat(parts, dim), whole)
+
+
+@pytest.mark.parametrize("preset", ["debug", "gpt2"])
+def test_variances_are_those_of_gpt2(preset: str) -> None:
+    spec = replace(PRESETS[preset], n_layers=4, vocab_size=512, max_seq_len=256, init_std=0.03)
+    model = Transformer(spec)
+    initialise(model, spec, seed=0)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert torch.equal(p, torch.full_like(p, 0.0 if name.endswith("bias") else 1.0))
+            assert initial_std(spec, name) == 0
+            continue
+        residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
+        std = 0.03 / math.sqrt(8) if residual else 0.03
+        assert initial_std(spec, name) == std
+        # the standard deviation of n normal values scatters by 1 / sqrt(2 n)
+        assert abs(p.std().item() / std - 1) < 5 / math.sqrt(2 * p.numel())
+
+
+def test_seeds_layers_and_parameters_differ() -> None:
+    models = [Transformer(SPEC) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        initialise(model, SPEC, seed)
+    states = [model.state_dict() for model in models]
+    matrices = [name for name, value in states[0].items() if value.dim() == 2]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in matrices)
+    assert not any(torch.equal(states[0][name], states[2][name]) for name in matrices)
+    first_values = {states[0][name][0, 0].item() for name in matrices}
+    assert len(first_values) == len(matrices)
+
+
+def test_a_fresh_model_predicts_all_tokens_alike() -> None:
+    model = Transformer(PRESETS["debug"])
+    initialise(model, PRESETS["debug"], seed=0)
+    tokens_BT = torch.arange(128).view(2, 64)
+    loss = torch.nn.functional.cross_entropy(model(tokens_BT).flatten(0, 1), tokens_BT.flatten())
+    assert loss.item() == pytest.approx(math.log(512), rel=0.01)

@@ -1,0 +1,101 @@
+"""Proves the rank arithmetic: coordinates invert, groups partition the world, tp is innermost, bad degrees say why."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardloom.errors import LayoutError
+from shardloom.layout import DENSE_AXES, EXPERT_AXES, Layout
+
+degree = st.integers(1, 4)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    degrees = {axis: draw(degree) for axis in DENSE_AXES}
+    fold = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
+    ep = draw(st.sampled_from([d for d in range(1, fold + 1) if fold % d == 0]))
+    if degrees["dp_shard"] > 1:
+        zero = draw(st.integers(1, 3))
+    else:
+        zero = 0 if degrees["dp_replicate"] > 1 else draw(st.integers(0, 3))
+    return Layout(**degrees, ep=ep, zero=zero)
+
+
+def test_eight_ranks_of_dp2_and_tp2_and_pp2_stand_where_the_picture_says():
+    layout = Layout(pp=2, dp_shard=2, tp=2, zero=1)
+    assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert layout.groups("dp_shard") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert layout.coordinates(6)["pp"] == 1
+    assert layout.coordinates(6)["dp_shard"] == 1
+    assert layout.coordinates(6)["tp"] == 0
+
+
+def test_expert_groups_are_neighbours_across_dp_cp_and_tp():
+    layout = Layout(dp_shard=2, tp=2, ep=4, zero=1)
+    assert layout.groups("ep") == [(0, 1, 2, 3)]
+    assert layout.expert_dp_shard == 1
+    assert Layout(dp_shard=4, tp=2, ep=4, zero=1).groups("expert_dp_shard") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@given(layouts())
+def test_coordinates_invert(layout: Layout):
+    for rank in range(layout.world_size):
+        here = layout.coordinates(rank)
+        assert layout.rank_at(here) == rank
+        assert all(0 <= here[axis] < layout.degree(axis) for axis in (*DENSE_AXES, *EXPERT_AXES))
+
+
+@given(layouts(), st.data())
+def test_groups_of_any_axes_partition_the_world(layout: Layout, data: st.DataObject):
+    box = data.draw(st.sampled_from([DENSE_AXES, EXPERT_AXES]))
+    axes = data.draw(st.lists(st.sampled_from(box), unique=True))
+    groups = layout.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    for group in groups:
+        held = [axis for axis in box if axis not in axes]
+        assert len({tuple(layout.coordinates(rank)[axis] for axis in held) for rank in group}) == 1
+        assert all(layout.group_of(rank, *axes) == group for rank in group)
+
+
+@given(layouts())
+def test_tp_is_innermost_and_pp_outermost(layout: Layout):
+    for group in layout.groups("tp"):
+        assert group == tuple(range(group[0], group[0] + layout.tp))
+    stage = layout.world_size // layout.pp
+    for rank in range(layout.world_size):
+        assert layout.coordinates(rank)["pp"] == rank // stage
+
+
+@given(layouts())
+def test_data_ranks_number_the_parts_of_a_batch(layout: Layout):
+    seen = {layout.data_rank(rank) for rank in range(layout.world_size)}
+    assert seen == set(range(layout.data_ranks))
+
+
+@given(layouts())
+def test_the_two_boxes_hold_the_same_number_of_ranks(layout: Layout):
+    expert = layout.pp * layout.dp_replicate * layout.expert_dp_shard * layout.ep
+    assert expert == layout.world_size
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [
+        ({"dp_shard": 0}, "layout.dp_shard=0: a degree is a number of ranks, 1 or more"),
+        ({"zero": 4}, "layout.zero=4: the stages of ZeRO are 0, 1, 2 and 3"),
+        ({"dp_shard": 2, "zero": 0}, "set zero to 1, 2 or 3, or dp_replicate=2 and dp_shard=1"),
+        ({"dp_replicate": 2, "zero": 2}, "set dp_shard=2 and dp_replicate=1, or zero=0"),
+        ({"dp_shard": 4, "zero": 1, "ep": 3}, "layout.ep=3 does not divide dp_shard x cp x tp = 4 x 1 x 1 = 4"),
+    ],
+)
+def test_a_layout_that_cannot_exist_says_the_rule_and_the_way_out(degrees: dict, said: str):
+    with pytest.raises(LayoutError) as error:
+        Layout(**degrees)
+    assert said in str(error.value)
+
+
+def test_degrees_that_do_not_multiply_to_the_world_are_refused():
+    with pytest.raises(LayoutError, match=r"needs 4 ranks \(dp_shard 4\), but 3 processes were started"):
+        Layout(dp_shard=4, zero=3).check_world(3)

@@ -1,0 +1,76 @@
+"""Proves that bugs which shipped elsewhere in silence do not pass here: each is put into our code, and the parity check sees it.
+
+Numbers are those of the list of known silent bugs: 1 and 2 normalise the loss over the wrong tokens, 6 takes the mean
+twice, 26 lets a forward pass run on parameters from before the update. 18 is in tests/data, 23 and 24 in
+tests/train/test_checkpoint.py.
+"""
+
+import pytest
+import torch
+
+from shardloom.layout import Layout
+from shardloom.parallel import data
+from shardloom.train.step import Trainer
+from tests.distributed import run_ranks
+from tests.mutation import mutated
+from tests.train.worlds import one_process, train_ranks, worst_error
+
+NORMALISED = "self.loss_sum(logits_BTV, targets_BT) / n_targets"
+ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2, zero=1),
+    Layout(dp_shard=2, zero=2),
+    Layout(dp_shard=2, zero=3),
+)
+HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
+
+BUGS = {
+    "1: loss averaged per microbatch": (
+        (Trainer, "forward_backward", NORMALISED, NORMALISED.replace("n_targets", "(targets_BT != -100).sum() / (last + 1) / 2")),
+        [ZERO_0, ZERO_1, ZERO_2, ZERO_3],
+    ),
+    "2: loss averaged per rank": (
+        (Trainer, "forward_backward", "dist.all_reduce(n_targets, group=self.model.data_group)", "n_targets *= 2"),
+        [ZERO_0, ZERO_1, ZERO_2, ZERO_3],
+    ),
+    "6: the mean is taken again by FSDP": (
+        (data, "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
+        [ZERO_1, ZERO_2, ZERO_3],
+    ),
+    "6: the mean is taken again by DDP": (
+        (data, "_sum_bucket", "return work.get_future().then(lambda done: done.value()[0])",
+         "return work.get_future().then(lambda done: done.value()[0] / 2)"),
+        [ZERO_0],
+    ),
+    "6: only the outermost group is told to sum": (
+        (data, "shard", "for group in (root, *ordered):", "for group in (root,):"),
+        [ZERO_1, ZERO_2, ZERO_3],
+    ),
+    "26: the last microbatch does not reshard": (
+        (data.Sharded, "begin_microbatch", "last or self.zero == 3", "self.zero == 3"),
+        [ZERO_1, ZERO_2],
+    ),
+    "gradients of the last microbatch alone are reduced over replicas": (
+        (data.Sharded, "begin_microbatch", "self.model.set_requires_all_reduce(last)", "self.model.set_requires_all_reduce(False)"),
+        [HYBRID],
+    ),
+    "gradients are not reduced at all": (
+        (data.Replicas, "begin_microbatch", "require_backward_grad_sync = last", "require_backward_grad_sync = False"),
+        [ZERO_0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_parity_check_sees_the_bug(bug: str):
+    mutation, layouts = BUGS[bug]
+    reference = one_process(torch.float64)
+    for layout in layouts:
+        outcome = run_ranks(train_ranks, layout.world_size, layout, 3, torch.float64, (mutation,))[0]
+        # Healthy code stays under 1e-12; every one of these is off by more than a part in a thousand.
+        assert worst_error(outcome, reference) > 1e-3, layout
+
+
+def test_a_mutation_that_finds_nothing_to_change_says_so():
+    with pytest.raises(AssertionError, match="holds 0 of"), mutated((data, "shard", "no such line", "")):
+        pass
