@@ -5,10 +5,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
-# (owner, function, the line as it is, the line as the bug has it)
-Mutation = tuple[Any, str, str, str]
+# (module, or module:class, that holds the function; its name; the line as it is; the line as the bug has it)
+Mutation = tuple[str, str, str, str]
 
 
 @contextmanager
@@ -17,8 +18,9 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
 
     An assertion fails if the line to change is no longer there: a mutation must not quietly stop mutating.
     """
-    originals = []
-    for owner, name, healthy, buggy in mutations:
+    originals: list[tuple[Any, str, Any]] = []
+    for place, name, healthy, buggy in mutations:
+        owner = resolve_name(place)
         original = inspect.getattr_static(owner, name)
         source = textwrap.dedent(inspect.getsource(original))
         assert source.count(healthy) == 1, f"{name} holds {source.count(healthy)} of {healthy!r}"

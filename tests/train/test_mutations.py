@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from shardloom.layout import Layout
-from shardloom.parallel import data
-from shardloom.train.step import Trainer
 from tests.distributed import run_ranks
 from tests.mutation import mutated
 from tests.train.worlds import one_process, train_ranks, worst_error
 
+TRAINER, DATA = "shardloom.train.step:Trainer", "shardloom.parallel.data"
 NORMALISED = "self.loss_sum(logits_BTV, targets_BT) / n_targets"
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_replicate=2),
@@ -26,36 +25,36 @@ HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 
 BUGS = {
     "1: loss averaged per microbatch": (
-        (Trainer, "forward_backward", NORMALISED, NORMALISED.replace("n_targets", "(targets_BT != -100).sum() / (last + 1) / 2")),
+        (TRAINER, "forward_backward", NORMALISED, NORMALISED.replace("n_targets", "(targets_BT != -100).sum() / (last + 1) / 2")),
         [ZERO_0, ZERO_1, ZERO_2, ZERO_3],
     ),
     "2: loss averaged per rank": (
-        (Trainer, "forward_backward", "dist.all_reduce(n_targets, group=self.model.data_group)", "n_targets *= 2"),
+        (TRAINER, "forward_backward", "dist.all_reduce(n_targets, group=self.model.data_group)", "n_targets *= 2"),
         [ZERO_0, ZERO_1, ZERO_2, ZERO_3],
     ),
     "6: the mean is taken again by FSDP": (
-        (data, "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
+        ("shardloom.parallel.apply", "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
         [ZERO_1, ZERO_2, ZERO_3],
     ),
     "6: the mean is taken again by DDP": (
-        (data, "_sum_bucket", "return work.get_future().then(lambda done: done.value()[0])",
+        (DATA, "_sum_bucket", "return work.get_future().then(lambda done: done.value()[0])",
          "return work.get_future().then(lambda done: done.value()[0] / 2)"),
         [ZERO_0],
     ),
     "6: only the outermost group is told to sum": (
-        (data, "shard", "for group in (root, *ordered):", "for group in (root,):"),
+        ("shardloom.parallel.apply", "shard", "for group in (root, *ordered):", "for group in (root,):"),
         [ZERO_1, ZERO_2, ZERO_3],
     ),
     "26: the last microbatch does not reshard": (
-        (data.Sharded, "begin_microbatch", "last or self.zero == 3", "self.zero == 3"),
+        (DATA + ":Sharded", "begin_microbatch", "last or self.zero == 3", "self.zero == 3"),
         [ZERO_1, ZERO_2],
     ),
-    "gradients of the last microbatch alone are reduced over replicas": (
-        (data.Sharded, "begin_microbatch", "self.model.set_requires_all_reduce(last)", "self.model.set_requires_all_reduce(False)"),
+    "gradients are not reduced over replicas": (
+        ("shardloom.parallel.apply", "shard", 'mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]', 'mesh["dp_shard"]'),
         [HYBRID],
     ),
     "gradients are not reduced at all": (
-        (data.Replicas, "begin_microbatch", "require_backward_grad_sync = last", "require_backward_grad_sync = False"),
+        (DATA + ":Replicas", "begin_microbatch", "require_backward_grad_sync = last", "require_backward_grad_sync = False"),
         [ZERO_0],
     ),
 }  # fmt: skip
@@ -72,5 +71,5 @@ def test_the_parity_check_sees_the_bug(bug: str):
 
 
 def test_a_mutation_that_finds_nothing_to_change_says_so():
-    with pytest.raises(AssertionError, match="holds 0 of"), mutated((data, "shard", "no such line", "")):
+    with pytest.raises(AssertionError, match="holds 0 of"), mutated(("shardloom.parallel.apply", "shard", "no such line", "")):
         pass

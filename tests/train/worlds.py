@@ -102,7 +102,7 @@ def build(layout: Layout, dtype: torch.dtype, spec: ModelSpec = SPEC, compute: t
     """The trainer of this rank."""
     device = torch.device("cpu")
     model = apply(spec, layout, device, seed=SEED, param_dtype=dtype, compute_dtype=compute or dtype)
-    optimizer = build_optimizer(model.module.named_parameters(), OPTIMIZER)
+    optimizer = build_optimizer(model.named_parameters.items(), OPTIMIZER)
     return Trainer(model, optimizer, device=device, seed=SEED, clip_norm=OPTIMIZER.clip_norm)
 
 
@@ -124,9 +124,9 @@ def train_ranks(
             loss_part, _ = trainer.forward_backward(batch, step)
             dist.all_reduce(loss_part)
             outcome.losses.append(float(loss_part))
-            outcome.gradients.append({n: whole(p.grad) for n, p in trainer.model.module.named_parameters()})
+            outcome.gradients.append({n: whole(p.grad) for n, p in trainer.model.named_parameters.items()})
             outcome.norms.append(float(trainer.update(RATE)))
-        outcome.parameters = {n: whole(p) for n, p in trainer.model.module.named_parameters()}
+        outcome.parameters = {n: whole(p) for n, p in trainer.model.named_parameters.items()}
     return outcome
 
 

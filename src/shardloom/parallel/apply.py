@@ -25,10 +25,9 @@ class ParallelModel:
     mesh: DeviceMesh
     data_group: dist.ProcessGroup
     """All ranks that read different samples: those over which a loss or a count of tokens is summed."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Every parameter, or this rank's DTensor of it, once."""
-        return list(self.module.parameters())
+    named_parameters: dict[str, nn.Parameter]
+    """What is optimised and saved, by its global name. Under FSDP these are the shards, and only these: while a
+    block is gathered, `module.named_parameters()` gives the whole tensors in their place."""
 
 
 def apply(
@@ -57,6 +56,7 @@ def apply(
     if sharded:
         shard(model, blocks, layout, mesh, compute_dtype, param_dtype)
     materialise(model, spec, seed, device)
+    named = dict(model.named_parameters())
     engine: DataEngine
     if sharded:
         engine = Sharded(model, layout.zero)  # type: ignore[arg-type]
@@ -64,4 +64,4 @@ def apply(
         engine = Replicas(model, mesh)
     else:
         engine = Single(model)
-    return ParallelModel(model, engine, layout, mesh, data_group)
+    return ParallelModel(model, engine, layout, mesh, data_group, named)

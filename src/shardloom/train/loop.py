@@ -74,7 +74,7 @@ class _Run:
         )
         self.trainer = Trainer(
             model,
-            build_optimizer(model.module.named_parameters(), config.optimizer),
+            build_optimizer(model.named_parameters.items(), config.optimizer),
             device=device,
             seed=config.seed,
             clip_norm=config.optimizer.clip_norm,

@@ -72,9 +72,10 @@ class Trainer:
 
     def update(self, rate: float) -> Tensor:
         """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
-        norm = gradient_norm(self.model.parameters())
+        parameters = self.model.named_parameters.values()
+        norm = gradient_norm(parameters)
         if self.clip_norm:
-            clip_gradients(self.model.parameters(), norm, self.clip_norm)
+            clip_gradients(parameters, norm, self.clip_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

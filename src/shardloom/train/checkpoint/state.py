@@ -22,7 +22,7 @@ from shardloom.train.step import Trainer
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """All that a checkpoint holds: `model/NAME` and `optimizer/KIND/NAME`, the very tensors that are trained."""
-    parameters = dict(trainer.model.module.named_parameters())
+    parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     return {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
 
