@@ -32,7 +32,9 @@ class Attention(nn.Module):
         q = self.q(x).view(batch, length, HEADS, HEAD_DIM).transpose(1, 2)
         k = self.k(x).view(batch, length, KV_HEADS, HEAD_DIM).transpose(1, 2)
         v = self.v(x).view(batch, length, KV_HEADS, HEAD_DIM).transpose(1, 2)
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
         return self.o(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -86,6 +88,7 @@ def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
     if kind == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if kind == "fsdp":
+        # As it comes: ZeRO-3, gradients reduced and sharded after every microbatch.
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
@@ -100,8 +103,6 @@ def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
             data = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
             if kind == "ddp":
                 model.require_backward_grad_sync = last
-            if kind == "fsdp":
-                model.set_requires_gradient_sync(last)
             logits = model(data[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()) / accumulation
             loss.backward()

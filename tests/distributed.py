@@ -1,4 +1,4 @@
-"""The only multi-process helper of the tests: run a function as N ranks of one gloo world, and bring back what each returns.
+"""The only multi-process helper of the tests: run a function as N ranks of one gloo world.
 
 Ranks are forked from a server process that has imported everything and has run no autograd, so a world of 4 starts
 in about a tenth of a second. The function is found by name in its module, so it has to be at the top level of one.
@@ -86,7 +86,7 @@ def _rank(function: Any, args: Any, rank: int, world_size: int, folder: str, pip
     import torch
     import torch.distributed as dist
 
-    stack = open(os.path.join(folder, f"stack-{rank}"), "w")
+    stack = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115  (it has to outlive this function)
     faulthandler.dump_traceback_later(max(0.1, timeout_s - 0.5), file=stack)
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,10 @@
 """What the server that ranks are forked from imports, once; no autograd may run here."""
 
-import torch._dynamo  # noqa: F401
-import torch.distributed.checkpoint  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
-import torch.distributed.tensor  # noqa: F401
-import torch.nn.parallel  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import torch.nn.parallel
 import torch.optim  # noqa: F401
 
 import shardloom.train.loop  # noqa: F401

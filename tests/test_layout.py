@@ -36,7 +36,12 @@ def test_expert_groups_are_neighbours_across_dp_cp_and_tp():
     layout = Layout(dp_shard=2, tp=2, ep=4, zero=1)
     assert layout.groups("ep") == [(0, 1, 2, 3)]
     assert layout.expert_dp_shard == 1
-    assert Layout(dp_shard=4, tp=2, ep=4, zero=1).groups("expert_dp_shard") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert Layout(dp_shard=4, tp=2, ep=4, zero=1).groups("expert_dp_shard") == [
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    ]
 
 
 @given(layouts())
@@ -87,7 +92,10 @@ def test_the_two_boxes_hold_the_same_number_of_ranks(layout: Layout):
         ({"zero": 4}, "layout.zero=4: the stages of ZeRO are 0, 1, 2 and 3"),
         ({"dp_shard": 2, "zero": 0}, "set zero to 1, 2 or 3, or dp_replicate=2 and dp_shard=1"),
         ({"dp_replicate": 2, "zero": 2}, "set dp_shard=2 and dp_replicate=1, or zero=0"),
-        ({"dp_shard": 4, "zero": 1, "ep": 3}, "layout.ep=3 does not divide dp_shard x cp x tp = 4 x 1 x 1 = 4"),
+        (
+            {"dp_shard": 4, "zero": 1, "ep": 3},
+            "layout.ep=3 does not divide dp_shard x cp x tp = 4 x 1 x 1 = 4",
+        ),
     ],
 )
 def test_a_layout_that_cannot_exist_says_the_rule_and_the_way_out(degrees: dict, said: str):

@@ -42,7 +42,7 @@ class RopeScalingSection(Section):
 
 
 def _model_override(field: dataclasses.Field[Any]) -> Any:
-    kind = RopeScalingSection if field.name == "rope_scaling" else field.type
+    kind: Any = RopeScalingSection if field.name == "rope_scaling" else field.type
     return (kind | None, Field(None, description=field.metadata["help"]))
 
 
@@ -53,7 +53,7 @@ _ModelOverrides: Any = create_model(
 )
 
 
-class ModelSection(_ModelOverrides):  # type: ignore[misc]
+class ModelSection(_ModelOverrides):
     """What is trained: a preset, and any size of it changed."""
 
     preset: str = Field("debug", description="a named model to start from; every other key here changes it")

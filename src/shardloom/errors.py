@@ -6,6 +6,7 @@
     │   ├── LayoutError            degrees that cannot be laid over the ranks or the model
     │   ├── DataError              text, token shards, tokenizer
     │   └── CheckpointError        missing, damaged, or of another run
+    │       └── DamagedError       what is on the disk is not what was written
     └── WorkerError                a worker process died or hung
 
 An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without
@@ -46,6 +47,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not, or not all, those that were written; an earlier one may be whole."""
 
 
 class WorkerError(ShardloomError):

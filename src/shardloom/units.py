@@ -16,7 +16,7 @@ def format_count(n: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if abs(n) >= size:
             return f"{n / size:.3g}{unit}" if abs(n) < 1000 * size else f"{n / size:.0f}{unit}"
-    return f"{n:g}"
+    return f"{n:.3g}" if isinstance(n, float) else str(n)
 
 
 def format_flops(flops: float) -> str:

@@ -1,4 +1,4 @@
-"""Proves that bugs which shipped elsewhere in silence do not pass here: each is put into our code, and the parity check sees it.
+"""Proves that bugs which shipped elsewhere in silence do not pass here: put into our code, parity sees each.
 
 Numbers are those of the list of known silent bugs: 1 and 2 normalise the loss over the wrong tokens, 6 takes the mean
 twice, 26 lets a forward pass run on parameters from before the update. 18 is in tests/data, 23 and 24 in
@@ -25,7 +25,7 @@ HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 
 BUGS = {
     "1: loss averaged per microbatch": (
-        (TRAINER, "forward_backward", NORMALISED, NORMALISED.replace("n_targets", "(targets_BT != -100).sum() / (last + 1) / 2")),
+        (TRAINER, "forward_backward", NORMALISED, NORMALISED.replace("n_targets", "(targets_BT != -100).sum() / 6")),
         [ZERO_0, ZERO_1, ZERO_2, ZERO_3],
     ),
     "2: loss averaged per rank": (
@@ -50,7 +50,7 @@ BUGS = {
         [ZERO_1, ZERO_2],
     ),
     "gradients are not reduced over replicas": (
-        ("shardloom.parallel.apply", "shard", 'mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]', 'mesh["dp_shard"]'),
+        ("shardloom.parallel.apply", "shard", "if layout.dp_replicate > 1 else", "if layout.dp_replicate > 9 else"),
         [HYBRID],
     ),
     "gradients are not reduced at all": (
@@ -71,5 +71,8 @@ def test_the_parity_check_sees_the_bug(bug: str):
 
 
 def test_a_mutation_that_finds_nothing_to_change_says_so():
-    with pytest.raises(AssertionError, match="holds 0 of"), mutated(("shardloom.parallel.apply", "shard", "no such line", "")):
+    with (
+        pytest.raises(AssertionError, match="holds 0 of"),
+        mutated(("shardloom.parallel.apply", "shard", "no such line", "")),
+    ):
         pass

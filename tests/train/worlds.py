@@ -82,7 +82,10 @@ def one_process(dtype: torch.dtype, spec: ModelSpec = SPEC) -> Outcome:
     initialise(model, spec, SEED)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": OPTIMIZER.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
@@ -144,7 +147,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def worst_error(found: Outcome, expected: Outcome) -> float:
     """The largest relative error of any loss, norm, raw gradient or final parameter."""
-    errors = [abs(a - b) / abs(b) for a, b in zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)]
+    errors = [
+        abs(a - b) / abs(b) for a, b in zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    ]
     for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
         assert ours.keys() == theirs.keys()
         errors += [relative_error(ours[name], theirs[name]) for name in theirs]

@@ -45,14 +45,11 @@ def prepare(
     ] = None,
     separator: Annotated[
         str | None,
-        typer.Option(
-            help="The token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found."
-        ),
+        typer.Option(help="The token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found."),
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens of a tokenizer trained here.")] = 8192,
-    tokenizer_sample: Annotated[
-        int, typer.Option(help="Bytes of text that a tokenizer is trained on, at most.")
-    ] = 256 * MiB,
+    tokenizer_sample: Annotated[int, typer.Option(help="Bytes of text that a tokenizer is trained on, at most.")] = 256
+    * MiB,
     validation: Annotated[
         float, typer.Option(help="Fraction of the documents held out in the split `validation`; 0 for none.")
     ] = 0.01,
@@ -61,19 +58,13 @@ def prepare(
     text_key: Annotated[
         str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")
     ] = "text",
-    glob: Annotated[
-        str | None, typer.Option(help="Of a folder only the files that match, for example '*.py'.")
-    ] = None,
+    glob: Annotated[str | None, typer.Option(help="Of a folder only the files that match, for example '*.py'.")] = None,
     encoding_errors: Annotated[
         EncodingErrors,
         typer.Option(help="Bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document."),
     ] = "error",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the manifest as JSON and nothing else.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON and nothing else.")] = False,
 ) -> None:
     """Tokenise a corpus into shards that training reads by memory map.
 
@@ -116,9 +107,7 @@ def inspect(
         bool,
         typer.Option("--verify", help="Read every file and compare its checksum; exit code 1 if damaged."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the answer as JSON and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON and nothing else.")] = False,
 ) -> None:
     """Show what is in a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
 
@@ -201,9 +190,7 @@ def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
             "split it into files or JSONL lines to have a validation split"
         )
     if skipped := manifest.source["skipped"]:
-        console.print(
-            f"[yellow]note:[/] documents left out because they are not UTF-8 text: {skipped}; the first:"
-        )
+        console.print(f"[yellow]note:[/] documents left out because they are not UTF-8 text: {skipped}; the first:")
         for reason in manifest.source["skipped_first"][:3]:
             console.print(f"  {escape(reason)}", soft_wrap=True)
     read_bytes = manifest.source["read_bytes"]
@@ -240,11 +227,8 @@ def _print_folder(answer: dict[str, Any]) -> None:
     console.print(table)
     if lengths := answer["document_tokens"]:
         console.print(
-            f"tokens of a {answer['split']} document: "
-            + ", ".join(f"{k} {v:,.0f}" for k, v in lengths.items())
+            f"tokens of a {answer['split']} document: " + ", ".join(f"{k} {v:,.0f}" for k, v in lengths.items())
         )
     for document in answer["documents"]:
-        console.rule(
-            f"{answer['split']} document {document['document']}: {document['tokens']:,} tokens", align="left"
-        )
+        console.rule(f"{answer['split']} document {document['document']}: {document['tokens']:,} tokens", align="left")
         console.print(document["text"] + (" ..." if document["shortened"] else ""), markup=False)

@@ -6,6 +6,9 @@ import typer
 
 import shardloom
 from shardloom.cli import data
+from shardloom.cli.quickstart import quickstart
+from shardloom.cli.report import report
+from shardloom.cli.sample import sample
 from shardloom.cli.train import train
 
 app = typer.Typer(
@@ -16,8 +19,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
+app.command()(quickstart)
 app.add_typer(data.app, name="data")
+app.command()(train)
+app.command()(report)
+app.command()(sample)
 
 
 def _version(asked: bool) -> None:

@@ -12,13 +12,16 @@ from shardloom.config import keys, load
 
 @verb
 def train(
-    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/", show_default=False)] = None,
+    run_file: Annotated[
+        Path | None, typer.Argument(help="the run file, TOML; see examples/", show_default=False)
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on from the last good checkpoint; the same as --set checkpoint.resume=auto")
+        bool,
+        typer.Option("--resume", help="go on from the last good checkpoint; the same as --set checkpoint.resume=auto"),
     ] = False,
     list_keys: Annotated[
         bool, typer.Option("--keys", help="list every key a run file can have, with its default, and leave")

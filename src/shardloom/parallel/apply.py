@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
-from shardloom.parallel.data import DataEngine, Replicas, Sharded, Single, needs_sharding, shard
+from shardloom.parallel.data import DataEngine, Replicas, Single, needs_sharding, shard
 from shardloom.parallel.initialise import materialise
 from shardloom.parallel.mesh import build_mesh
 
@@ -52,16 +52,12 @@ def apply(
     if compile_blocks:
         for block in blocks:
             block.compile()
-    sharded = needs_sharding(layout, compute_dtype, param_dtype)
-    if sharded:
-        shard(model, blocks, layout, mesh, compute_dtype, param_dtype)
+    engine: DataEngine | None = None
+    if needs_sharding(layout, compute_dtype, param_dtype):
+        engine = shard(model, blocks, layout, mesh, compute_dtype, param_dtype)
     materialise(model, spec, seed, device)
     named = dict(model.named_parameters())
-    engine: DataEngine
-    if sharded:
-        engine = Sharded(model, layout.zero)  # type: ignore[arg-type]
-    elif layout.dp_replicate > 1:
-        engine = Replicas(model, mesh)
-    else:
-        engine = Single(model)
+    if engine is None:
+        # DDP makes its buckets of parameters that are there already, so it comes after their values.
+        engine = Replicas(model, mesh) if layout.dp_replicate > 1 else Single(model)
     return ParallelModel(model, engine, layout, mesh, data_group, named)

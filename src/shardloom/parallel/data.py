@@ -17,6 +17,7 @@ Gradients are summed, never averaged: the loss is already divided by the target 
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,9 @@ from shardloom.layout import Layout
 class DataEngine(Protocol):
     """What the training step asks of data parallelism, whatever the stage."""
 
+    keeps_gradients: bool
+    """Gradients live in buckets that are sent: between steps they are zeroed, and not let go."""
+
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         """The forward pass."""
 
@@ -44,6 +48,8 @@ class DataEngine(Protocol):
 
 class Single:
     """One data rank: the model itself."""
+
+    keeps_gradients = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -61,12 +67,13 @@ class Single:
 class Replicas:
     """ZeRO-0: every rank holds everything; buckets of gradients are summed while the backward pass runs."""
 
+    # Were they let go, the next step would accumulate in new tensors and copy them into the buckets: P more.
+    keeps_gradients = True
+
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         group = mesh["dp_replicate"].get_group()
         # Initial values are already equal on all ranks (model/init.py), so nothing is broadcast.
-        self.ddp = DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False, init_sync=False
-        )
+        self.ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
         self.ddp.register_comm_hook(group, _sum_bucket)
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
@@ -88,23 +95,27 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 class Sharded:
     """ZeRO-1, -2 and -3 over dp_shard, replicated over dp_replicate: FSDP2, with its knobs set a microbatch."""
 
-    def __init__(self, model: "FSDPModule", zero: int) -> None:
+    keeps_gradients = False
+
+    def __init__(self, model: nn.Module, groups: list[FSDPModule], zero: int) -> None:
+        """`groups` are the modules that are gathered and reduced as one, the outermost first."""
         self.model = model
+        self.groups = groups
         self.zero = zero
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
         return self.model(*inputs, **named)
 
     def begin_microbatch(self, last: bool) -> None:
+        root = self.groups[0]  # these three reach the groups below it
         # Unless the last backward reshards, the next forward runs on parameters from before the update.
-        self.model.set_reshard_after_backward(last or self.zero == 3)
-        self.model.set_requires_gradient_sync(last or self.zero >= 2)
-        self.model.set_requires_all_reduce(last)
+        root.set_reshard_after_backward(last or self.zero == 3)
+        root.set_requires_gradient_sync(last or self.zero >= 2)
+        root.set_requires_all_reduce(last)
 
     def release(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for group in self.groups:
+            group.reshard()
 
 
 def shard(
@@ -114,7 +125,7 @@ def shard(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
-) -> None:
+) -> Sharded:
     """Make the parameters DTensors sharded over dp_shard (in place), a group of them for each block and the rest.
 
     Parameters are held in `param_dtype`, computed with in `compute_dtype`; gradients are reduced and accumulated in
@@ -122,21 +133,20 @@ def shard(
     """
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
     # Inputs are not cast: rotary angles stay in full precision, and activations are of compute_dtype already.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False
-    )
-    ordered = list(blocks)
-    for block in ordered:
-        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.zero == 3)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
+    ordered = [
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.zero == 3) for block in blocks
+    ]
     root = fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     for group in (root, *ordered):  # neither setting reaches the groups below
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_gradient_divide_factor(1.0)
-    if layout.zero == 3 and ordered:
-        root.set_modules_to_forward_prefetch(ordered[:1])
-        for block, following in zip(ordered, ordered[1:], strict=False):
-            block.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([block])
+    if layout.zero == 3:
+        for group, following in pairwise((root, *ordered)):
+            group.set_modules_to_forward_prefetch([following])
+        for group, following in pairwise(ordered):
+            following.set_modules_to_backward_prefetch([group])
+    return Sharded(model, [root, *ordered], layout.zero)
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from shardloom.config import RunConfig, resolved_toml
 from shardloom.data.batches import Batches, evaluation_batches
 from shardloom.data.samples import DocumentSamples, PackedSamples, Samples
 from shardloom.data.shards import open_split
-from shardloom.errors import CheckpointError
+from shardloom.errors import CheckpointError, DamagedError
 from shardloom.parallel.apply import apply
 from shardloom.train.checkpoint.manifest import Progress
 from shardloom.train.checkpoint.state import checkpoint_bytes, load, named_tensors, save
@@ -31,8 +31,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
     """Train as rank `place.rank` until the steps are done or a signal asks to stop.
 
-    Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the user
-    can mend; whatever it raises, published checkpoints stay good.
+    Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
+    user can mend; whatever it raises, published checkpoints stay good.
     """
     layout = config.layout.layout()
     layout.check_world(place.world_size)
@@ -86,10 +86,12 @@ class _Run:
     def go(self) -> None:
         config, steps = self.config, self.config.steps
         start = self._start()
-        # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends all.
+        # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends
+        # all.
         if self.place.rank == 0:
-            self.store.sweep()
             self.store.require_space(checkpoint_bytes(named_tensors(self.trainer)))
+            # Only now: a run that is refused must not write over the run file of the one that is there.
+            (Path(config.out) / "run.toml").write_text(resolved_toml(config), encoding="utf-8")
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = open_writers(config, start.step, screen.show) if self.place.rank == 0 else []
         stop = StopRequest()
@@ -115,11 +117,10 @@ class _Run:
         for writer in writers:
             writer.close()
         if done < steps:
-            screen.say(f"stopped at step {done} of {steps}, as asked; a checkpoint is saved. Go on with --resume")
+            saved = "the last checkpoint is of this step" if done else "there was nothing to save yet"
+            screen.say(f"stopped at step {done} of {steps}, as asked; {saved}. Go on with --resume")
 
-    def _steps(
-        self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen
-    ) -> int:
+    def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
         """Take the steps; returns how many of the run are done."""
         config, trainer = self.config, self.trainer
         step = logged = start.step
@@ -149,9 +150,7 @@ class _Run:
     def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
         """The one place of the step path where values are read back from the device."""
         dist.all_reduce(result.loss_part, group=self.trainer.model.data_group)
-        loss, norm, n_targets = (
-            float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets)
-        )
+        loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         if not writers:
             return
         phases = self.trainer.clock.read()
@@ -210,26 +209,36 @@ class _Run:
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
         resume = self.config.checkpoint.resume
+        published: list[list[Path] | None] = [None]
+        if self.place.rank == 0:
+            self.store.sweep()
+            published = [self.store.published()]
         if resume == "no":
             return Start()
         if resume != "auto":
             return self._load(Path(resume))
-        published = self.store.published()
-        for path in reversed(published):
+        # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
+        dist.broadcast_object_list(published)
+        damage: list[str] = []
+        for path in reversed(published[0] or []):
             try:
                 return self._load(path)
-            except CheckpointError as error:
-                if path == published[0]:
-                    raise
-                self.remarks += [*error.problems, f"passing over {path}; trying the one before it"]
+            except DamagedError as error:
+                damage += error.problems
+                self.remarks += [*error.problems, f"passing over {path.name}"]
+        if damage:
+            raise CheckpointError(
+                *damage,
+                f"no checkpoint in {self.store.folder} is whole, and --resume does not start anew over "
+                f"them; to start anew, name another folder with --set out=..., or move this one away",
+            )
         return Start()
 
     def _load(self, path: Path) -> Start:
         progress = load(path, self.trainer, self.fingerprint)
-        if progress.seed != self.config.seed:
+        if progress.step > self.config.steps:
             raise CheckpointError(
-                f"{path} was trained with seed={progress.seed} and this run has seed={self.config.seed}, so samples "
-                f"would repeat; set seed={progress.seed}"
+                f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
         return Start(progress.step, progress.samples, path)
 

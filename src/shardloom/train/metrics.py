@@ -27,7 +27,10 @@ class JsonLines:
     """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
+        if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
+            keep = []
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(line + "\n" for line in keep))
         os.replace(fresh, path)
@@ -59,14 +62,14 @@ class TensorBoard:
             raise InputError(
                 "metrics.tensorboard=true needs the package tensorboard: pip install 'shardloom[tensorboard]'"
             ) from None
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
         for key, value in _numbers(record).items():
-            self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -115,13 +118,18 @@ class _Screen:
 def line(record: Record, steps: int) -> str:
     """A record as one line of text."""
     if record["kind"] == "evaluation":
-        return f"step {record['step']:>6}/{steps}  held-out loss {record['loss']:.4f}"
+        return f"step {record['step']:>5}/{steps} | held-out loss {record['loss']:.4f}"
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
-    return (
-        f"step {record['step']:>6}/{steps}  loss {record['loss']:.4f}  grad_norm {record['grad_norm']:.3f}  "
-        f"lr {record['lr']:.2e}  {format_count(record['tokens_per_s'])} tok/s "
-        f"({format_count(record['tokens_per_s_per_device'])}/device)  "
-        f"{record['tflops_per_s_per_device']:.3g} TFLOP/s  MFU {mfu}  {format_bytes(record['memory_bytes'])}  "
-        f"data {format_seconds(record['data_s'])} fwd+bwd {format_seconds(record['forward_backward_s'])} "
-        f"opt {format_seconds(record['optimizer_s'])}"
+    return " | ".join(
+        (
+            f"step {record['step']:>5}/{steps}",
+            f"loss {record['loss']:.4f}",
+            f"grad_norm {record['grad_norm']:.3g}",
+            f"lr {record['lr']:.2e}",
+            f"{format_count(record['tokens_per_s'])} tok/s, {format_count(record['tokens_per_s_per_device'])}/device",
+            f"{record['tflops_per_s_per_device']:.3g} TFLOP/s, MFU {mfu}",
+            format_bytes(record["memory_bytes"]),
+            f"data {format_seconds(record['data_s'])}, fwd+bwd {format_seconds(record['forward_backward_s'])}, "
+            f"opt {format_seconds(record['optimizer_s'])}",
+        )
     )

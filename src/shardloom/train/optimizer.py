@@ -18,7 +18,10 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
     named = list(parameters)
     decayed = [p for _, p in named if p.dim() >= 2]
     plain = [p for _, p in named if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     optimizer = AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

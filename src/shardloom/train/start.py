@@ -1,39 +1,101 @@
-"""What `shardloom train` does: check everything that can be checked without workers, then run or start them."""
+"""What `shardloom train` does: check all that can be checked without workers, then run or start them."""
 
+import atexit
 import json
 import os
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from shardloom.config import RunConfig, resolved_toml
 from shardloom.data.shards import open_split
-from shardloom.errors import CheckpointError, InputError
+from shardloom.errors import CheckpointError, InputError, ShardloomError, WorkerError
 from shardloom.train.checkpoint.store import CheckpointStore
 from shardloom.train.launch import launch
 from shardloom.train.ranks import Place, place_from_environment
+from shardloom.train.worker import report
+
+_LOST_PEER_WAIT_S = 3.0
 
 
 def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
     """Train as a configuration says; where several ranks are needed and none are set up, start them here.
 
-    Returns what the run came to (steps, losses, where things are), or None on a rank other than the first. Raises
-    InputError before anything is written if something given cannot be used.
+    Returns what the run came to (steps, losses, where things are), or None on a rank other than the first.
+    Raises InputError before anything is written if something given cannot be used, and WorkerError for what
+    goes wrong in training.
     """
     place = place_from_environment()
+    in_training = False
+    try:
+        _prepare(config, place)
+        in_training = True
+        return _train(config, place, quiet)
+    except BaseException as error:
+        if place is not None and place.world_size > 1:
+            # Every rank comes to the same of these, so one of them on each machine speaks.
+            shared = not in_training or isinstance(error, CheckpointError)
+            raise _of_one_rank(error, place, shared) from None
+        if isinstance(error, ShardloomError | KeyboardInterrupt):
+            raise
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{text}") from None
+
+
+def _prepare(config: RunConfig, place: Place | None) -> None:
+    """Raises InputError for what can be known to be wrong without training; makes the folder of the run."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
     _check(config)
-    out = Path(config.out)
-    run_file = out / "run.toml"
-    if place is None or place.rank == 0:
-        _write(run_file, resolved_toml(config))
-    if place is None and layout.world_size > 1:
-        launch(run_file, layout.world_size, out / "logs", quiet)
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"out={config.out!r} cannot be made: {error.filename}: {error.strerror}; name another folder with "
+            f"--set out=..."
+        ) from None
+
+
+def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any] | None:
+    out, world_size = Path(config.out), config.layout.layout().world_size
+    if place is None and world_size > 1:
+        launch(resolved_toml(config), world_size, out / "logs", quiet)
     else:
         from shardloom.train.loop import run
 
-        run(config, place or Place(), quiet)
+        run(config, place or Place(), quiet=quiet)
     return summary(out) if place is None or place.rank == 0 else None
+
+
+def _of_one_rank(error: BaseException, place: Place, shared: bool) -> BaseException:
+    """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
+    told = report(error, place.rank)
+    code = int(str(told["exit_code"]))
+    # What PyTorch has under way with the other ranks would abort this process as it ends, and hide its exit code.
+    atexit.register(os._exit, code)
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    if told["lost_peer"]:
+        # The rank at fault is to fail first in the eyes of the launcher, which then ends this one.
+        time.sleep(_LOST_PEER_WAIT_S)
+        return WorkerError(f"rank {place.rank} lost its connection to another rank, whose own error tells why")
+    problems = error.problems if isinstance(error, InputError) else [f"{told['kind']}: {error}"]
+    if not shared:
+        problems = [f"rank {place.rank}: {problem}" for problem in problems]
+    if not isinstance(error, ShardloomError):
+        problems[-1] += "\n\n" + "".join(traceback.format_exception(error)).rstrip()
+    _tell_torchrun("\n".join(problems))
+    if shared and place.local_rank != 0:
+        return SystemExit(code)
+    return InputError(*problems) if isinstance(error, InputError) else WorkerError(*problems)
+
+
+def _tell_torchrun(text: str) -> None:
+    """Leave an error where torchrun's own summary, printed last, finds it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _check(config: RunConfig) -> None:
@@ -54,20 +116,22 @@ def _check(config: RunConfig) -> None:
             + (f", saved up to {published[-1].name}" if published else "")
             + "; add --resume to go on with it, or name another folder with --set out=..."
         )
-    elif config.checkpoint.resume not in ("no", "auto") and not Path(config.checkpoint.resume).is_dir():
-        raise CheckpointError(
-            f"checkpoint.resume={config.checkpoint.resume!r} is not a folder; give 'auto', 'no' or the path of a "
-            f"checkpoint such as {out}/checkpoints/step-00000100"
-        )
+    elif config.checkpoint.resume not in ("no", "auto"):
+        given = Path(config.checkpoint.resume)
+        if not given.is_dir():
+            example = published[-1] if published else out / "checkpoints/step-00000100"
+            problems.append(
+                f"checkpoint.resume={config.checkpoint.resume!r} is not a folder; give 'auto', 'no' or the "
+                f"path of a checkpoint such as {example}"
+            )
+        elif published and given.resolve() != published[-1].resolve():
+            problems.append(
+                f"{out} holds a run, saved up to {published[-1].name}, which going on from {given} would "
+                f"overwrite; name another folder with --set out=..., or add --resume to go on with the run "
+                f"in it"
+            )
     if problems:
         raise InputError(*problems)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
 
 
 def summary(out: Path) -> dict[str, Any]:

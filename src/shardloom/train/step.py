@@ -78,7 +78,7 @@ class Trainer:
             clip_gradients(parameters, norm, self.clip_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.model.engine.keeps_gradients)
         return norm
 
     def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:

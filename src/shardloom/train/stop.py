@@ -1,6 +1,8 @@
 """Stopping between steps, on all ranks at the same one, when a signal asks for it."""
 
+import math
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -8,9 +10,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+SAME_KEYPRESS_S = 2.0
+
 
 class StopRequest:
-    """Whether any rank was asked to stop. The answer travels while a step computes, on the CPU, a step behind."""
+    """Whether any rank was asked to stop. The answer travels while a step computes, a step behind, on the "
+    "CPU."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -18,7 +23,8 @@ class StopRequest:
         self._work: dist.Work | None = None
 
     def everyone(self) -> bool:
-        """True, on every rank at the same call, once any rank has been asked; every rank calls this each step."""
+        """True, on every rank at the same call, once any rank has been asked; every rank calls this each "
+        "step."""
         if self._work is not None:
             self._work.wait()
         answer = bool(self._flag)
@@ -34,11 +40,17 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """While inside, SIGINT and SIGTERM ask for a stop; a second SIGINT interrupts at once."""
+        """While inside, SIGINT and SIGTERM ask for a stop; a second SIGINT interrupts at once.
+
+        A Ctrl-C under torchrun comes twice, from the terminal and from torchrun: together they count as one.
+        """
+        asked_s = math.inf
 
         def ask(number: int, frame: FrameType | None) -> None:
-            if self.asked and number == signal.SIGINT:
+            nonlocal asked_s
+            if number == signal.SIGINT and time.monotonic() > asked_s + SAME_KEYPRESS_S:
                 raise KeyboardInterrupt
+            asked_s = min(asked_s, time.monotonic())
             self.asked = True
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

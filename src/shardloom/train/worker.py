@@ -1,8 +1,12 @@
-"""One rank as a process of its own, as `launch.py` starts it: python -m shardloom.train.worker RUN.toml REPORT_DIR [quiet]
+"""One rank as a process of its own, as `launch.py` starts it.
 
-What goes wrong is written to REPORT_DIR/rank-N.json, where the parent finds it; nothing is printed.
+    python -m shardloom.train.worker RUN.toml REPORT_DIR PARENT_PID [quiet]
+
+What goes wrong is written to REPORT_DIR/rank-N.json, where the parent finds it; nothing is printed. A rank
+whose work is done leaves REPORT_DIR/rank-N.done.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -13,11 +17,20 @@ from pathlib import Path
 
 from shardloom.errors import InputError, ShardloomError
 
-_LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "socket", "gloo")
+_LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "socket",
+    "gloo",
+)
 
 
 def report(error: BaseException, rank: int) -> dict[str, object]:
-    """What a parent needs to tell the user of a worker's error: whose, what, where, and whether it came first."""
+    """What a parent needs to tell the user of a worker's error: whose, what, where, and whether it came "
+    "first."""
     from torch.distributed import DistError
 
     text = str(error)
@@ -38,9 +51,9 @@ def report(error: BaseException, rank: int) -> dict[str, object]:
     }
 
 
-def _die_with_parent() -> None:
-    """A worker whose parent was killed has no one to end it: leave as soon as the parent is another process."""
-    parent = os.getppid()
+def _die_with_parent(parent: int) -> None:
+    """A worker whose parent was killed has no one to end it: leave as soon as the parent is another "
+    "process."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -52,8 +65,9 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """The process of one rank; the exit code is that of its error."""
-    run_file, report_dir = Path(sys.argv[1]), Path(sys.argv[2])
-    _die_with_parent()
+    run_file, report_dir, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    _die_with_parent(parent)
+    faulthandler.enable()
     from shardloom.config import load
     from shardloom.train.loop import run
     from shardloom.train.ranks import place_from_environment
@@ -61,11 +75,17 @@ def main() -> None:
     place = place_from_environment()
     assert place is not None
     try:
-        run(load(run_file), place, quiet="quiet" in sys.argv[3:])
+        run(load(run_file), place, quiet="quiet" in sys.argv[4:])
+        (report_dir / f"rank-{place.rank}.done").touch()
     except BaseException as error:
         told = report(error, place.rank)
-        (report_dir / f"rank-{place.rank}.json").write_text(json.dumps(told))
+        # Under its name only when whole: the parent reads it while this process may still be writing.
+        fresh = report_dir / f"rank-{place.rank}.tmp"
+        fresh.write_text(json.dumps(told))
+        fresh.rename(report_dir / f"rank-{place.rank}.json")
+        traceback.print_exception(error)
         sys.stdout.flush()
+        sys.stderr.flush()
         # The other ranks may be waiting in a collective that this one never joins: no clean-up can succeed.
         os._exit(int(str(told["exit_code"])))
 

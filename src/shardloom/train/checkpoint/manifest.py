@@ -1,11 +1,16 @@
-"""manifest.json of a checkpoint: what is in it, where, and how to tell that it is undamaged."""
+"""manifest.json of a checkpoint: what is in it, where, and how to tell that it is undamaged.
 
+It ends with its own sha256, since a flipped digit in `samples` would be as bad as one in a weight.
+"""
+
+import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardloom.errors import CheckpointError
+from shardloom.errors import CheckpointError, DamagedError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
@@ -13,7 +18,8 @@ FILE_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A box of a tensor: where it begins in the whole tensor, its shape, the file and key it lies under, its sha256."""
+    """A box of a tensor: where it begins in the whole, its shape, the file and key it lies under, its "
+    "sha256."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -24,19 +30,24 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor as the model knows it, and the shards that make it up. `dtype` is torch's name: `float32`."""
+    """A whole tensor as the model knows it, and the shards that make it up; `dtype` by torch's name."""
 
     shape: tuple[int, ...]
     dtype: str
     shards: tuple[ShardRecord, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shards have as many elements as the tensor; PyTorch would leave a gap as it was."""
+        return sum(math.prod(shard.shape) for shard in self.shards) == math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a run stood: optimizer steps taken and samples consumed.
 
-    That is the whole random state too: initial values, the order of data and dropout are functions of the seed and
-    of these numbers.
+    That is the whole random state too: initial values, the order of data and dropout are functions of the
+    seed and of these numbers.
     """
 
     step: int
@@ -56,33 +67,44 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write FOLDER/manifest.json."""
-        (folder / FILE_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        table = {"format": FORMAT, **asdict(self)}
+        (folder / FILE_NAME).write_text(json.dumps(table | {"sha256": _sha256_of(table)}, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError when there is none, or one that cannot be read."""
+    """Raises DamagedError when there is none or it is not as it was written, CheckpointError for a foreign "
+    "one."""
     path = folder / FILE_NAME
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
     try:
-        table = json.loads(path.read_text())
+        table = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {FILE_NAME}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if table.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {table.get('format')!r}; this version reads format {FORMAT}")
-    try:
-        del table["format"]
-        tensors = {
-            name: TensorRecord(
-                tuple(entry["shape"]),
-                entry["dtype"],
-                tuple(
-                    ShardRecord(tuple(s["offsets"]), tuple(s["shape"]), s["file"], s["key"], s["sha256"])
-                    for s in entry["shards"]
-                ),
-            )
-            for name, entry in table.pop("tensors").items()
-        }
-        return Manifest(progress=Progress(**table.pop("progress")), tensors=tensors, **table)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: a field is missing or wrong ({error})") from None
+        raise DamagedError(f"{folder} is not a whole checkpoint: it has no {FILE_NAME}") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
+    if not isinstance(table, dict) or table.pop("sha256", None) != _sha256_of(table):
+        raise DamagedError(f"{path} is damaged: its content does not have the sha256 that it ends with")
+    if table.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} is of another version of shardloom; this one reads format {FORMAT}")
+    tensors = {
+        name: TensorRecord(
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(
+                ShardRecord(tuple(s["offsets"]), tuple(s["shape"]), s["file"], s["key"], s["sha256"])
+                for s in entry["shards"]
+            ),
+        )
+        for name, entry in table.pop("tensors").items()
+    }
+    for name, tensor in tensors.items():
+        if not tensor.is_whole:
+            raise DamagedError(f"{path} does not have every shard of {name}")
+    return Manifest(progress=Progress(**table.pop("progress")), tensors=tensors, **table)
+
+
+def _sha256_of(table: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

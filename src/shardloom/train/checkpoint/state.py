@@ -1,18 +1,17 @@
-"""Saving and loading the state of training: every tensor under a global name, whatever the layout that holds it."""
+"""Saving and loading the state of training: every tensor under a global name, whatever layout holds it."""
 
 import dataclasses
-import errno
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardloom.errors import CheckpointError, ShardloomError
-from shardloom.model.spec import ModelSpec
 from shardloom.train.checkpoint.manifest import Manifest, Progress, TensorRecord, read_manifest
 from shardloom.train.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from shardloom.train.checkpoint.store import CheckpointStore
@@ -21,7 +20,7 @@ from shardloom.train.step import Trainer
 
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a checkpoint holds: `model/NAME` and `optimizer/KIND/NAME`, the very tensors that are trained."""
+    """All that a checkpoint holds, `model/NAME` and `optimizer/KIND/NAME`: the very tensors in training."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     return {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
@@ -63,27 +62,37 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, fingerpri
     except CheckpointException as error:
         if dist.get_rank() == 0:
             store.sweep()
-        raise _first_cause(error, f"writing {partial}") from None
+        raise _first_cause(error, f"writing {partial} (earlier checkpoints are untouched)") from None
     return store.path_of(progress.step)
 
 
 def load(folder: Path, trainer: Trainer, fingerprint: str | None) -> Progress:
     """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this.
 
-    Raises CheckpointError on every rank if the checkpoint is damaged, is of another model, or if `fingerprint` is
-    given and it was trained on other data. The tensors may then hold anything.
+    Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
+    CheckpointError if it is of another model or seed, or, where `fingerprint` is given, of other data. After
+    an error the tensors may hold anything.
     """
-    manifest = read_manifest(folder)
     tensors = named_tensors(trainer)
-    if problems := _differences(manifest, tensors, trainer.model.module.spec):
-        raise CheckpointError(*(f"{folder}: {problem}" for problem in problems))
-    if fingerprint is not None and manifest.data_fingerprint != fingerprint:
-        raise CheckpointError(
-            f"{folder} was trained on other data (fingerprint {manifest.data_fingerprint[:12]}, data.path has "
-            f"{fingerprint[:12]}), so it cannot go on with each sample once; give the data it was trained on"
-        )
+    refusal = manifest = None
+    try:
+        manifest = read_manifest(folder)
+        if problems := _differences(manifest, tensors, trainer, fingerprint):
+            refusal = CheckpointError(*(f"{folder}: {problem}" for problem in problems))
+    except CheckpointError as error:
+        refusal = error
+    _raise_first(refusal)
+    assert manifest is not None
     read_into(folder, manifest, tensors)
     return manifest.progress
+
+
+def _raise_first(error: CheckpointError | None) -> None:
+    """Raise on every rank what any has to complain of: one that went on alone would hang in a collective."""
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if first := next((e for e in errors if e is not None), None):
+        raise error or first
 
 
 def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
@@ -96,9 +105,11 @@ def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> N
             raise _first_cause(error, f"reading {folder}") from None
 
 
-def _differences(manifest: Manifest, tensors: dict[str, Tensor], spec: ModelSpec) -> list[str]:
-    """Why a checkpoint is not of this model and optimizer; a wrong type or shape is never converted."""
-    ours = dataclasses.asdict(spec)
+def _differences(
+    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, fingerprint: str | None
+) -> list[str]:
+    """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
+    ours = dataclasses.asdict(trainer.model.module.spec)
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
         for key, saved in manifest.model.items()
@@ -106,24 +117,40 @@ def _differences(manifest: Manifest, tensors: dict[str, Tensor], spec: ModelSpec
     ]
     if found:
         return found
+    if manifest.progress.seed != trainer.seed:
+        found.append(
+            f"it was trained with seed={manifest.progress.seed} and this run has seed={trainer.seed}, so "
+            f"samples would repeat; set seed={manifest.progress.seed}"
+        )
+    if fingerprint is not None and manifest.data_fingerprint != fingerprint:
+        found.append(
+            f"it was trained on other data (fingerprint {manifest.data_fingerprint[:12]}; data.path has "
+            f"{fingerprint[:12]}), so it cannot go on with each sample once; give the data it was trained on"
+        )
+    differing = []
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
         if saved is None or here is None:
-            found.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
+            differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
             continue
         dtype = str(here.dtype).removeprefix("torch.")
         if (saved.shape, saved.dtype) != (tuple(here.shape), dtype):
-            found.append(
-                f"{name} is {saved.dtype} {list(saved.shape)}, and this run has {dtype} {list(here.shape)}"
+            differing.append(
+                f"{name} is {saved.dtype} {list(saved.shape)}, and this run has {dtype} {list(here.shape)}; "
+                f"nothing is converted in loading, so give the model and precision it was trained with"
             )
-    return found if len(found) < 5 else [*found[:4], f"and {len(found) - 4} more tensors differ"]
+    if len(differing) > 3:
+        differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
+    return found + differing
 
 
-def _first_cause(error: CheckpointException, doing: str) -> ShardloomError:
+def _first_cause(error: CheckpointException, doing: str) -> BaseException:
     """The error of the first rank that failed, out of PyTorch's wrapping."""
-    rank, (cause, _) = min(error.failures.items())
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if isinstance(cause, ShardloomError):
         return cause
-    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC or "No space left" in str(cause):
-        return CheckpointError(f"{doing}: the disk is full; earlier checkpoints are untouched ({cause})")
-    return CheckpointError(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}")
+    if "No space left" in str(cause):
+        return CheckpointError(f"{doing}: the disk is full; free some of it, or choose another `out` ({cause})")
+    if isinstance(cause, OSError | SafetensorError):
+        return CheckpointError(f"{doing}: rank {rank}: {cause}")
+    return error

@@ -1,10 +1,11 @@
 """The storage under PyTorch's checkpoint planner: safetensors files out, verified safetensors files in.
 
-PyTorch decides which rank writes which shard and which parts of which shards a rank needs; here the bytes move.
+PyTorch decides which rank writes which shard, and which parts of which a rank needs; here the bytes move.
 """
 
 import hashlib
 import os
+import socket
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -26,17 +27,18 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardloom.errors import CheckpointError
+from shardloom.errors import CheckpointError, DamagedError
 from shardloom.train.checkpoint.manifest import Manifest, ShardRecord, TensorRecord
 
 
 def sha256_of(tensor: Tensor) -> str:
     """Hex digest of a CPU tensor's bytes."""
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with all records."""
+    """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with the "
+    "records."""
 
     def __init__(
         self,
@@ -64,10 +66,15 @@ class SafetensorsWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder}, which rank 0 has made, cannot be seen from {socket.gethostname()}; `out` "
+                f"must be on a file system that all machines of the run share"
+            )
         tensors: dict[str, Tensor] = {}
         results = []
         for item in plan.items:
-            assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor; checkpoints hold nothing else"
+            assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
             offsets = tuple(item.tensor_data.chunk.offsets)
             key = item.index.fqn if not any(offsets) else f"{item.index.fqn}@{','.join(map(str, offsets))}"
             resolved = planner.resolve_data(item)
@@ -76,7 +83,7 @@ class SafetensorsWriter(StorageWriter):
             record = ShardRecord(offsets, tuple(tensor.shape), self.file, key, sha256_of(tensor))
             results.append(WriteResult(item.index, tensor.nbytes, record))
         path = self.folder / self.file
-        # Every rank is told of a full disk at once, so PyTorch's wrapper carries the error to all of them.
+        # What fails on one rank, PyTorch's planner tells to all.
         save_file(tensors, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -94,6 +101,7 @@ class SafetensorsWriter(StorageWriter):
             assert isinstance(entry, TensorStorageMetadata)
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             records[name] = TensorRecord(tuple(entry.size), dtype, tuple(shards[name]))
+            assert records[name].is_whole, f"{name} would be saved with a gap"
         self._publish(records)
 
     @classmethod
@@ -140,7 +148,8 @@ class SafetensorsReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted = defaultdict(list)
         for item in plan.items:
-            wanted[self._records[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]].append(item)
+            index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
+            wanted[self._records[index]].append(item)
         for record, items in sorted(wanted.items(), key=lambda pair: (pair[0].file, pair[0].key)):
             shard = read_shard(self.folder, record)
             for item in items:
@@ -160,17 +169,18 @@ class SafetensorsReader(StorageReader):
 
 
 def read_shard(folder: Path, record: ShardRecord) -> Tensor:
-    """One shard from its file. Raises CheckpointError, naming file and tensor, if a single bit of it has changed."""
+    """One shard from its file. Raises DamagedError, naming file and tensor, if a single bit of it has "
+    "changed."""
     path = folder / record.file
     try:
         with safe_open(path, framework="pt") as file:
             shard: Tensor = file.get_tensor(record.key)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; it should hold {record.key}") from None
+        raise DamagedError(f"{path} is missing; it should hold {record.key}") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged and cannot be read (looking for {record.key}): {error}") from None
+        raise DamagedError(f"{path} is damaged and cannot be read (looking for {record.key}): {error}") from None
     if tuple(shard.shape) != record.shape or sha256_of(shard) != record.sha256:
-        raise CheckpointError(
+        raise DamagedError(
             f"{path} is damaged: the bytes of {record.key} do not have the sha256 that the manifest gives"
         )
     return shard

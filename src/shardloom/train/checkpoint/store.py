@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, publishing a new one, deleting old ones, room on the disk."""
+"""The folder of a run's checkpoints: which there are, publishing and deleting them, room on the disk."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from shardloom.errors import CheckpointError
 from shardloom.units import format_bytes
 
 _NAME = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced.partial"
 _SLACK = 1.02  # headers and the manifest, beyond the tensors themselves
 
 
@@ -23,8 +24,7 @@ class CheckpointStore:
         """Whole checkpoints, the oldest first."""
         if not self.folder.is_dir():
             return []
-        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return [path for _, path in sorted(found)]
+        return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), key=_step_of)
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint after `step` steps is, or will be."""
@@ -42,26 +42,34 @@ class CheckpointStore:
         partial.mkdir(parents=True)
 
     def publish(self, step: int) -> None:
-        """Give a finished checkpoint its name, by one rename, then delete those that are no longer kept."""
+        """Give a finished checkpoint its name, by one rename, then delete those that are no longer kept.
+
+        Those of later steps go too: the run went back behind them, because they are damaged, and if they
+        counted as the last ones this good one would be deleted in their place.
+        """
         final = self.path_of(step)
         for path in (*self.partial_of(step).iterdir(), self.partial_of(step)):
             _sync(path)
         if final.exists():
-            # The same step again (a damaged one that was resumed from before it): the new one takes its place.
-            final.rename(old := self.folder / f"step-{step:08d}.replaced.partial")
+            final.rename(old := final.with_name(final.name + _REPLACED))
             self.partial_of(step).rename(final)
             shutil.rmtree(old)
         else:
             self.partial_of(step).rename(final)
         _sync(self.folder)
-        for path in self.published()[: -self.keep_last]:
+        published = self.published()
+        here = published.index(final)
+        for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
             shutil.rmtree(path)
 
     def sweep(self) -> None:
-        """Delete what processes that were killed left half-written."""
-        if self.folder.is_dir():
-            for path in self.folder.glob("*.partial"):
-                shutil.rmtree(path)
+        """Delete what processes that were killed left half-written, and put back what they had moved "
+        "aside."""
+        for path in self.folder.glob("*" + _REPLACED):
+            if not (back := path.with_name(path.name.removesuffix(_REPLACED))).exists():
+                path.rename(back)
+        for path in self.folder.glob("*.partial"):
+            shutil.rmtree(path)
 
     def require_space(self, tensor_bytes: int) -> None:
         """Raises CheckpointError unless the next checkpoint fits on the disk beside those that are kept."""
@@ -71,9 +79,15 @@ class CheckpointStore:
             kept = self.published()
             last = f"the last good one is {kept[-1]}" if kept else "none has been written yet"
             raise CheckpointError(
-                f"the next checkpoint takes {format_bytes(needed)}, but {existing} has {format_bytes(free)} free; "
-                f"free {format_bytes(needed - free)} or choose another `out`; {last}"
+                f"the next checkpoint takes {format_bytes(needed)}, but {existing} has {format_bytes(free)} "
+                f"free; free {format_bytes(needed - free)} more, or choose another `out`; {last}"
             )
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
 
 
 def _sync(path: Path) -> None:

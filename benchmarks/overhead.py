@@ -1,0 +1,207 @@
+"""What Shardloom's training loop costs beside loops written by hand in plain PyTorch (`plain.py`).
+
+    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--write]
+
+Same model, same batch, same optimizer, fp32, one thread a rank: one process, data parallel on 2, sharded on 2. Each
+round runs all six, interleaved, as fresh processes; the machine's drift then hits ours and theirs alike. What counts
+is the ratio of CPU-seconds a step, summed over ranks, within a round. Ours does what the plain loops do not: counts
+target tokens over the ranks, takes and clips the true gradient norm, reads token shards ahead, listens for signals,
+logs. `--write` puts the result, with date and machine, into benchmarks/results/.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+# What each plain loop is set beside. Both sharded ones free and gather every block in both passes (ZeRO-3).
+PAIRS = {"single": {}, "ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2, "zero": 3}}
+WARMUP = 3
+
+
+def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
+    import plain
+
+    return {
+        "out": str(out),
+        "steps": WARMUP + steps,
+        "device": "cpu",
+        "model": {
+            "preset": "debug",
+            "n_layers": plain.LAYERS,
+            "d_model": plain.WIDTH,
+            "d_ffn": plain.FFN,
+            "n_heads": plain.HEADS,
+            "n_kv_heads": plain.KV_HEADS,
+            "head_dim": plain.HEAD_DIM,
+            "vocab_size": plain.VOCAB,
+            "tied_embedding": False,
+        },
+        "data": {"path": str(data)},
+        "batch": {
+            "seq_len": plain.SEQ,
+            "global_batch": plain.STEP_TOKENS // plain.SEQ,
+            "micro_batch": plain.MICRO_BATCH,
+        },
+        "layout": PAIRS[kind],
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+        "schedule": {"shape": "constant"},
+        "evaluation": {"samples": 0},
+    }
+
+
+def ours(kind: str, data: Path, steps: int) -> list[tuple[float, float]]:
+    """(wall, CPU) seconds of each step of a real run of ours, taken between the batches that it asks for."""
+    import torch
+
+    from shardloom.config import parse
+    from shardloom.data.batches import Batches
+    from shardloom.train import loop
+    from shardloom.train.ranks import Place, place_from_environment
+
+    stamps: list[tuple[float, float]] = []
+
+    class Stamped(Batches):
+        def __next__(self) -> Any:
+            stamps.append((time.perf_counter(), time.process_time()))
+            return super().__next__()
+
+    loop.Batches = Stamped  # type: ignore[misc]
+    torch.set_num_threads(1)
+    # The step after the last counted one is there to end that one's span.
+    table = run_file(kind, data, data.parent / "run", steps + 1)
+    loop.run(parse(table), place_from_environment() or Place(), quiet=True)
+    spans = list(pairwise(stamps))[WARMUP:]
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in spans]
+
+
+def child(who: str, kind: str, data: str, steps: int) -> None:
+    if who == "plain":
+        import plain
+
+        times = plain.train(kind, steps, WARMUP)
+    else:
+        times = ours(kind, Path(data), steps)
+    print(json.dumps(times), flush=True)
+    os._exit(0)  # leaving gloo in order is not part of what is measured
+
+
+def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
+    """One run as fresh processes: tokens/s from the best and the median step, CPU-seconds a step over all ranks."""
+    import plain
+
+    world = 1 if kind == "single" else 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if world > 1:
+        environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, __file__, "--child", who, kind, str(data), str(steps)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment | ({"RANK": str(r), "LOCAL_RANK": str(r)} if world > 1 else {}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(world)
+    ]
+    times = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    shutil.rmtree(data.parent / "run", ignore_errors=True)
+    walls = [max(wall for wall, _ in step) for step in zip(*times, strict=True)]
+    return {
+        "tokens_per_s_best": plain.STEP_TOKENS / min(walls),
+        "tokens_per_s_median": plain.STEP_TOKENS / statistics.median(walls),
+        "cpu_s_per_step": sum(statistics.median(cpu for _, cpu in rank) for rank in times),
+    }
+
+
+def write_tokens(folder: Path) -> Path:
+    """A data folder of random tokens, through the project's own tools."""
+    from shardloom.data.prepare import prepare
+
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, 6)) for _ in range(3000)]
+    (folder / "text").mkdir()
+    for i in range(20):
+        (folder / "text" / f"{i}.txt").write_text(" ".join(rng.choice(words, 20_000)))
+    prepare(folder / "text", folder / "tokens", vocab_size=2048)
+    return folder / "tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="counted steps of each run")
+    parser.add_argument("--only", choices=PAIRS, help="one pair alone")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        who, kind, data, steps = options.child
+        child(who, kind, data, int(steps))
+    kinds = [options.only] if options.only else list(PAIRS)
+    results: dict[str, list[dict[str, float]]] = {f"{who} {kind}": [] for kind in kinds for who in ("plain", "ours")}
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_tokens(Path(folder))
+        for round_ in range(options.rounds):
+            for name, found in results.items():
+                who, kind = name.split()
+                found.append(measure(who, kind, data, options.steps))
+            print(f"round {round_ + 1} of {options.rounds} done", file=sys.stderr)
+    table = summary(kinds, results)
+    print(table)
+    if options.write:
+        path = HERE / "results" / f"overhead-{date.today()}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"# Overhead of the training loop, {date.today()}\n\n{machine()}\n\n{table}\n")
+        print(f"written to {path}")
+
+
+def summary(kinds: list[str], results: dict[str, list[dict[str, float]]]) -> str:
+    lines = [
+        "| loop | tokens/s best | tokens/s median | CPU-s a step, median | ratio to plain: median (min to max) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for kind in kinds:
+        pairs = zip(results[f"ours {kind}"], results[f"plain {kind}"], strict=True)
+        ratios = [mine["cpu_s_per_step"] / theirs["cpu_s_per_step"] for mine, theirs in pairs]
+        for who in ("plain", "ours"):
+            found = results[f"{who} {kind}"]
+            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if who == "ours" else ""
+            lines.append(
+                f"| {who} {kind} | {max(f['tokens_per_s_best'] for f in found):.0f} | "
+                f"{statistics.median(f['tokens_per_s_median'] for f in found):.0f} | "
+                f"{statistics.median(f['cpu_s_per_step'] for f in found):.3f} | {ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{cpu}, {os.cpu_count()} cores, {versions}, 1 thread a rank."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""A run on one HTML page that needs nothing else: no network, no script, no other file."""
+
+import re
+from html import escape
+from pathlib import Path
+
+import shardloom
+from shardloom.report.curves import curves_svg
+from shardloom.report.headline import Headline, headline, layout_in_words, model_in_words, percent
+from shardloom.report.run import RunRecord
+from shardloom.report.style import COLOURS, DARK_COLOURS
+from shardloom.report.write import write_whole
+from shardloom.units import format_bytes, format_count, format_seconds
+
+_STYLE = """
+body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; text-wrap: balance; }
+h2 { font-size: 1.05rem; margin: 2.25rem 0 .5rem; }
+p { margin: .4rem 0; max-width: 46rem; }
+.quiet, dt, figcaption, footer { color: var(--quiet); font-size: .875rem; }
+.bad { color: var(--limit); font-weight: 600; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: 1.1rem 1.25rem;
+  margin: 1.5rem 0; padding: 1.1rem 0; border: solid var(--grid); border-width: 1px 0; }
+dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
+figure { margin: 1.5rem 0; }
+figure svg { display: block; width: 100%; height: auto; }
+code, pre { font: .875rem/1.5 ui-monospace, monospace; }
+pre { margin: .5rem 0; padding: .8rem 1rem; border: 1px solid var(--grid); border-radius: 6px; overflow-x: auto; }
+pre.file { columns: 20rem 2; column-gap: 2rem; white-space: pre-wrap; }
+ul { margin: .4rem 0; padding-left: 1.25rem; }
+footer { margin-top: 3rem; }
+@media print { body { max-width: none; padding: 0; font-size: 10pt; } pre { white-space: pre-wrap; }
+  code, pre { font-size: 8.5pt; }
+  dl, figure, pre { break-inside: avoid; } h2 { break-after: avoid; } }
+"""
+
+
+def write_page(run: RunRecord, path: str | Path) -> None:
+    """Write the page of a run, in place of what is there. Raises InputError for a place that cannot be written."""
+    write_whole(Path(path), _page(run).encode("utf-8"))
+
+
+def _page(run: RunRecord) -> str:
+    told = headline(run)
+    model, layout = escape(model_in_words(run)), escape(layout_in_words(run.config.layout.layout()))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{model}: {told.steps:,} steps</title>
+<style>{_variables()}{_STYLE}</style>
+</head>
+<body>
+<header>
+<h1>{model}, on {layout}</h1>
+<p class="quiet"><code>{escape(str(run.folder))}</code></p>
+</header>
+{_alarm(told)}<dl>
+{_numbers(told)}
+</dl>
+<figure>
+{_inline(curves_svg(run))}
+<figcaption>{_caption(run)}</figcaption>
+</figure>
+<h2>Layout</h2>
+{_layout(run)}
+<h2>Checkpoints</h2>
+{_checkpoints(run, told)}
+<h2>Run file</h2>
+<p class="quiet">With every default filled in; <code>shardloom train</code> accepts it.</p>
+<pre class="file">{escape(run.run_file)}</pre>
+<footer>Written by shardloom {escape(shardloom.__version__)}.</footer>
+</body>
+</html>
+"""
+
+
+def _variables() -> str:
+    """The colours by role. Paper is white and printers have no dark mode, so dark is for screens alone."""
+    light, dark = (
+        " ".join(f"--{role}: {colour};" for role, colour in colours.items()) for colours in (COLOURS, DARK_COLOURS)
+    )
+    return f"\n:root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+
+
+def _inline(svg: str) -> str:
+    """An SVG file as an element of the page: as wide as the page, its colours those of the page's roles."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img" aria-labelledby="curves">', svg, count=1)
+    svg = svg.replace(">", '><title id="curves">Curves of the run</title>', 1)
+    for role, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{role})")
+    return svg.replace("xlink:href", "href").strip()
+
+
+def _alarm(told: Headline) -> str:
+    if told.first_non_finite_step is None:
+        return ""
+    return f'<p class="bad">The loss is not finite at step {told.first_non_finite_step:,}.</p>\n'
+
+
+def _numbers(told: Headline) -> str:
+    planned = "" if told.steps >= told.planned_steps else f"of {told.planned_steps:,} planned"
+    rows = [("steps", f"{told.steps:,}", planned), ("tokens", format_count(told.tokens), "")]
+    first, last = told.first_held_out_loss, told.held_out_loss
+    if last is not None:
+        fell = f"from {first:.3f}, {last / first:.0%} of it" if first is not None else ""
+        rows.append(("held-out loss", f"{last:.3f}", fell))
+    if told.train_loss is not None:
+        rows.append(("training loss", f"{told.train_loss:.3f}", "last logged step"))
+    if told.median_tokens_per_s is not None:
+        mfu = "n/a" if told.median_mfu is None else f"{told.median_mfu:.1%}"
+        rows.append(("tokens per second", format_count(told.median_tokens_per_s), f"median; MFU {mfu}"))
+    if told.peak_memory_bytes is not None:
+        rows.append(("peak memory", format_bytes(told.peak_memory_bytes), "rank 0"))
+    if told.training_s is not None:
+        rows.append(("time in steps", format_seconds(told.training_s), "without evaluations and checkpoints"))
+    if told.time_share is not None:
+        share = {phase: percent(value) for phase, value in told.time_share.items()}
+        rows.append(
+            (
+                "forward + backward",
+                share["forward_backward"],
+                f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}",
+            )
+        )
+    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{_small(remark)}</dd></div>" for name, value, remark in rows)
+
+
+def _small(remark: str) -> str:
+    return f"<small>{escape(remark)}</small>" if remark else ""
+
+
+def _caption(run: RunRecord) -> str:
+    every = run.config.metrics.every
+    measured = "each step" if every == 1 else f"every {every} steps; speed and time are means over those steps"
+    return f"Logged {measured}. MFU is shown where the peak rate of the device is known."
+
+
+def _layout(run: RunRecord) -> str:
+    config, layout = run.config, run.config.layout.layout()
+    batch, ranks = config.batch, layout.data_ranks
+    share = (
+        f"A step learns from {batch.global_batch:,} sequences of {batch.seq_len:,} tokens: {ranks:,} data "
+        f"{'rank' if ranks == 1 else 'ranks'} x {config.accumulation:,} "
+        f"{'microbatch' if config.accumulation == 1 else 'microbatches'} x {batch.micro_batch:,}."
+    )
+    held = {
+        0: "Every rank holds the whole state.",
+        1: "The optimizer state is sharded; every rank holds all parameters and gradients.",
+        2: "Optimizer state and gradients are sharded; every rank holds all parameters.",
+        3: "Parameters, gradients and optimizer state are sharded.",
+    }[layout.zero]
+    return f"<p>{escape(layout_in_words(layout))}. {held}</p>\n<p>{escape(share)}</p>"
+
+
+def _checkpoints(run: RunRecord, told: Headline) -> str:
+    if not run.checkpoints:
+        return "<p>None has been saved.</p>"
+    items = "\n".join(f"<li><code>{escape(name)}</code></li>" for name in run.checkpoints)
+    more = "take more steps" if told.steps >= told.planned_steps else "go on from the last one"
+    newest = run.folder / "checkpoints" / run.checkpoints[-1]
+    return f"""<ul>
+{items}
+</ul>
+<p>To {more}, on these ranks or others:</p>
+<pre>{escape(run.resume_command)}</pre>
+<p class="quiet">Another run begins from one of them with
+<code>--set checkpoint.resume={escape(str(newest))} --set out=...</code></p>"""

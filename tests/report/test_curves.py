@@ -1,0 +1,122 @@
+"""Proves that the picture of a run is drawn for every kind of run, says what the records say, and leaves nothing
+behind in matplotlib."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from shardloom.errors import InputError
+from shardloom.report.curves import curves_svg, draw_curves
+from shardloom.report.run import read_run
+from tests.report.runs import evaluation, train_record, usual, write_run
+
+
+def texts(svg: str) -> list[str]:
+    """Every piece of text in an SVG file, which must be well-formed."""
+    tag = "{http://www.w3.org/2000/svg}text"
+    return ["".join(element.itertext()).strip() for element in ElementTree.fromstring(svg).iter(tag)]
+
+
+def test_a_picture_is_drawn_in_the_format_of_its_suffix(tmp_path: Path) -> None:
+    run = read_run(usual(tmp_path))
+    draw_curves(run, tmp_path / "curves.png")
+    draw_curves(run, tmp_path / "new folder" / "curves.SVG")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    words = texts((tmp_path / "new folder" / "curves.SVG").read_text())
+    assert "debug, 250K parameters, on 2 ranks with ZeRO-3" in words
+    assert not list(tmp_path.glob("**/*.tmp"))
+
+
+def test_every_panel_says_what_the_records_say(tmp_path: Path) -> None:
+    words = texts(curves_svg(read_run(usual(tmp_path))))
+    assert {"step", "tokens", "Gradient norm", "Tokens per second"} <= set(words)
+    assert "training: 5.8 to 5" in words
+    assert "held out: 6.2 to 5.1" in words
+    assert "clipped at 1: 0 of 5 records" in words
+    assert "median 1K" in words
+    assert {"data 6.2%", "fwd + bwd 78%", "optimizer 16%"} <= set(words)
+
+
+ODD_RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "one record": ([train_record(10)], "training: 5.8"),
+    "one step": ([train_record(1)], "training: 5.98"),
+    "evaluation before any step": ([evaluation(0, 6.0)], "no step has been logged"),
+    "some losses not finite": (
+        [train_record(10), train_record(20, loss=math.nan, grad_norm=math.inf), evaluation(20, -math.inf)],
+        "not finite: 2 of 3 records, first at step 20",
+    ),
+    "no loss finite": ([train_record(10, loss=math.nan, grad_norm=math.nan)], "no finite loss was logged"),
+    "a loss that explodes": ([train_record(10), train_record(20, loss=1e30)], "training: 5.8 to 1e+30"),
+    "a gradient of zero": ([train_record(10, grad_norm=0.0, lr=0.0, loss=0.0)], "training: 0"),
+    "a clock that saw nothing": (
+        [train_record(10, step_s=0.0, data_s=0.0, forward_backward_s=0.0, optimizer_s=0.0)],
+        "median 1K",
+    ),
+    "memory that grows": (
+        [train_record(step, memory_bytes=step * 2**20) for step in range(10, 50, 10)],
+        "training: 5.8 to 5.2",
+    ),
+    "a known peak": ([train_record(10, mfu=0.412)], "median 1K, MFU 41.2%"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_RUNS)
+@pytest.mark.filterwarnings("error")
+def test_an_odd_run_is_drawn_without_a_warning(name: str, tmp_path: Path) -> None:
+    records, expected = ODD_RUNS[name]
+    run = read_run(write_run(tmp_path, records))
+    draw_curves(run, tmp_path / "curves.png")
+    assert expected in texts(curves_svg(run))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_long_run_is_drawn_with_means_and_stays_small(tmp_path: Path) -> None:
+    records = [train_record(step, loss=3 + math.sin(step), lr=1e-3 / step) for step in range(10, 50_010, 10)]
+    svg = curves_svg(read_run(write_run(tmp_path, records)))
+    assert any(text.startswith("training, mean of 125 records") for text in texts(svg))
+    assert len(svg) < 1_500_000
+
+
+def test_memory_that_grows_is_told(tmp_path: Path) -> None:
+    records, _ = ODD_RUNS["memory that grows"]
+    draw_curves(read_run(write_run(tmp_path, records)), tmp_path / "curves.svg")
+    assert "memory 20 MiB rising to 40 MiB" in (tmp_path / "curves.svg").read_text()
+
+
+def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
+    run = read_run(usual(tmp_path))
+    assert curves_svg(run) == curves_svg(run)
+
+
+def test_another_suffix_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"curves\.pdf: a picture is named \*\.png or \*\.svg"):
+        draw_curves(read_run(usual(tmp_path)), tmp_path / "curves.pdf")
+    assert not (tmp_path / "curves.pdf").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = read_run(usual(tmp_path))
+    (tmp_path / "taken.png").mkdir()
+    with pytest.raises(InputError, match=r"taken\.png cannot be written"):
+        draw_curves(run, tmp_path / "taken.png")
+    with pytest.raises(InputError, match="cannot be written"):
+        draw_curves(run, tmp_path / "run.toml" / "curves.png")
+
+
+def test_drawing_leaves_pyplot_and_the_users_settings_alone(tmp_path: Path) -> None:
+    usual(tmp_path)
+    code = f"""
+import sys, matplotlib
+matplotlib.rcParams["font.size"] = 31
+from shardloom.report.curves import draw_curves
+from shardloom.report.run import read_run
+draw_curves(read_run({str(tmp_path)!r}), {str(tmp_path / "a.png")!r})
+print(matplotlib.rcParams["font.size"], "matplotlib.pyplot" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["31.0", "False"]

@@ -1,0 +1,115 @@
+"""Proves that the page of a run is sound HTML which needs nothing but itself, and shows text as text."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shardloom.errors import InputError
+from shardloom.report.page import write_page
+from shardloom.report.run import read_run
+from shardloom.report.style import COLOURS, DARK_COLOURS
+from tests.report.runs import evaluation, train_record, usual, write_run
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every element is closed in order, and every id is there once."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+        ids = [value for name, value in self.attributes if name == "id"]
+        assert len(ids) == len(set(ids))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text.append(data)
+
+
+def page_of(folder: Path) -> tuple[str, Page]:
+    write_page(read_run(folder), folder / "report.html")
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_a_page_is_sound_html_with_numbers_curves_layout_and_run_file(tmp_path: Path) -> None:
+    _, page = page_of(usual(tmp_path))
+    text = " ".join(page.text)
+    assert page.tags.count("svg") == 1
+    assert "from 6.200, 82% of it" in text
+    assert "1 MiB" in text
+    assert "2 data ranks x 2 microbatches x 1" in text
+    assert (tmp_path / "run.toml").read_text() in text
+    assert "step-00000020" in text
+    assert f"shardloom train {tmp_path}/run.toml --resume" in text
+
+
+def test_a_page_asks_for_nothing_outside_itself(tmp_path: Path) -> None:
+    html, page = page_of(usual(tmp_path))
+    assert not {"script", "link", "img", "iframe", "image", "object"} & set(page.tags)
+    links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset")]
+    assert all(link.startswith("#") for link in links)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)", html))
+    assert "@import" not in html
+    assert "http" not in html.lower()
+
+
+def test_what_the_user_named_is_shown_as_text(tmp_path: Path) -> None:
+    name = "<b>&\"'</b><script>alert(1)</script>$x$"
+    folder = usual(tmp_path / name.replace("/", "-"))
+    write_run(folder, [evaluation(0, 6.0)], f"data.path={name}")
+    _, page = page_of(folder)
+    assert not {"script", "b"} & set(page.tags)
+    assert name in "".join(page.text).replace('\\"', '"')
+
+
+def test_every_colour_of_the_curves_follows_the_screen(tmp_path: Path) -> None:
+    html, _ = page_of(usual(tmp_path))
+    assert COLOURS.keys() == DARK_COLOURS.keys()
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert "@media screen and (prefers-color-scheme: dark)" in html
+    picture = html[html.index("<svg") : html.index("</svg>")]
+    assert not re.findall(r"#[0-9a-f]{6}\b(?!\w)", picture.replace('href="#', "").replace("url(#", ""))
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([train_record(10)], "None has been saved."),
+        ([evaluation(0, 6.0)], "None has been saved."),
+        ([train_record(10, loss=float("nan"))], "The loss is not finite at step 10."),
+        ([evaluation(100, 5.0)], "Logged every 10 steps"),
+    ],
+)
+def test_an_odd_run_has_a_page_too(tmp_path: Path, records: list[dict[str, object]], expected: str) -> None:
+    _, page = page_of(write_run(tmp_path, records))
+    assert expected in " ".join(page.text)
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_half_written(tmp_path: Path) -> None:
+    run = read_run(usual(tmp_path / "run"))
+    (tmp_path / "taken.html").mkdir()
+    with pytest.raises(InputError, match=r"taken\.html cannot be written"):
+        write_page(run, tmp_path / "taken.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken.html"]

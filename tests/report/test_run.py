@@ -1,0 +1,130 @@
+"""Proves that a run is read from its folder as it was written, also while it goes on, and that a folder which is
+not one of a run is named with what it lacks."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardloom.errors import InputError
+from shardloom.report.headline import headline, layout_in_words, model_in_words
+from shardloom.report.run import read_run
+from tests.report.runs import evaluation, train_record, usual, write_run
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    run = read_run(usual(tmp_path / "run"))
+    assert [record.step for record in run.train] == [10, 20, 30, 40, 50]
+    assert [record.loss for record in run.held_out] == [6.2, 5.1]
+    assert run.checkpoints == ("step-00000020", "step-00000050")
+    assert run.config.batch.global_batch == 4
+
+
+def test_the_headline_numbers_are_those_of_the_records(tmp_path: Path) -> None:
+    told = headline(read_run(usual(tmp_path)))
+    assert (told.steps, told.planned_steps, told.tokens, told.world_size) == (50, 100, 50 * 4 * 16, 2)
+    assert (told.first_held_out_loss, told.held_out_loss, told.train_loss) == (6.2, 5.1, 5.0)
+    assert (told.median_tokens_per_s, told.peak_memory_bytes, told.median_mfu) == (1000.0, 2**20, None)
+    assert told.training_s == pytest.approx(50 * 0.064)
+    assert told.time_share == pytest.approx({"data": 1 / 16, "forward_backward": 50 / 64, "optimizer": 10 / 64})
+
+
+def test_a_record_counts_for_the_steps_it_was_measured_over(tmp_path: Path) -> None:
+    records = [train_record(10), train_record(20), train_record(23, data_s=1.0)]
+    told = headline(read_run(write_run(tmp_path, records)))
+    assert told.training_s == pytest.approx(23 * 0.064 + 3 * (1.0 - 0.004))
+
+
+def test_a_run_that_began_from_another_counts_from_where_it_began(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [train_record(5010), train_record(5020)]))
+    assert run.edges == (5000, 5010, 5020)
+    assert headline(run).training_s == pytest.approx(20 * 0.064)
+
+
+def test_a_last_line_cut_short_is_ignored(tmp_path: Path) -> None:
+    path = usual(tmp_path) / "metrics.jsonl"
+    path.write_text(path.read_text() + json.dumps(train_record(60))[:30])
+    assert read_run(tmp_path).last_step == 50
+
+
+def test_a_damaged_line_before_the_last_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = usual(tmp_path) / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    for damage in ("{half", "[]", '{"kind": "train", "step": 20}', '{"kind": "other"}'):
+        lines[2] = damage
+        path.write_text("\n".join(lines) + "\n")
+        with pytest.raises(InputError, match=r"metrics\.jsonl, line 3 is not a record"):
+            read_run(tmp_path)
+
+
+def test_losses_that_are_not_finite_are_read_and_told(tmp_path: Path) -> None:
+    records = [train_record(10), train_record(20, loss=float("nan")), train_record(30, loss=float("inf"))]
+    told = headline(read_run(write_run(tmp_path, records)))
+    assert (told.first_non_finite_step, told.train_loss) == (20, None)
+
+
+def test_a_folder_that_does_not_exist_names_the_runs_beside_it(tmp_path: Path) -> None:
+    usual(tmp_path / "first")
+    with pytest.raises(InputError, match=r"no such folder; runs in .*: first"):
+        read_run(tmp_path / "frist")
+
+
+def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is a file; give the folder of a run"):
+        read_run(usual(tmp_path) / "run.toml")
+
+
+def test_a_foreign_folder_is_told_what_it_has_and_what_a_run_has(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "notes.txt").touch()
+    usual(tmp_path / "run")
+    message = r"has no metrics\.jsonl and no run\.toml; .*this one has notes\.txt, photos/, run/; runs inside it: run"
+    with pytest.raises(InputError, match=message):
+        read_run(tmp_path)
+    with pytest.raises(InputError, match="nothing in it"):
+        read_run(tmp_path / "photos")
+
+
+def test_a_run_without_a_record_yet_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no whole line yet.*metrics\.every=10"):
+        read_run(write_run(tmp_path, []))
+
+
+def test_the_command_to_go_on_fits_the_run(tmp_path: Path) -> None:
+    half = read_run(usual(tmp_path / "my run"))
+    command = ["shardloom", "train", str(tmp_path / "my run" / "run.toml"), "--resume"]
+    assert shlex.split(half.resume_command) == command
+    done = read_run(write_run(tmp_path / "done", [evaluation(100, 3.0)]))
+    assert done.resume_command.endswith("--resume --set steps=200")
+    moved = (tmp_path / "done").rename(tmp_path / "moved")
+    assert f"--set out={moved}" in read_run(moved).resume_command
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["layout.dp_shard=1"], "1 rank"),
+        (["layout.dp_shard=2", "layout.zero=2"], "2 ranks with ZeRO-2"),
+        (["layout.dp_shard=1", "layout.dp_replicate=4"], "4 ranks: 4 full copies of the model"),
+        (["layout.dp_shard=2", "layout.dp_replicate=2"], "4 ranks: 2 replicas of ZeRO-3 over 2"),
+    ],
+)
+def test_a_layout_is_said_in_words(tmp_path: Path, overrides: list[str], words: str) -> None:
+    run = read_run(write_run(tmp_path, [evaluation(0, 6.0)], *overrides))
+    assert layout_in_words(run.config.layout.layout()) == words
+
+
+def test_a_preset_that_was_changed_is_not_passed_off_as_itself(tmp_path: Path) -> None:
+    plain = read_run(write_run(tmp_path / "plain", [evaluation(0, 6.0)]))
+    changed = read_run(write_run(tmp_path / "changed", [evaluation(0, 6.0)], "model.n_layers=2"))
+    assert model_in_words(plain).startswith("debug, ")
+    assert model_in_words(changed).startswith("a changed debug, ")
+
+
+def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, shardloom.report.page; print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
