@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardloom.errors import LayoutError
-from shardloom.layout import DENSE_AXES, EXPERT_AXES, Layout
+from shardloom.layout import DENSE_AXES, EXPERT_AXES, Layout, accumulation
 
 degree = st.integers(1, 4)
 
@@ -107,3 +107,11 @@ def test_a_layout_that_cannot_exist_says_the_rule_and_the_way_out(degrees: dict,
 def test_degrees_that_do_not_multiply_to_the_world_are_refused():
     with pytest.raises(LayoutError, match=r"needs 4 ranks \(dp_shard 4\), but 3 processes were started"):
         Layout(dp_shard=4, zero=3).check_world(3)
+
+
+def test_a_batch_is_a_whole_number_of_rounds_or_the_arithmetic_is_shown():
+    assert accumulation(24, micro_batch=4, data_ranks=2) == 3
+    with pytest.raises(LayoutError, match=r"= 8 \(10 = 8\*1 \+ 2\); nearest: 8 or 16$"):
+        accumulation(10, micro_batch=4, data_ranks=2)
+    with pytest.raises(LayoutError, match=r"\(3 = 8\*0 \+ 3\); nearest: 8$"):
+        accumulation(3, micro_batch=4, data_ranks=2)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from shardloom.errors import ConfigError, LayoutError, nearest
-from shardloom.layout import Layout
+from shardloom.layout import Layout, accumulation
 from shardloom.model.presets import resolve
 from shardloom.model.spec import ModelSpec, RopeScaling
 
@@ -188,8 +188,8 @@ class RunConfig(Section):
 
     @property
     def accumulation(self) -> int:
-        """Microbatches a rank runs in one step."""
-        return self.batch.global_batch // (self.batch.micro_batch * self.layout.layout().data_ranks)
+        """Microbatches a rank runs in one step. Raises LayoutError where that is not a whole number."""
+        return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
 
     def problems(self) -> list[str]:
         """Every rule between sections that is broken, one sentence each."""
@@ -205,7 +205,7 @@ class RunConfig(Section):
         except ConfigError as error:
             found += error.problems
         try:
-            found += self._batch_problems(self.layout.layout().data_ranks)
+            _ = self.accumulation
         except LayoutError as error:
             found += error.problems
         found += self._schedule_problems()
@@ -215,17 +215,6 @@ class RunConfig(Section):
                 "a boundary"
             )
         return found
-
-    def _batch_problems(self, data_ranks: int) -> list[str]:
-        batch, unit = self.batch.global_batch, self.batch.micro_batch * data_ranks
-        if batch % unit == 0:
-            return []
-        below, rest = batch // unit * unit, batch % unit
-        near = f"{below} or {below + unit}" if below else str(unit)
-        return [
-            f"batch.global_batch={batch} is not a whole number of rounds of micro_batch={self.batch.micro_batch} "
-            f"x {data_ranks} data ranks = {unit} ({batch} = {unit}*{batch // unit} + {rest}); nearest: {near}"
-        ]
 
     def _schedule_problems(self) -> list[str]:
         s = self.schedule

@@ -161,6 +161,23 @@ class Layout:
         raise AssertionError(f"axes {sorted(wanted)} are not of one box: {DENSE_AXES} or {EXPERT_AXES}")
 
 
+def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
+    """Microbatches that a data rank runs in one step: global_batch / (micro_batch x data_ranks), in sequences.
+
+    Raises LayoutError where that is not a whole number.
+    """
+    assert min(global_batch, micro_batch, data_ranks) >= 1, (global_batch, micro_batch, data_ranks)
+    unit = micro_batch * data_ranks
+    rounds, rest = divmod(global_batch, unit)
+    if rest:
+        near = f"{rounds * unit} or {(rounds + 1) * unit}" if rounds else str(unit)
+        raise LayoutError(
+            f"batch.global_batch={global_batch} is not a whole number of rounds of micro_batch={micro_batch} x "
+            f"{data_ranks} data ranks = {unit} ({global_batch} = {unit}*{rounds} + {rest}); nearest: {near}"
+        )
+    return rounds
+
+
 class _Box:
     """Ranks numbered row by row over named axes, outermost first."""
 

@@ -76,9 +76,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.txt").write_text("fine")
     (tmp_path / "a" / "2.txt").write_bytes(b"caf\xe9")
-    done = run(
-        "prepare", tmp_path / "a", "--out", tmp_path / "o", "--vocab-size", 300, "--encoding-errors", "skip"
-    )
+    done = run("prepare", tmp_path / "a", "--out", tmp_path / "o", "--vocab-size", 300, "--encoding-errors", "skip")
     assert done.exit_code == 0, done.output
     assert "documents left out because they are not UTF-8 text: 1" in done.output
     assert "2.txt: byte 0xe9 at offset 3" in done.output

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardloom.data import batches as batches_module
-from shardloom.data.batches import Batches, check_division, evaluation_batches
+from shardloom.data.batches import Batches, evaluation_batches
 from shardloom.data.order import SampleOrder
 from shardloom.data.samples import IGNORE, DocumentSamples, PackedSamples
 from shardloom.data.shards import TokenSplit, open_split
@@ -109,9 +109,7 @@ def once_an_epoch(stays: list[Stay], n: int, **options: Any) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 4), st.integers(1, 3), st.sampled_from([1, 2, 4])), min_size=1, max_size=4
-    ),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3), st.sampled_from([1, 2, 4])), min_size=1, max_size=4),
     st.integers(1, 50),
     st.integers(0, 3),
 )
@@ -171,9 +169,7 @@ def order_starts_again_on_resume(monkeypatch: pytest.MonkeyPatch) -> None:
         order_starts_again_on_resume,
     ],
 )
-def test_silent_bug_18_is_caught(
-    monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None]
-) -> None:
+def test_silent_bug_18_is_caught(monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None]) -> None:
     total = sum(steps * 4 * quarter_batch for steps, quarter_batch, _ in RUN)
     assert once_an_epoch(RUN, total)
     bug(monkeypatch)
@@ -252,15 +248,7 @@ def test_an_error_while_reading_ahead_is_raised_as_it_is_in_its_turn(prefetch: i
 def test_a_batch_that_does_not_divide_shows_the_arithmetic() -> None:
     with pytest.raises(InputError) as caught:
         batches(Numbered(10), global_batch=10, micro_batch=4, data_ranks=2)
-    assert str(caught.value) == (
-        "global_batch=10 is not micro_batch=4 x data ranks=2 x a whole accumulation (10 = 8*1 + 2); "
-        "nearest: 8, 16"
-    )
-    with pytest.raises(InputError, match=r"\(3 = 8\*0 \+ 3\); nearest: 8$"):
-        check_division(3, 4, 2)
-    with pytest.raises(InputError, match="must each be at least 1"):
-        check_division(0, 4, 2)
-    assert check_division(24, 4, 2) == 3
+    assert "(10 = 8*1 + 2); nearest: 8 or 16" in str(caught.value)
     assert not reading_threads()
 
 
@@ -308,7 +296,11 @@ def test_evaluation_sees_each_sample_once_in_equally_many_batches_on_every_rank(
         assert batch.n_targets == int((batch.targets_ABT != IGNORE).sum())
         assert torch.equal(batch.tokens_ABT[..., 0][~padding], batch.sample_ids_AB[~padding])
         seen += batch.sample_ids_AB[~padding].tolist()
-    assert sorted(seen) == list(range(n if max_samples is None else min(n, max_samples)))
+    wanted = n if max_samples is None else min(n, max_samples)
+    assert len(seen) == len(set(seen)) == wanted
+    # Spread over the split: no two neighbours are farther apart than the even spacing, rounded up.
+    assert max(np.diff([*sorted(seen), n])) <= -(-n // wanted)
+    assert min(seen) == 0
 
 
 @pytest.mark.gpu

@@ -31,11 +31,7 @@ def test_any_slice_of_the_order_is_the_slice_of_the_whole(n: int, seed: int, sta
 
 def test_epochs_and_seeds_differ() -> None:
     n = 1000
-    orders = [
-        sample_order(seed, n)(np.arange(epoch * n, (epoch + 1) * n))
-        for seed in range(4)
-        for epoch in range(4)
-    ]
+    orders = [sample_order(seed, n)(np.arange(epoch * n, (epoch + 1) * n)) for seed in range(4) for epoch in range(4)]
     for one, other in itertools.combinations(orders, 2):
         # Two unrelated permutations agree in one place on average.
         assert (one == other).sum() < 10

@@ -26,9 +26,7 @@ def decoded(folder: Path, split: str) -> list[str]:
     tokens = open_split(folder, split)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     documents = [tokens.document(i) for i in range(tokens.n_documents)]
-    assert all(
-        (ids == tokens.separator_id).sum() == 1 and ids[-1] == tokens.separator_id for ids in documents
-    )
+    assert all((ids == tokens.separator_id).sum() == 1 and ids[-1] == tokens.separator_id for ids in documents)
     return [tokenizer.decode(ids[:-1].tolist()) for ids in documents]
 
 
@@ -89,9 +87,7 @@ def test_no_document_below_the_shard_size_lies_in_two_shards(tmp_path: Path, tok
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 50, 3000])
-def test_each_split_has_a_document_from_two_on_and_about_its_fraction(
-    tmp_path: Path, tokenizer: Path, n: int
-) -> None:
+def test_each_split_has_a_document_from_two_on_and_about_its_fraction(tmp_path: Path, tokenizer: Path, n: int) -> None:
     source = jsonl(tmp_path / "x.jsonl", [f"text {i}" for i in range(n)])
     splits = prepare(source, tmp_path / "out", tokenizer=tokenizer, validation=0.05).splits
     assert splits["train"].documents >= 1
@@ -108,9 +104,7 @@ def test_a_vocabulary_above_65536_takes_four_bytes(tmp_path: Path, tokenizer: Pa
     large["model"]["vocab"]["<|last|>"] = 70_000
     (tmp_path / "large.json").write_text(json.dumps(large))
     source = jsonl(tmp_path / "x.jsonl", ["one", "two"])
-    manifest = prepare(
-        source, tmp_path / "out", tokenizer=tmp_path / "large.json", separator="<|last|>", validation=0
-    )
+    manifest = prepare(source, tmp_path / "out", tokenizer=tmp_path / "large.json", separator="<|last|>", validation=0)
     assert (manifest.dtype, manifest.vocab_size, manifest.separator_id) == ("uint32", 70_001, 70_000)
     assert decoded_with(tmp_path / "out", "<|last|>") == ["one", "two"]
 
@@ -167,9 +161,7 @@ def test_an_existing_folder_is_replaced_only_on_request_and_only_if_prepare_made
     out = tmp_path / "out"
     one, two = (jsonl(tmp_path / name, [name] * 3) for name in ("one.jsonl", "two.jsonl"))
     prepare(one, out, tokenizer=tokenizer)
-    with pytest.raises(
-        DataError, match="exists already; choose another --out, or replace it with --overwrite"
-    ):
+    with pytest.raises(DataError, match="exists already; choose another --out, or replace it with --overwrite"):
         prepare(two, out, tokenizer=tokenizer)
     (tmp_path / "bad.jsonl").write_text("nothing")
     with pytest.raises(DataError, match="not JSON"):
@@ -201,14 +193,10 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-PREPARE = (
-    "import sys; from shardloom.data.prepare import prepare; prepare(*sys.argv[1:3], tokenizer=sys.argv[3])"
-)
+PREPARE = "import sys; from shardloom.data.prepare import prepare; prepare(*sys.argv[1:3], tokenizer=sys.argv[3])"
 
 
-def test_a_write_that_really_fails_is_a_clear_error_and_leaves_nothing(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_a_write_that_really_fails_is_a_clear_error_and_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
     source = jsonl(tmp_path / "x.jsonl", ["some text " * 1000] * 200)
 
     def no_file_above_100_kb() -> None:
@@ -224,9 +212,7 @@ def test_a_write_that_really_fails_is_a_clear_error_and_leaves_nothing(
     assert os.listdir(tmp_path) == ["x.jsonl"]
 
 
-def test_killed_in_the_middle_it_leaves_no_folder_and_the_next_one_clears_up(
-    tmp_path: Path, tokenizer: Path
-) -> None:
+def test_killed_in_the_middle_it_leaves_no_folder_and_the_next_one_clears_up(tmp_path: Path, tokenizer: Path) -> None:
     out = tmp_path / "out"
     source = jsonl(tmp_path / "x.jsonl", ["some text of words " * 5000] * 400)
     child = subprocess.Popen([sys.executable, "-c", PREPARE, str(source), str(out), str(tokenizer)])

@@ -79,9 +79,7 @@ def test_document_samples_predict_every_token_of_a_document_but_its_first(
 
 
 @given(DOCUMENTS, st.integers(1, 9))
-def test_packed_samples_predict_every_token_but_the_first_and_a_rest(
-    documents: list[list[int]], seq_len: int
-) -> None:
+def test_packed_samples_predict_every_token_but_the_first_and_a_rest(documents: list[list[int]], seq_len: int) -> None:
     split = row(*documents)
     if split.n_tokens < seq_len + 1:
         with pytest.raises(DataError, match="fewer than seq_len"):
@@ -108,8 +106,7 @@ def test_a_split_that_is_too_short_says_by_how_much() -> None:
     with pytest.raises(DataError) as caught:
         PackedSamples(row([1] * 811), seq_len=1024)
     assert str(caught.value) == (
-        "the train split has 812 tokens, fewer than seq_len + 1 = 1025; "
-        "use seq_len <= 811, or prepare more text"
+        "the train split has 812 tokens, fewer than seq_len + 1 = 1025; use seq_len <= 811, or prepare more text"
     )
     with pytest.raises(DataError, match=r"0 tokens.*prepare with a larger --validation"):
         PackedSamples(row(name="validation"), seq_len=4)

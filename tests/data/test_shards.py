@@ -66,9 +66,7 @@ def test_the_fingerprint_is_of_the_tokens(copy: Path, manifest: Manifest) -> Non
 def test_a_model_needs_a_row_for_every_id(manifest: Manifest) -> None:
     manifest.check_vocabulary(512)
     manifest.check_vocabulary(640)
-    with pytest.raises(
-        DataError, match="vocab_size=500 is smaller than the 512 tokens of the data's tokenizer"
-    ):
+    with pytest.raises(DataError, match="vocab_size=500 is smaller than the 512 tokens of the data's tokenizer"):
         manifest.check_vocabulary(500)
 
 
@@ -92,9 +90,7 @@ def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(format_version=9, created_by="shardloom 7.0"))
-    with pytest.raises(
-        DataError, match=r"format version 9, but .* up to 1; it was written by shardloom 7\.0"
-    ):
+    with pytest.raises(DataError, match=r"format version 9, but .* up to 1; it was written by shardloom 7\.0"):
         Manifest.read(copy)
 
 

@@ -135,9 +135,7 @@ def test_bytes_that_are_not_utf8_are_named_replaced_or_skipped(tmp_path: Path) -
 
 def test_a_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"PNG\0\1")
-    with pytest.raises(
-        DataError, match=r"a\.png: a NUL byte at offset 3: a binary file, or UTF-16; .*--glob"
-    ):
+    with pytest.raises(DataError, match=r"a\.png: a NUL byte at offset 3: a binary file, or UTF-16; .*--glob"):
         texts(tmp_path)
     assert texts(tmp_path, encoding_errors="skip") == []
 
@@ -155,9 +153,7 @@ def test_a_source_without_files_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(DataError, match=r"no files that match --glob '\*.py'"):
         texts(tmp_path, glob="*.py")
-    with pytest.raises(
-        DataError, match="there is no such file or folder; a dataset of the hub is hf:some/data"
-    ):
+    with pytest.raises(DataError, match="there is no such file or folder; a dataset of the hub is hf:some/data"):
         texts("some/data")
     with pytest.raises(DataError, match="did you mean 'skip'"):
         texts(tmp_path, encoding_errors="skipp")

@@ -66,8 +66,7 @@ def test_the_built_model_has_the_parameters_the_spec_counts(name: str) -> None:
         "head": ("head.",),
     }
     assert spec.parameters_by_module() == {
-        module: sum(n for each, n in counted.items() if each.startswith(prefix))
-        for module, prefix in prefixes.items()
+        module: sum(n for each, n in counted.items() if each.startswith(prefix)) for module, prefix in prefixes.items()
     }
 
 

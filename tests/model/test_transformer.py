@@ -23,9 +23,7 @@ transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
 # A large epsilon and a small base of the frequencies, so that an error in either shows in the logits.
-LLAMA = replace(
-    PRESETS["debug"], n_layers=2, vocab_size=96, d_ffn=80, norm_eps=0.05, rope_theta=200.0, max_seq_len=64
-)
+LLAMA = replace(PRESETS["debug"], n_layers=2, vocab_size=96, d_ffn=80, norm_eps=0.05, rope_theta=200.0, max_seq_len=64)
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=48)
 GPT = replace(
     LLAMA,

@@ -121,7 +121,7 @@ def test_a_preset_that_was_changed_is_not_passed_off_as_itself(tmp_path: Path) -
     plain = read_run(write_run(tmp_path / "plain", [evaluation(0, 6.0)]))
     changed = read_run(write_run(tmp_path / "changed", [evaluation(0, 6.0)], "model.n_layers=2"))
     assert model_in_words(plain).startswith("debug, ")
-    assert model_in_words(changed).startswith("a changed debug, ")
+    assert model_in_words(changed).startswith("Llama-style, ")
 
 
 def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> None:

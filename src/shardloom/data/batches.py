@@ -18,7 +18,8 @@ import torch
 
 from shardloom.data.order import sample_order
 from shardloom.data.samples import IGNORE, Samples
-from shardloom.errors import DataError, InputError
+from shardloom.errors import DataError
+from shardloom.layout import accumulation
 
 PADDING_ID = -1
 
@@ -53,7 +54,7 @@ class Batches:
     `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
     stops it. What fails in the thread is raised, as it is, by the `next` that would have returned that batch.
 
-    Raises InputError for a batch that does not divide. A token id of vocab_size or more, which only
+    Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only
     damaged or foreign data has, raises DataError from `next`.
     """
 
@@ -71,7 +72,7 @@ class Batches:
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        check_division(global_batch, micro_batch, data_ranks)
+        accumulation(global_batch, micro_batch, data_ranks)
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
         self._next_sample, self._global_batch = start_sample, global_batch
@@ -135,39 +136,17 @@ def evaluation_batches(
     vocab_size: int,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
-    """The first `max_samples` of a split (all if None), in order, once each over all data ranks; A = 1.
+    """`max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
 
     Every rank gets ceil(max_samples / (micro_batch * data_ranks)) batches, because a rank that stays out of a
     collective hangs the others; the rows too many are masked whole. Raises DataError as Batches does.
     """
-    check_division(micro_batch * data_ranks, micro_batch, data_ranks)
     assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
     n = len(samples) if max_samples is None else min(max_samples, len(samples))
     for first in range(0, n, micro_batch * data_ranks):
         ids = first + data_rank * micro_batch + np.arange(micro_batch)
-        ids[ids >= n] = PADDING_ID
-        yield _read(samples, ids[None], ids[None], vocab_size, pin_memory=False)
-
-
-def check_division(global_batch: int, micro_batch: int, data_ranks: int) -> int:
-    """Microbatches of a step on each rank: global_batch / (micro_batch * data_ranks).
-
-    Raises InputError where that is not whole.
-    """
-    if min(global_batch, micro_batch, data_ranks) < 1:
-        raise InputError(
-            f"global_batch={global_batch}, micro_batch={micro_batch} and data ranks={data_ranks} "
-            "must each be at least 1"
-        )
-    unit = micro_batch * data_ranks
-    accumulation, rest = divmod(global_batch, unit)
-    if rest:
-        near = ", ".join(str(k * unit) for k in (accumulation, accumulation + 1) if k)
-        raise InputError(
-            f"global_batch={global_batch} is not micro_batch={micro_batch} x data ranks={data_ranks} "
-            f"x a whole accumulation ({global_batch} = {unit}*{accumulation} + {rest}); nearest: {near}"
-        )
-    return accumulation
+        indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, pin_memory=False)
 
 
 def _batches(
@@ -190,9 +169,7 @@ def _batches(
         first += global_batch
 
 
-def _read(
-    samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_size: int, pin_memory: bool
-) -> Batch:
+def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_size: int, pin_memory: bool) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     n_targets = 0
@@ -213,9 +190,7 @@ def _read(
         n_targets,
     )
     if pin_memory:
-        return replace(
-            batch, tokens_ABT=batch.tokens_ABT.pin_memory(), targets_ABT=batch.targets_ABT.pin_memory()
-        )
+        return replace(batch, tokens_ABT=batch.tokens_ABT.pin_memory(), targets_ABT=batch.targets_ABT.pin_memory())
     return batch
 
 

@@ -109,9 +109,7 @@ def prepare(
         raise DataError(f"tokenizer_sample={tokenizer_sample} bytes must be at least 1")
     corpus = _Corpus(str(source), text_key, glob, encoding_errors)
     if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
-        raise DataError(
-            f"out={out} lies inside of the source {source}: it would read what it writes; choose another"
-        )
+        raise DataError(f"out={out} lies inside of the source {source}: it would read what it writes; choose another")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
     total_bytes = corpus.total_bytes()
     report = progress or (lambda _: None)

@@ -91,9 +91,7 @@ class Publication:
         if not present:
             return
         if not self._overwrite:
-            raise DataError(
-                f"{self.out}: exists already; choose another --out, or replace it with --overwrite"
-            )
+            raise DataError(f"{self.out}: exists already; choose another --out, or replace it with --overwrite")
         try:
             manifest = Manifest.read(self.out, check_files=False)
         except DataError as error:

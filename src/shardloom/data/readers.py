@@ -27,10 +27,7 @@ LONGEST_RECORD_BYTES = 256 * MiB
 PARQUET_ROWS = 64
 SKIPPED_KEPT = 20
 
-WAY_OUT = (
-    "convert it to UTF-8, or pass --encoding-errors replace (puts U+FFFD there) "
-    "or skip (leaves the document out)"
-)
+WAY_OUT = "convert it to UTF-8, or pass --encoding-errors replace (puts U+FFFD there) or skip (leaves the document out)"
 
 
 class NotText(DataError):
@@ -204,9 +201,7 @@ def _raw_pieces(path: Path) -> Iterator[tuple[int, bytes]]:
             end = held.rfind(b"\n") + 1
             if not end:
                 # No line end (a gigabyte of JSON on one line): cut before the last character.
-                end = next(
-                    (i for i in range(PIECE_BYTES - 1, PIECE_BYTES - 4, -1) if held[i] & 0xC0 != 0x80), 0
-                )
+                end = next((i for i in range(PIECE_BYTES - 1, PIECE_BYTES - 4, -1) if held[i] & 0xC0 != 0x80), 0)
                 end = end or PIECE_BYTES
             yield offset, held[:end]
             offset, held = offset + end, held[end:]
@@ -243,9 +238,7 @@ def _record_text(line: str, where: str, reading: Reading) -> str | None:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); a .jsonl file holds one object a line") from None
     if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
-        )
+        raise DataError(f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}")
     return field_text(record, where, reading)
 
 

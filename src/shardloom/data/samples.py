@@ -48,8 +48,7 @@ class PackedSamples:
             if split.n_tokens > 1:
                 way_out = f"use seq_len <= {split.n_tokens - 1}, or {way_out}"
             raise DataError(
-                f"the {split.name} split has {split.n_tokens} tokens, "
-                f"fewer than seq_len + 1 = {seq_len + 1}; {way_out}"
+                f"the {split.name} split has {split.n_tokens} tokens, fewer than seq_len + 1 = {seq_len + 1}; {way_out}"
             )
 
     def __len__(self) -> int:

@@ -94,9 +94,7 @@ class Manifest(_Record):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise DataError(
-                f"{folder}: {MANIFEST} is damaged at {where}: {first['msg']}; prepare it again"
-            ) from None
+            raise DataError(f"{folder}: {MANIFEST} is damaged at {where}: {first['msg']}; prepare it again") from None
         problems = manifest._contradictions() or (manifest.missing_files(folder) if check_files else [])
         if problems:
             raise DataError(*(f"{folder}: {problem}" for problem in problems))
@@ -180,9 +178,7 @@ class TokenSplit:
             np.memmap(folder / shard.file, dtype=f"<u{manifest.itemsize}", mode="r") for shard in split.shards
         ]
         self._indices = [
-            np.memmap(folder / shard.index_file, dtype="<u8", mode="r")
-            if shard.documents
-            else np.empty(0, "<u8")
+            np.memmap(folder / shard.index_file, dtype="<u8", mode="r") if shard.documents else np.empty(0, "<u8")
             for shard in split.shards
         ]
         self._token_ends = list(accumulate(shard.tokens for shard in split.shards))
@@ -259,9 +255,7 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
             progress(name)
         actual = _sha256_of(folder / name)
         if actual != sha256:
-            problems.append(
-                f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged"
-            )
+            problems.append(f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged")
     return problems
 
 
@@ -273,11 +267,7 @@ def _read_json(folder: Path) -> Any:
     path = folder / MANIFEST
     if not path.exists():
         names = sorted(entry.name for entry in folder.iterdir())
-        found = (
-            f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no"
-            if names
-            else "is empty: no"
-        )
+        found = f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"
         raise DataError(f"{folder}: the folder {found} {MANIFEST}; token shards are made by `{PREPARE}`")
     try:
         return json.loads(path.read_bytes())

@@ -54,9 +54,7 @@ def documents(
     is left out and counted; with "replace" its bad bytes become U+FFFD.
     """
     if encoding_errors not in ENCODING_ERRORS:
-        raise DataError(
-            f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}"
-        )
+        raise DataError(f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}")
     reading = Reading(text_key, encoding_errors, Meter() if meter is None else meter)
     if isinstance(source, str) and source.startswith(HUB):
         yield from _hub_documents(source, reading)

@@ -36,9 +36,7 @@ class _HashedFile:
 class SplitWriter:
     """Takes documents piece by piece and lays them out in shards by the rule that `shards` states."""
 
-    def __init__(
-        self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int
-    ) -> None:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int) -> None:
         self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
         self._separator = np.array([separator_id], dtype)
         self._shards: list[Shard] = []

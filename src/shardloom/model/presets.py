@@ -19,9 +19,7 @@ def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: fl
         vocab_size=128256,
         max_seq_len=131072,
         rope_theta=500000.0,
-        rope_scaling=RopeScaling(
-            factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
-        ),
+        rope_scaling=RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192),
         tied_embedding=tied,
     )
 

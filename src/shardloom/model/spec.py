@@ -70,15 +70,11 @@ class ModelSpec:
     norm_eps: float = field(default=1e-5, metadata={"help": "Added to the variance in the normalisation."})
     activation: Activation = field(
         default="swiglu",
-        metadata={
-            "help": "swiglu: down(silu(gate(x)) * up(x)); gelu_tanh: down(gelu(up(x))), gelu as in GPT-2."
-        },
+        metadata={"help": "swiglu: down(silu(gate(x)) * up(x)); gelu_tanh: down(gelu(up(x))), gelu as in GPT-2."},
     )
     positions: Positions = field(
         default="rope",
-        metadata={
-            "help": "rope: queries and keys are rotated; learned: a trained vector a position is added."
-        },
+        metadata={"help": "rope: queries and keys are rotated; learned: a trained vector a position is added."},
     )
     rope_theta: float = field(
         default=10000.0, metadata={"help": "Base of the rotary frequencies; not used with learned positions."}
@@ -89,9 +85,7 @@ class ModelSpec:
     qk_norm: bool = field(
         default=False, metadata={"help": "RMSNorm of every query and key head before the rotation (Qwen3)."}
     )
-    bias: bool = field(
-        default=False, metadata={"help": "Bias in all linears of the layers; the head has none."}
-    )
+    bias: bool = field(default=False, metadata={"help": "Bias in all linears of the layers; the head has none."})
     tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
     dropout: float = field(
         default=0.0,
@@ -170,9 +164,7 @@ class ModelSpec:
 
         Embedding lookup, learned positions, norms and biases are no matrix products and are left out.
         """
-        return (
-            self.n_layers * (self._attention_matrices + self._ffn_matrices) + self.vocab_size * self.d_model
-        )
+        return self.n_layers * (self._attention_matrices + self._ffn_matrices) + self.vocab_size * self.d_model
 
     def train_flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Model FLOPs of forward and backward for one token, without recomputation.

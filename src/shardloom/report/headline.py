@@ -70,11 +70,12 @@ def _finite(value: float) -> float | None:
 
 
 def model_in_words(run: RunRecord) -> str:
-    """`debug, 213K parameters`, or `a changed debug, ...` where the run file changes a size of the preset."""
+    """`smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` where the run file changes its sizes."""
     model = run.config.model
     spec = model.spec()
-    changed = "a changed " if spec != resolve(model.preset) else ""
-    return f"{changed}{model.preset}, {format_count(spec.n_parameters)} parameters"
+    style = "GPT" if spec.norm == "layernorm" else "Qwen3" if spec.qk_norm else "Llama"
+    name = model.preset if spec == resolve(model.preset) else f"{style}-style"
+    return f"{name}, {format_count(spec.n_parameters)} parameters"
 
 
 def layout_in_words(layout: Layout) -> str:
