@@ -54,7 +54,7 @@ BUGS = {
         [HYBRID],
     ),
     "gradients are not reduced at all": (
-        (DATA + ":Replicas", "begin_microbatch", "require_backward_grad_sync = last", "require_backward_grad_sync = False"),
+        (DATA + ":Replicas", "begin_microbatch", "_grad_sync = last", "_grad_sync = False"),
         [ZERO_0],
     ),
 }  # fmt: skip

@@ -28,6 +28,10 @@ LAYOUTS = {
     "zero 2 on 2 x 2": Layout(dp_replicate=2, dp_shard=2, zero=2),
     "zero 3 on 2 x 2": Layout(dp_replicate=2, dp_shard=2, zero=3),
 }
+ON_EIGHT = [
+    Layout(dp_shard=8, zero=2),
+    Layout(dp_replicate=2, dp_shard=4, zero=3),
+]
 
 
 @cache
@@ -38,8 +42,14 @@ def reference(dtype: torch.dtype) -> Outcome:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process_does_in_float64(name: str, accumulation: int):
-    # Sums of at most 12 x 10 tokens in another order: a few hundred roundings of 1e-16 at the very most.
+    # Sums of at most 24 x 10 tokens in another order: a few hundred roundings of 1e-16 at the very most.
     for outcome in run_ranks(train_ranks, LAYOUTS[name].world_size, LAYOUTS[name], accumulation, torch.float64):
+        assert worst_error(outcome, reference(torch.float64)) < 1e-12
+
+
+@pytest.mark.parametrize("layout", ON_EIGHT)
+def test_eight_ranks_train_as_one_process_does(layout: Layout):
+    for outcome in run_ranks(train_ranks, 8, layout, 3, torch.float64):
         assert worst_error(outcome, reference(torch.float64)) < 1e-12
 
 

@@ -42,7 +42,7 @@ SPEC = ModelSpec(
     dropout=0.0,
     init_std=0.3,
 )
-GLOBAL_BATCH, SEQ_LEN, STEPS, SEED, RATE = 12, 10, 3, 5, 1e-2
+GLOBAL_BATCH, SEQ_LEN, STEPS, SEED, RATE = 24, 10, 3, 5, 2e-3
 OPTIMIZER = OptimizerSection(lr=RATE, weight_decay=0.1)
 
 

@@ -16,7 +16,7 @@ from shardloom.errors import DataError
 from shardloom.units import format_bytes, format_count, format_seconds
 
 CORPUS_BYTES = 10_000_000
-STEPS = 450
+STEPS = 400
 PROMPT = "def read_file(path):\n"
 
 RUN_FILE = """\
@@ -56,13 +56,13 @@ lr = 3e-3
 warmup_steps = {warmup}
 
 [checkpoint]
-every = 150
+every = 100
 
 [metrics]
 every = 10
 
 [evaluation]
-every = 75
+every = 80
 samples = 32
 """
 VOCAB_SIZE = 512
@@ -211,7 +211,8 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> None:
         return
     say(
         f"3 training    Llama, {format_count(spec.n_parameters)} parameters, {layout.world_size} workers, "
-        f"ZeRO-{layout.zero}, {config.steps} steps of {format_count(config.batch.global_batch * config.batch.seq_len)} tokens"
+        f"ZeRO-{layout.zero}, {config.steps} steps of "
+        f"{format_count(config.batch.global_batch * config.batch.seq_len)} tokens"
     )
     began = time.monotonic()
     start(config, quiet=quiet)
@@ -231,7 +232,7 @@ def _show(config: RunConfig, places: Places, say: Any) -> dict[str, Any]:
     curves, page = places.run / "curves.png", places.run / "report.html"
     draw_curves(run, curves)
     write_page(run, page)
-    sample = open_sampler(places.run).complete(PROMPT, 60)
+    sample = open_sampler(places.run).complete(PROMPT, 60, temperature=0.5)
     ratio = answer["held_out_loss"] / answer["first_held_out_loss"]
     say(
         f"4 result      held-out loss {answer['first_held_out_loss']:.2f} -> {answer['held_out_loss']:.2f} "

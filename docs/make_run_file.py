@@ -1,0 +1,94 @@
+"""Write docs/run-file.md, the reference of the run file, from the schema in src/shardloom/config.py.
+
+python docs/make_run_file.py
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from shardloom.config import Key, RunConfig, keys
+from shardloom.model.presets import PRESETS
+from shardloom.model.spec import RopeScaling, descriptions
+from shardloom.units import format_count
+
+PAGE = Path(__file__).with_name("run-file.md")
+
+HEAD = """\
+# The run file: every key
+
+This page is made from `src/shardloom/config.py`. Do not edit it; run `python docs/make_run_file.py`.
+`shardloom train --keys` prints the same list in the terminal, and `shardloom train --keys --json` prints it for a
+program.
+
+A run file is TOML. A key that is not on this page is an error that names the nearest one that is, and all errors of a
+file are reported at once. On the command line `--set KEY=VALUE` changes a key, for example `--set layout.dp_shard=2`.
+The value is read as TOML; what is not TOML is taken as text, so `--set out=runs/b` needs no quotes.
+
+The smallest complete run file:
+
+```toml
+out = "runs/first"
+steps = 100
+
+[data]
+path = "data/python"
+
+[batch]
+seq_len = 128
+global_batch = 16
+```
+
+A key without a default shows `-`. For the keys of `[model]` this means: the value of the preset.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    every = list(keys())
+    parts = [HEAD, "## At the top of the file\n", _table([key for key in every if "." not in key.path])]
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            parts += [f"## [{name}]\n", f"{section.__doc__}\n"]
+            parts.append(_table([key for key in every if key.path.startswith(f"{name}.")]))
+            if name == "model":
+                parts += [_rope_scaling(), _presets()]
+    return "\n".join(parts)
+
+
+def _table(rows: list[Key]) -> str:
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{row.path}` | {row.type} | {row.default} | {_sentence(row.description)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _rope_scaling() -> str:
+    lines = [
+        "`model.rope_scaling` is a table of four keys, all required:\n",
+        "| key | meaning |",
+        "| --- | --- |",
+        *(f"| `{name}` | {_sentence(text)} |" for name, text in descriptions(RopeScaling).items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _presets() -> str:
+    lines = [
+        "### Presets\n",
+        "| preset | parameters | layers | d_model | heads | kv heads | d_ffn | vocabulary | max_seq_len |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, s in PRESETS.items():
+        sizes = (s.n_layers, s.d_model, s.n_heads, s.n_kv_heads, s.d_ffn, s.vocab_size, s.max_seq_len)
+        lines.append(f"| `{name}` | {format_count(s.n_parameters)} | {' | '.join(f'{size:,}' for size in sizes)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(text: str) -> str:
+    return text.rstrip(".").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"written to {PAGE}")

@@ -1,0 +1,159 @@
+"""Proves that a run file is read strictly: unknown keys name the nearest one, all problems come at once, what is
+resolved reads back the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardloom.config import RunConfig, keys, load, parse, resolved_toml
+from shardloom.errors import ConfigError
+
+SMALLEST = """
+out = "runs/x"
+steps = 10
+[data]
+path = "data"
+[batch]
+seq_len = 64
+global_batch = 8
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def refused(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(written(folder, text), overrides)
+    assert error.value.exit_code == 2
+    return error.value.problems
+
+
+def test_the_smallest_run_file_gives_a_whole_configuration(tmp_path: Path):
+    config = load(written(tmp_path, SMALLEST))
+    assert config.model.spec().n_layers > 0
+    assert config.layout.layout().world_size == 1
+    assert config.accumulation == 8
+
+
+def test_an_override_changes_a_key_and_is_typed_as_in_the_file(tmp_path: Path):
+    config = load(written(tmp_path, SMALLEST), ["layout.dp_shard=4", "out=elsewhere", "optimizer.lr=1e-4"])
+    assert config.layout.layout().dp_shard == 4
+    assert config.out == "elsewhere"
+    assert config.optimizer.lr == 1e-4
+
+
+def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_path: Path):
+    assert load(written(tmp_path, SMALLEST)).layout.layout().zero == 0
+    assert load(written(tmp_path, SMALLEST), ["layout.dp_shard=2"]).layout.layout().zero == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("layout.dp_shards=2", "layout.dp_shards: there is no such key; did you mean 'dp_shard'?"),
+        ("optimiser.lr=1", "optimiser: there is no such key; did you mean 'optimizer'?"),
+        ("model.presett=debug", "model.presett: there is no such key; did you mean 'preset'?"),
+        ("layout.tp=2", "layout.tp: there is no such key; "),
+        ("steps=0", "steps=0: input should be greater than or equal to 1"),
+        ("steps=ten", "steps='ten': input should be a valid integer"),
+        ("batch.global_batch=8.5", "batch.global_batch=8.5: input should be a valid integer"),
+        ("precision.compute=fp16", "precision.compute='fp16': input should be 'fp32', 'bf16' or 'fp64'"),
+        ("layout=4", "layout=4: this is a section, written [layout]"),
+        ("layout.zero=5", "layout.zero=5: input should be 0, 1, 2 or 3"),
+        ("model.preset=lama-3.1-8b", "llama-3.1-8b"),
+        ("model.n_kv_heads=3", "n_kv_heads=3 does not divide n_heads"),
+        ("batch.global_batch=9", "nearest: 8 or 10"),
+        ("batch.seq_len=1000000", "batch.seq_len=1000000 is longer than model.max_seq_len"),
+        ("schedule.warmup_steps=11", "is more than the steps=10 of the run"),
+        ("schedule.decay_steps=2", "schedule.decay_steps=2 is for schedule.shape='wsd'"),
+        ("steps", "--set steps: write key=value"),
+    ],
+)
+def test_a_key_or_value_that_is_not_valid_is_answered_with_the_way_out(tmp_path: Path, override: str, said: str):
+    text = SMALLEST if override != "batch.global_batch=9" else SMALLEST.replace("seq_len", "micro_batch = 2\nseq_len")
+    assert any(said in problem for problem in refused(tmp_path, text, override))
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path: Path):
+    text = SMALLEST.replace("steps = 10", "stepps = 10").replace("seq_len = 64", 'seq_len = "64"')
+    problems = refused(tmp_path, text + "[layout]\nzero = 7\n", "optimizer.lrr=1")
+    said = "\n".join(problems)
+    assert len(problems) == 5
+    for part in ("stepps", "steps: missing", "batch.seq_len='64'", "layout.zero=7", "optimizer.lrr"):
+        assert part in said
+
+
+def test_problems_between_sections_come_at_once_too(tmp_path: Path):
+    problems = refused(tmp_path, SMALLEST, "model.n_kv_heads=3", "batch.global_batch=7", "layout.dp_replicate=2")
+    assert len(problems) == 2
+
+
+def test_a_missing_key_says_what_it_is(tmp_path: Path):
+    problems = refused(tmp_path, 'out = "x"\nsteps = 1\n[batch]\nseq_len = 8\nglobal_batch = 1\n')
+    assert len(problems) == 1
+    assert "data: missing" in problems[0]
+    assert "Where the tokens are" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"out = ", "not valid TOML"), (b"\xff\xfe", "not UTF-8 text (byte 0)")],
+)
+def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes, said: str):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no such run file"):
+        load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load(tmp_path)
+
+
+@given(
+    st.text(min_size=1).filter(lambda text: "\x7f" not in text and "\x00" not in text),
+    st.floats(1e-9, 1.0),
+    st.sampled_from([0, 1, 2, 3]),
+    st.booleans(),
+)
+def test_a_resolved_file_reads_back_as_the_same_configuration(out: str, lr: float, zero: int, scaled: bool):
+    import tomllib
+
+    table = {
+        "out": out,
+        "steps": 3,
+        "data": {"path": out},
+        "batch": {"seq_len": 4, "global_batch": 4},
+        "optimizer": {"lr": lr},
+        "layout": {"dp_shard": 2 if zero else 1, "zero": zero},
+    }
+    if scaled:
+        scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}
+        table["model"] = {"rope_scaling": scaling}
+    config = parse(table)
+    assert parse(tomllib.loads(resolved_toml(config))) == config
+
+
+def test_every_key_is_documented():
+    listed = list(keys())
+    assert all(key.description for key in listed)
+    assert {key.path for key in listed} >= {"layout.zero", "optimizer.lr", "model.n_layers", "steps"}
+
+
+def test_axes_that_are_not_built_are_not_in_the_schema():
+    assert set(RunConfig.model_fields["layout"].annotation.model_fields) == {"dp_replicate", "dp_shard", "zero"}
+
+
+def test_the_examples_are_valid():
+    for path in Path("examples").glob("*.toml"):
+        load(path)

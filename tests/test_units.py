@@ -1,0 +1,27 @@
+"""Proves that numbers are shown with three digits and the unit people expect."""
+
+import pytest
+
+from shardloom.units import format_bytes, format_count, format_flops, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (format_bytes(1536), "1.5 KiB"),
+        (format_bytes(3), "3 B"),
+        (format_bytes(80 * 2**30), "80 GiB"),
+        (format_bytes(1010 * 2**30), "1010 GiB"),
+        (format_count(1_234_567), "1.23M"),
+        (format_count(999), "999"),
+        (format_count(728.413), "728"),
+        (format_count(405e9), "405B"),
+        (format_flops(2.5e12), "2.5 TFLOP"),
+        (format_seconds(0.0123), "12.3 ms"),
+        (format_seconds(2e-5), "20 us"),
+        (format_seconds(75), "1 min 15 s"),
+        (format_seconds(7500), "2 h 05 min"),
+    ],
+)
+def test_a_number_is_shown_as_people_read_it(shown: str, text: str):
+    assert shown == text

@@ -1,0 +1,143 @@
+"""Proves what a run says about itself: JSON lines that survive a kill, the screen line, the extras, known peaks only."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardloom.config import RunConfig, parse
+from shardloom.errors import InputError
+from shardloom.train.device import peak_flops_per_s, peak_of_name
+from shardloom.train.metrics import JsonLines, line, open_writers
+
+RECORD = {
+    "kind": "train",
+    "step": 3,
+    "loss": 2.5,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "target_tokens": 100,
+    "tokens_per_s": 12345.0,
+    "tokens_per_s_per_device": 6172.5,
+    "tflops_per_s_per_device": 0.5,
+    "mfu": None,
+    "memory_bytes": 2**30,
+    "step_s": 0.2,
+    "data_s": 0.001,
+    "forward_backward_s": 0.15,
+    "optimizer_s": 0.049,
+}
+
+
+def config(folder: Path, **metrics: object) -> RunConfig:
+    return parse(
+        {
+            "out": str(folder),
+            "steps": 9,
+            "data": {"path": "x"},
+            "batch": {"seq_len": 4, "global_batch": 1},
+            "metrics": metrics,
+        }
+    )
+
+
+def test_a_line_says_all_that_was_asked_for():
+    text = line(RECORD, 9)
+    for part in (
+        "step     3/9",
+        "loss 2.5",
+        "grad_norm 0.5",
+        "lr 1.00e-03",
+        "12.3K tok/s",
+        "6.17K/device",
+        "0.5 TFLOP/s",
+    ):
+        assert part in text
+    for part in ("MFU n/a", "1 GiB", "data 1 ms", "fwd+bwd 150 ms", "opt 49 ms"):
+        assert part in text
+    assert "MFU 51.2%" in line({**RECORD, "mfu": 0.512}, 9)
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({**RECORD, "step": step}) for step in (1, 2, 3, 4)]
+    path.write_text("\n".join(lines) + '\n{"kind": "tra')
+    writer = JsonLines(path, resumed_step=2)
+    writer.write({**RECORD, "step": 3, "loss": 9.0})
+    writer.close()
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in found] == [(1, 2.5), (2, 2.5), (3, 9.0)]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writers = open_writers(config(tmp_path, tensorboard=True), 0, lambda record: None)
+    for writer in writers:
+        writer.write(RECORD)
+        writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("train/loss")[0].value == 2.5
+    assert "train/mfu" not in events.Tags()["scalars"]
+
+
+def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[tuple[object, object]] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: told.append((values, step)), finish=lambda: told.append(("end", 0))
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: run if settings["project"] == "mine" else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for writer in open_writers(config(tmp_path, wandb_project="mine"), 0, lambda record: None):
+        writer.write(RECORD)
+        writer.close()
+    values, step = told[0]
+    assert step == 3
+    assert values["train/loss"] == 2.5  # type: ignore[index]
+    assert told[-1] == ("end", 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "metrics", "said"),
+    [
+        ("torch.utils.tensorboard.writer", {"tensorboard": True}, "pip install 'shardloom[tensorboard]'"),
+        ("wandb", {"wandb_project": "x"}, "pip install 'shardloom[wandb]'"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, metrics: dict[str, object], said: str
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError) as error:
+        open_writers(config(tmp_path, **metrics), 0, lambda record: None)
+    assert said in str(error.value)
+
+
+def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("torch.utils.tensorboard.writer", "tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for writer in open_writers(config(tmp_path), 0, lambda record: None):
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "flops_per_s"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 5050", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_a_peak_is_that_of_the_device_or_not_known(name: str, flops_per_s: float | None):
+    assert peak_of_name(name, torch.bfloat16) == flops_per_s
+
+
+def test_a_cpu_has_no_known_peak():
+    assert peak_flops_per_s(torch.device("cpu"), torch.float32) is None
