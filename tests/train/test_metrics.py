@@ -1,4 +1,4 @@
-"""Proves what a run says about itself: JSON lines that survive a kill, the screen line, the extras, known peaks only."""
+"""Proves what a run says about itself: JSON lines that survive a kill, the screen line, extras, known peaks only."""
 
 import json
 import sys
