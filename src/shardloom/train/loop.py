@@ -12,10 +12,11 @@ from shardloom.data.samples import DocumentSamples, PackedSamples, Samples
 from shardloom.data.shards import open_split
 from shardloom.errors import CheckpointError, DamagedError
 from shardloom.parallel.apply import apply
+from shardloom.report.write import write_whole
 from shardloom.train.checkpoint.manifest import Progress
 from shardloom.train.checkpoint.state import checkpoint_bytes, load, named_tensors, save
 from shardloom.train.checkpoint.store import CheckpointStore
-from shardloom.train.device import peak_flops_per_s, peak_memory_bytes
+from shardloom.train.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
 from shardloom.train.metrics import Record, Writer, open_writers
 from shardloom.train.optimizer import build_optimizer
 from shardloom.train.ranks import Place, pick_device, process_group
@@ -37,6 +38,8 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
     layout = config.layout.layout()
     layout.check_world(place.world_size)
     device = pick_device(config.device, place)
+    if device.type == "cpu":
+        keep_freed_memory()
     with process_group(place, device):
         _Run(config, place, device, quiet).go()
 
@@ -91,7 +94,7 @@ class _Run:
         if self.place.rank == 0:
             self.store.require_space(checkpoint_bytes(named_tensors(self.trainer)))
             # Only now: a run that is refused must not write over the run file of the one that is there.
-            (Path(config.out) / "run.toml").write_text(resolved_toml(config), encoding="utf-8")
+            write_whole(Path(config.out) / "run.toml", resolved_toml(config).encode())
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = open_writers(config, start.step, screen.show) if self.place.rank == 0 else []
         stop = StopRequest()

@@ -27,7 +27,6 @@ class JsonLines:
     """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
         if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
             keep = []

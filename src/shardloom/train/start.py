@@ -1,6 +1,7 @@
 """What `shardloom train` does: check all that can be checked without workers, then run or start them."""
 
 import atexit
+import dataclasses
 import json
 import os
 import time
@@ -11,6 +12,8 @@ from typing import Any
 from shardloom.config import RunConfig, resolved_toml
 from shardloom.data.shards import open_split
 from shardloom.errors import CheckpointError, InputError, ShardloomError, WorkerError
+from shardloom.report.headline import headline
+from shardloom.report.run import read_run
 from shardloom.train.checkpoint.store import CheckpointStore
 from shardloom.train.launch import launch
 from shardloom.train.ranks import Place, place_from_environment
@@ -135,16 +138,7 @@ def _check(config: RunConfig) -> None:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """What a run's folder says it came to."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    train = [r for r in records if r["kind"] == "train"]
-    held_out = [r for r in records if r["kind"] == "evaluation"]
+    """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
     published = CheckpointStore(out / "checkpoints").published()
-    return {
-        "out": str(out),
-        "steps": train[-1]["step"] if train else 0,
-        "loss": train[-1]["loss"] if train else None,
-        "first_held_out_loss": held_out[0]["loss"] if held_out else None,
-        "held_out_loss": held_out[-1]["loss"] if held_out else None,
-        "checkpoint": str(published[-1]) if published else None,
-    }
+    numbers = dataclasses.asdict(headline(read_run(out)))
+    return {"out": str(out), **numbers, "checkpoint": str(published[-1]) if published else None}
