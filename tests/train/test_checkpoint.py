@@ -11,6 +11,7 @@ import types
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from tests.mutation import Mutation, mutated
 from tests.train.worlds import OPTIMIZER, RATE, SEED, SPEC, build, local_batch, whole
 
 ONE, ZERO_3 = Layout(), Layout(dp_shard=2, zero=3)
-FINGERPRINT = "f" * 64
+DATA = {"fingerprint": "f" * 64, "seq_len": 10, "sequences": "packed"}
 Logical = dict[str, Tensor]
 
 
@@ -59,7 +60,7 @@ def save_ranks(folder: Path, layout: Layout, steps: int = 1) -> Logical:
     for step in range(steps):
         take_step(trainer, layout, step)
     progress = Progress(step=steps, samples=12 * steps, seed=SEED)
-    save(CheckpointStore(folder, keep_last=9), trainer, progress, FINGERPRINT, "steps = 1\n")
+    save(CheckpointStore(folder, keep_last=9), trainer, progress, DATA, "steps = 1\n")
     return logical(trainer)
 
 
@@ -70,7 +71,7 @@ def load_ranks(
     dtype: torch.dtype = torch.float32,
     spec: ModelSpec = SPEC,
     seed: int = SEED,
-    fingerprint: str | None = FINGERPRINT,
+    data: dict[str, Any] | None = DATA,
 ) -> Logical | CheckpointError:
     """To be run on every rank: take up a checkpoint, and say what is there then, or the error."""
     with ExitStack() as stack:
@@ -80,7 +81,7 @@ def load_ranks(
         for tensor in named_tensors(trainer).values():
             tensor.detach().zero_()
         try:
-            load(path, trainer, fingerprint)
+            load(path, trainer, data)
         except CheckpointError as error:
             return error
         return logical(trainer)
@@ -124,10 +125,10 @@ def hop(folder: Path, layout: Layout, step: int) -> tuple[Logical | None, Logica
     trainer, store = build(layout, torch.float32), CheckpointStore(folder, keep_last=99)
     loaded = None
     if step:
-        assert load(store.path_of(step), trainer, FINGERPRINT) == Progress(step, 12 * step, SEED)
+        assert load(store.path_of(step), trainer, DATA) == Progress(step, 12 * step, SEED)
         loaded = logical(trainer)
     take_step(trainer, layout, step)
-    save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), FINGERPRINT, "")
+    save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
     return loaded, logical(trainer)
 
 
@@ -164,7 +165,7 @@ def test_a_dim_smaller_than_the_number_of_ranks_is_saved_and_loaded(tmp_path):
 
 def save_untrained(folder: Path, layout: Layout, spec: ModelSpec) -> Logical:
     trainer = build(layout, torch.float32, spec)
-    save(CheckpointStore(folder), trainer, Progress(1, 12, SEED), FINGERPRINT, "")
+    save(CheckpointStore(folder), trainer, Progress(1, 12, SEED), DATA, "")
     return logical(trainer)
 
 
@@ -329,7 +330,7 @@ def test_loading_never_unpickles_what_lies_in_the_folder(saved, tmp_path):
 
 def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(saved):
     def complaint(**named) -> str:
-        order = {"dtype": torch.float32, "spec": SPEC, "seed": SEED, "fingerprint": FINGERPRINT} | named
+        order = {"dtype": torch.float32, "spec": SPEC, "seed": SEED, "data": DATA} | named
         errors = run_ranks(load_ranks, 2, saved, ZERO_3, (), *order.values())
         assert str(errors[0]) == str(errors[1])
         assert type(errors[0]) is CheckpointError, "it is whole, so an earlier one would be no better"
@@ -338,8 +339,10 @@ def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(save
     assert "it is of another model: d_ffn=40, and this run has 48" in complaint(spec=replace(SPEC, d_ffn=48))
     assert "n_layers=2, and this run has 3" in complaint(spec=replace(SPEC, n_layers=3))
     assert f"seed={SEED} and this run has seed=6, so samples would repeat; set seed={SEED}" in complaint(seed=6)
-    other = complaint(fingerprint="0" * 64)
-    assert "trained on other data (fingerprint ffffffffffff; data.path has 000000000000)" in other
+    other = complaint(data=DATA | {"fingerprint": "0" * 64})
+    assert "samples of fingerprint=ffffffffffff..., and this run cuts them with fingerprint=000000000000" in other
+    assert "of seq_len=10, and this run cuts them with seq_len=20" in complaint(data=DATA | {"seq_len": 20})
+    assert "sequences='documents'" in complaint(data=DATA | {"sequences": "documents"})
     dtype = complaint(dtype=torch.float64)
     assert "model/embedding.weight is float32 [31, 24], and this run has float64 [31, 24]" in dtype
     assert "61 more tensors differ" in dtype
@@ -376,7 +379,7 @@ def resumed_step(path: Path | None, decay: float, rate: float, mutations: tuple[
                 trainer.model.named_parameters.items(), OPTIMIZER.model_copy(update={"weight_decay": decay})
             )
             trainer.optimizer = optimizer
-            state.load(path, trainer, FINGERPRINT)
+            state.load(path, trainer, DATA)
         batch = local_batch(1, ZERO_3.data_rank(dist.get_rank()), 2, 1)
         trainer.forward_backward(batch, 1)
         trainer.update(rate)
@@ -415,14 +418,14 @@ def test_bug_24_a_parameter_group_that_is_stale_after_a_resume_is_seen(saved, bu
 def save_on_a_full_disk(folder: Path, free_bytes: int | None) -> str:
     """Save once; then with `free_bytes` on the disk, or where the disk fills up while rank 1 writes (None)."""
     trainer, store = build(ZERO_3, torch.float32), CheckpointStore(folder)
-    save(store, trainer, Progress(1, 12, SEED), FINGERPRINT, "")
+    save(store, trainer, Progress(1, 12, SEED), DATA, "")
     take_step(trainer, ZERO_3, 0)
     if free_bytes is not None:
         shutil.disk_usage = lambda path: types.SimpleNamespace(free=free_bytes)  # type: ignore[assignment]
     elif dist.get_rank() == 1:
         storage.save_file = write_half
     with pytest.raises(CheckpointError) as caught:
-        save(store, trainer, Progress(2, 24, SEED), FINGERPRINT, "")
+        save(store, trainer, Progress(2, 24, SEED), DATA, "")
     dist.barrier()
     assert caught.value.exit_code == 2
     return str(caught.value)

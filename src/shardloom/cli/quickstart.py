@@ -1,6 +1,7 @@
 """shardloom quickstart: from nothing to a trained model, on text that every Python has on its disk."""
 
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from shardloom.errors import DataError
 from shardloom.units import format_bytes, format_count, format_seconds
 
 CORPUS_BYTES = 10_000_000
-STEPS = 400
+STEPS = 340
 PROMPT = "def read_file(path):\n"
 
 RUN_FILE = """\
@@ -56,13 +57,13 @@ lr = 3e-3
 warmup_steps = {warmup}
 
 [checkpoint]
-every = 100
+every = 85
 
 [metrics]
 every = 10
 
 [evaluation]
-every = 80
+every = 85
 samples = 32
 """
 VOCAB_SIZE = 512
@@ -256,12 +257,13 @@ def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:
     _say(f"\nWhere everything is ({format_seconds(seconds)} in all)")
     for name, path in rows.items():
         _say(f"  {name:<11} {path}")
+    command = "shardloom" if shutil.which("shardloom") else sys.argv[0]
     _say(
         f"""
 What to try next
-  shardloom sample {run} --prompt "import os"
-  shardloom data inspect {places.data}
-  shardloom train {run_file} --resume --set steps=600                  # go on, on the same ranks
-  shardloom train {run_file} --set out=runs/zero3 --set layout.zero=3  # parameters sharded too
-  shardloom train --keys                                               # all that a run file can say"""
+  {command} sample {run} --prompt "import os"
+  {command} data inspect {places.data}
+  {command} train {run_file} --set out=runs/zero3 --set layout.zero=3   # parameters sharded too
+  {command} report {run}
+  {command} train --keys                                     # all that a run file can say"""
     )

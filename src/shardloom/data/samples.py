@@ -104,6 +104,16 @@ class DocumentSamples:
         return tokens, np.arange(self.seq_len) < length - 1
 
 
+def cut_samples(split: TokenSplit, seq_len: int, sequences: str, mask_boundaries: bool) -> Samples:
+    """The samples of a split as the run file asks for them: `sequences` is packed or documents.
+
+    Raises DataError for a split with too few tokens.
+    """
+    if sequences == "documents":
+        return DocumentSamples(split, seq_len)
+    return PackedSamples(split, seq_len, mask_boundaries=mask_boundaries)
+
+
 def _check_seq_len(seq_len: int) -> None:
     if seq_len < 1:
         raise DataError(f"seq_len={seq_len} must be at least 1")

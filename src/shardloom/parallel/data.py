@@ -1,13 +1,17 @@
 """Data parallelism: how ranks that read different samples end up with one gradient (ZeRO 0, 1, 2, 3, hybrid).
 
-What each stage does in a step of A microbatches, with G groups of parameters (the blocks, and the rest):
+P, G are the bytes of all parameters and gradients. A step has A microbatches; parameters are gathered and reduced
+in K groups, each block one and the rest one.
 
 | zero | engine | held between microbatches     | all-gathers     | reduce-scatters | all-reduces of gradients |
 | ---- | ------ | ----------------------------- | --------------- | --------------- | ------------------------ |
 | 0    | DDP    | P, G whole                    | -               | -               | 1 a bucket, last only    |
-| 1    | FSDP2  | P and G whole, P share        | G               | G, last only    | G, last only, if hybrid  |
-| 2    | FSDP2  | P whole, P and G share        | G               | A x G           | G, last only, if hybrid  |
-| 3    | FSDP2  | P and G share                 | A x (2 G - 1)   | A x G           | G, last only, if hybrid  |
+| 1    | FSDP2  | P and G whole, P share        | K               | K, last only    | K, last only, if hybrid  |
+| 2    | FSDP2  | P whole, P and G share        | K               | A x K           | K, last only, if hybrid  |
+| 3    | FSDP2  | P and G share                 | A x (2 K - 1)   | A x K           | K, last only, if hybrid  |
+
+Where weights are computed with in another type than they are held in (bf16), FSDP2 carries zero 0 too, on shards of
+one rank: it makes the copies in that type, and accumulates and reduces gradients in the other.
 
 The optimizer state is whole under 0 and a share under 1, 2 and 3. Under 3 every block is gathered for the forward
 pass, freed, and gathered again for the backward pass, the next one always while the present one computes; the

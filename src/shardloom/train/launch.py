@@ -1,5 +1,5 @@
-"""Start the workers of a run on this machine, watch them, and tell what happened in the words of the one "
-"at fault."""
+"""Start the workers of a run on this machine, watch them, and tell what happened in the words of the one
+at fault."""
 
 import json
 import os
@@ -212,8 +212,8 @@ def _last_words(log: Path) -> list[str]:
 
 
 def _end(workers: list[Worker]) -> None:
-    """Kill what still runs, with its children: without all ranks no collective completes, so nothing is "
-    "waited for."""
+    """Kill what still runs, with its children: without all ranks no collective completes, so nothing is
+    waited for."""
     for worker in workers:
         if worker.process.poll() is None:
             os.killpg(worker.process.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardloom.config import RunConfig, resolved_toml
 from shardloom.data.batches import Batches, evaluation_batches
-from shardloom.data.samples import DocumentSamples, PackedSamples, Samples
+from shardloom.data.samples import Samples, cut_samples
 from shardloom.data.shards import open_split
 from shardloom.errors import CheckpointError, DamagedError
 from shardloom.parallel.apply import apply
@@ -62,7 +62,11 @@ class _Run:
         self.spec = config.model.spec()
         self.train_split = open_split(config.data.path, "train")
         self.train_split.manifest.check_vocabulary(self.spec.vocab_size)
-        self.fingerprint = self.train_split.manifest.fingerprint
+        self.data = {
+            "fingerprint": self.train_split.manifest.fingerprint,
+            "seq_len": config.batch.seq_len,
+            "sequences": config.data.sequences,
+        }
         self.samples = self._samples("train")
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
@@ -199,15 +203,13 @@ class _Run:
 
     def _save(self, step: int, samples: int) -> None:
         progress = Progress(step, samples, self.config.seed)
-        save(self.store, self.trainer, progress, self.fingerprint, resolved_toml(self.config))
+        save(self.store, self.trainer, progress, self.data, resolved_toml(self.config))
         self.trainer.clock.mark("checkpoint")
 
     def _samples(self, split: str) -> Samples:
-        data, seq_len = self.config.data, self.config.batch.seq_len
+        data = self.config.data
         tokens = self.train_split if split == "train" else open_split(data.path, split)
-        if data.sequences == "documents":
-            return DocumentSamples(tokens, seq_len)
-        return PackedSamples(tokens, seq_len, mask_boundaries=data.mask_boundaries)
+        return cut_samples(tokens, self.config.batch.seq_len, data.sequences, data.mask_boundaries)
 
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
@@ -238,7 +240,7 @@ class _Run:
         return Start()
 
     def _load(self, path: Path) -> Start:
-        progress = load(path, self.trainer, self.fingerprint)
+        progress = load(path, self.trainer, self.data)
         if progress.step > self.config.steps:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"

@@ -1,5 +1,6 @@
 """What a run says about itself: a line a logged step, to JSON lines, the screen, TensorBoard and W&B."""
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from shardloom.config import RunConfig
-from shardloom.errors import InputError
 from shardloom.units import format_bytes, format_count, format_seconds
 
 Record = dict[str, Any]
@@ -55,12 +55,8 @@ class TensorBoard:
     """Events in OUT/tensorboard."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError:
-            raise InputError(
-                "metrics.tensorboard=true needs the package tensorboard: pip install 'shardloom[tensorboard]'"
-            ) from None
+        from torch.utils.tensorboard.writer import SummaryWriter
+
         self._writer = SummaryWriter(str(folder))
 
     def write(self, record: Record) -> None:
@@ -75,12 +71,8 @@ class WeightsAndBiases:
     """A W&B run in the configured project."""
 
     def __init__(self, project: str, config: RunConfig) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise InputError(
-                "metrics.wandb_project is set, which needs the package wandb: pip install 'shardloom[wandb]'"
-            ) from None
+        import wandb
+
         self._run = wandb.init(project=project, dir=config.out, config=config.model_dump())
 
     def write(self, record: Record) -> None:
@@ -89,6 +81,16 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def missing_extras(config: RunConfig) -> list[str]:
+    """What a run asks to write to and has not installed, with the command that installs it."""
+    wanted = {"tensorboard": config.metrics.tensorboard, "wandb": bool(config.metrics.wandb_project)}
+    return [
+        f"[metrics] asks for {name}, which is not installed: pip install 'shardloom[{name}]'"
+        for name, asked in wanted.items()
+        if asked and importlib.util.find_spec(name) is None
+    ]
 
 
 def _numbers(record: Record) -> Record:

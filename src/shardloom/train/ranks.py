@@ -78,8 +78,8 @@ def _checked(place: Place, rank: str, world_size: str) -> Place:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`, `r[1-2]n[4,6]-ib` -> "
-    "`r1n4-ib`."""
+    """The first name of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`, `r[1-2]n[4,6]-ib` ->
+    `r1n4-ib`."""
     match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist.strip())
     if match is None:
         raise InputError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to that of the first node")
@@ -105,6 +105,8 @@ def pick_device(wanted: str, place: Place) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("device='cuda', but PyTorch sees no GPU here; set device to 'cpu' or 'auto'")
+    if torch.cuda.device_count() == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+        return torch.device("cuda", 0)  # srun shows each task its own GPU alone
     if place.local_rank >= torch.cuda.device_count():
         raise InputError(
             f"local rank {place.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start "
@@ -115,8 +117,8 @@ def pick_device(wanted: str, place: Place) -> torch.device:
 
 @contextmanager
 def process_group(place: Place, device: torch.device) -> Iterator[None]:
-    """Join the group of all ranks, and leave it in order. Tensors on the CPU travel by gloo, on GPUs by "
-    "NCCL."""
+    """Join the group of all ranks, and leave it in order. Tensors on the CPU travel by gloo, on GPUs by
+    NCCL."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shardloom.config import RunConfig, resolved_toml
+from shardloom.data.samples import cut_samples
 from shardloom.data.shards import open_split
 from shardloom.errors import CheckpointError, InputError, ShardloomError, WorkerError
 from shardloom.report.headline import headline
 from shardloom.report.run import read_run
 from shardloom.train.checkpoint.store import CheckpointStore
 from shardloom.train.launch import launch
+from shardloom.train.metrics import missing_extras
 from shardloom.train.ranks import Place, place_from_environment
 from shardloom.train.worker import report
 
@@ -103,12 +105,12 @@ def _tell_torchrun(text: str) -> None:
 
 def _check(config: RunConfig) -> None:
     """Raises InputError for data that does not fit the model, and for a folder that already holds a run."""
-    problems: list[str] = []
+    problems = missing_extras(config)
     try:
-        train = open_split(config.data.path, "train")
-        train.manifest.check_vocabulary(config.model.spec().vocab_size)
-        if config.evaluation.samples:
-            open_split(config.data.path, "validation")
+        for name in ("train", "validation") if config.evaluation.samples else ("train",):
+            split = open_split(config.data.path, name)
+            split.manifest.check_vocabulary(config.model.spec().vocab_size)
+            cut_samples(split, config.batch.seq_len, config.data.sequences, config.data.mask_boundaries)
     except InputError as error:
         problems += error.problems
     out = Path(config.out)

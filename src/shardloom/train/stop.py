@@ -14,8 +14,8 @@ SAME_KEYPRESS_S = 2.0
 
 
 class StopRequest:
-    """Whether any rank was asked to stop. The answer travels while a step computes, a step behind, on the "
-    "CPU."""
+    """Whether any rank was asked to stop. The answer travels while a step computes, a step behind, on the
+    CPU."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -23,8 +23,8 @@ class StopRequest:
         self._work: dist.Work | None = None
 
     def everyone(self) -> bool:
-        """True, on every rank at the same call, once any rank has been asked; every rank calls this each "
-        "step."""
+        """True, on every rank at the same call, once any rank has been asked; every rank calls this each
+        step."""
         if self._work is not None:
             self._work.wait()
         answer = bool(self._flag)

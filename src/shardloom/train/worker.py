@@ -29,8 +29,8 @@ _LOST_PEER = (
 
 
 def report(error: BaseException, rank: int) -> dict[str, object]:
-    """What a parent needs to tell the user of a worker's error: whose, what, where, and whether it came "
-    "first."""
+    """What a parent needs to tell the user of a worker's error: whose, what, where, and whether it came
+    first."""
     from torch.distributed import DistError
 
     text = str(error)
@@ -52,8 +52,8 @@ def report(error: BaseException, rank: int) -> dict[str, object]:
 
 
 def _die_with_parent(parent: int) -> None:
-    """A worker whose parent was killed has no one to end it: leave as soon as the parent is another "
-    "process."""
+    """A worker whose parent was killed has no one to end it: leave as soon as the parent is another
+    process."""
 
     def watch() -> None:
         while os.getppid() == parent:

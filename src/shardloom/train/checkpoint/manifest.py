@@ -18,8 +18,8 @@ FILE_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A box of a tensor: where it begins in the whole, its shape, the file and key it lies under, its "
-    "sha256."""
+    """A box of a tensor: where it begins in the whole, its shape, the file and key it lies under, its
+    sha256."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -61,7 +61,8 @@ class Manifest:
 
     progress: Progress
     model: dict[str, Any]
-    data_fingerprint: str
+    data: dict[str, Any]
+    """What makes sample number n the sample it is: `fingerprint` of the tokens, `seq_len`, `sequences`."""
     world_size: int
     tensors: dict[str, TensorRecord]
 
@@ -72,8 +73,8 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedError when there is none or it is not as it was written, CheckpointError for a foreign "
-    "one."""
+    """Raises DamagedError when there is none or it is not as it was written, CheckpointError for a foreign
+    one."""
     path = folder / FILE_NAME
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")

@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def checkpoint_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def save(store: CheckpointStore, trainer: Trainer, progress: Progress, fingerprint: str, run_toml: str) -> Path:
+def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dict[str, Any], run_toml: str) -> Path:
     """Write and publish a checkpoint; every rank calls this, and it is there once this returns.
 
     Raises CheckpointError on every rank if any rank could not write; what was published before stays.
@@ -43,7 +44,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, fingerpri
         manifest = Manifest(
             progress=progress,
             model=dataclasses.asdict(trainer.model.module.spec),
-            data_fingerprint=fingerprint,
+            data=data,
             world_size=dist.get_world_size(),
             tensors=records,
         )
@@ -66,18 +67,18 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, fingerpri
     return store.path_of(progress.step)
 
 
-def load(folder: Path, trainer: Trainer, fingerprint: str | None) -> Progress:
+def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progress:
     """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this.
 
     Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
-    CheckpointError if it is of another model or seed, or, where `fingerprint` is given, of other data. After
-    an error the tensors may hold anything.
+    CheckpointError if it is of another model or seed, or, where `data` (of the manifest) is given, of other
+    samples. After an error the tensors may hold anything.
     """
     tensors = named_tensors(trainer)
     refusal = manifest = None
     try:
         manifest = read_manifest(folder)
-        if problems := _differences(manifest, tensors, trainer, fingerprint):
+        if problems := _differences(manifest, tensors, trainer, data):
             refusal = CheckpointError(*(f"{folder}: {problem}" for problem in problems))
     except CheckpointError as error:
         refusal = error
@@ -106,7 +107,7 @@ def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> N
 
 
 def _differences(
-    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, fingerprint: str | None
+    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: dict[str, Any] | None
 ) -> list[str]:
     """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
     ours = dataclasses.asdict(trainer.model.module.spec)
@@ -122,11 +123,12 @@ def _differences(
             f"it was trained with seed={manifest.progress.seed} and this run has seed={trainer.seed}, so "
             f"samples would repeat; set seed={manifest.progress.seed}"
         )
-    if fingerprint is not None and manifest.data_fingerprint != fingerprint:
-        found.append(
-            f"it was trained on other data (fingerprint {manifest.data_fingerprint[:12]}; data.path has "
-            f"{fingerprint[:12]}), so it cannot go on with each sample once; give the data it was trained on"
-        )
+    for key, here in (data or {}).items():
+        if here != (saved := manifest.data.get(key)):
+            found.append(
+                f"it was trained on samples of {key}={_short(saved)}, and this run cuts them with {key}="
+                f"{_short(here)}, so it cannot go on with each sample once; give the data and sizes it was trained with"
+            )
     differing = []
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
@@ -142,6 +144,10 @@ def _differences(
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
     return found + differing
+
+
+def _short(value: Any) -> str:
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else repr(value)
 
 
 def _first_cause(error: CheckpointException, doing: str) -> BaseException:

@@ -37,8 +37,8 @@ def sha256_of(tensor: Tensor) -> str:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with the "
-    "records."""
+    """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with the
+    records."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class SafetensorsReader(StorageReader):
 
 
 def read_shard(folder: Path, record: ShardRecord) -> Tensor:
-    """One shard from its file. Raises DamagedError, naming file and tensor, if a single bit of it has "
-    "changed."""
+    """One shard from its file. Raises DamagedError, naming file and tensor, if a single bit of it has
+    changed."""
     path = folder / record.file
     try:
         with safe_open(path, framework="pt") as file:

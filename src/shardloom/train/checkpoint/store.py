@@ -63,8 +63,8 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def sweep(self) -> None:
-        """Delete what processes that were killed left half-written, and put back what they had moved "
-        "aside."""
+        """Delete what processes that were killed left half-written, and put back what they had moved
+        aside."""
         for path in self.folder.glob("*" + _REPLACED):
             if not (back := path.with_name(path.name.removesuffix(_REPLACED))).exists():
                 path.rename(back)
