@@ -157,3 +157,21 @@ def test_axes_that_are_not_built_are_not_in_the_schema():
 def test_the_examples_are_valid():
     for path in Path("examples").glob("*.toml"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.clip_norm=inf", "optimizer.clip_norm=inf: input should be a finite number"),
+        ("out=", "out='': string should have at least 1 character"),
+        ("schedule.shape=wsd", "schedule.decay_steps=0 with schedule.shape='wsd' never falls"),
+        ("model.rope_scaling={factor = 8.0}", "model.rope_scaling.low_freq_factor: missing"),
+    ],
+)
+def test_a_value_that_would_fail_later_or_do_nothing_is_refused_now(tmp_path: Path, override: str, said: str):
+    assert any(said in problem for problem in refused(tmp_path, SMALLEST, override))
+
+
+def test_a_run_file_inside_a_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(written(tmp_path, SMALLEST) / "x")

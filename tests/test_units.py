@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardloom.units import format_bytes, format_count, format_flops, format_seconds
+from shardloom.units import format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,6 @@ from shardloom.units import format_bytes, format_count, format_flops, format_sec
         (format_count(999), "999"),
         (format_count(728.413), "728"),
         (format_count(405e9), "405B"),
-        (format_flops(2.5e12), "2.5 TFLOP"),
         (format_seconds(0.0123), "12.3 ms"),
         (format_seconds(2e-5), "20 us"),
         (format_seconds(75), "1 min 15 s"),

@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from shardloom.errors import ConfigError, LayoutError, nearest
 from shardloom.layout import Layout, accumulation
 from shardloom.model.presets import resolve
-from shardloom.model.spec import ModelSpec, RopeScaling
+from shardloom.model.spec import ModelSpec, RopeScaling, descriptions
 
 
 class Section(BaseModel):
     """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -32,13 +32,16 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+_SCALING = descriptions(RopeScaling)
+
+
 class RopeScalingSection(Section):
     """Llama-3's stretching of the rotary frequencies."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_seq_len: int
+    factor: float = Field(description=_SCALING["factor"])
+    low_freq_factor: float = Field(description=_SCALING["low_freq_factor"])
+    high_freq_factor: float = Field(description=_SCALING["high_freq_factor"])
+    original_max_seq_len: int = Field(description=_SCALING["original_max_seq_len"])
 
 
 def _model_override(field: dataclasses.Field[Any]) -> Any:
@@ -138,7 +141,7 @@ class PrecisionSection(Section):
         description="type of matrix products; with bf16 the weights, the reduction of gradients and "
         "their accumulation stay in fp32",
     )
-    compile: bool = Field(False, description="compile each block with torch.compile")
+    compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
 
 
 class CheckpointSection(Section):
@@ -171,7 +174,7 @@ class EvaluationSection(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    out: str = Field(description="folder of the run: resolved run file, metrics, checkpoints, pictures")
+    out: str = Field(min_length=1, description="folder of the run: resolved run file, metrics, checkpoints, pictures")
     steps: Positive = Field(description="optimizer steps")
     seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
@@ -220,6 +223,8 @@ class RunConfig(Section):
         s = self.schedule
         if s.shape != "wsd" and s.decay_steps:
             return [f"schedule.decay_steps={s.decay_steps} is for schedule.shape='wsd'; shape is {s.shape!r}"]
+        if s.shape == "wsd" and not s.decay_steps:
+            return ["schedule.decay_steps=0 with schedule.shape='wsd' never falls; give the steps of its fall"]
         if s.warmup_steps + s.decay_steps > self.steps:
             return [
                 f"schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
@@ -239,6 +244,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: no such run file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a run file is TOML") from None
     try:

@@ -58,7 +58,7 @@ class WorkerError(ShardloomError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """A ` Did you mean 'x'?` for a misspelt name, or the list of valid names if none is close."""
+    """`did you mean 'x'?` for a misspelt name, or the list of valid names if none is close."""
     valid = sorted(choices)
     close = get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"

@@ -19,14 +19,6 @@ def format_count(n: float) -> str:
     return f"{n:.3g}" if isinstance(n, float) else str(n)
 
 
-def format_flops(flops: float) -> str:
-    """`2.5e12` -> `2.5 TFLOP`."""
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if abs(flops) >= size:
-            return f"{flops / size:.3g} {unit}FLOP"
-    return f"{flops:.3g} FLOP"
-
-
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> `12.3 ms`, `75` -> `1 min 15 s`, `7500` -> `2 h 05 min`."""
     if seconds < 1e-3:

@@ -309,4 +309,4 @@ def test_pinned_batches_reach_the_device() -> None:
     with batches(Numbered(100), pin_memory=True) as loader:
         batch = next(loader)
     assert batch.tokens_ABT.is_pinned()
-    assert torch.equal(batch.to("cuda").tokens_ABT.cpu(), batch.tokens_ABT)
+    assert torch.equal(batch.tokens_ABT.to("cuda", non_blocking=True).cpu(), batch.tokens_ABT)

@@ -132,6 +132,10 @@ def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: p
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA GeForce RTX 5050", None),
         ("NVIDIA H20", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],
 )
 def test_a_peak_is_that_of_the_device_or_not_known(name: str, flops_per_s: float | None):

@@ -24,6 +24,7 @@ RUN_FILE = """\
 # Written by `shardloom quickstart`; change it and run it again with `shardloom train`.
 out = "{out}"
 steps = {steps}
+device = "cpu"
 
 [model]                     # a Llama of about 5M parameters
 preset = "debug"
@@ -112,7 +113,9 @@ def quickstart(
     _gather(places.corpus, say)
     _tokenise(places, say)
     config = _write_run_file(places, steps)
-    _train(config, places, say, quiet=json)
+    if not _train(config, places, say, quiet=json):
+        say("              the same command goes on from there")
+        return
     answer = _show(config, places, say)
     if json:
         print_json(answer)
@@ -201,7 +204,8 @@ def _write_run_file(places: Places, steps: int) -> RunConfig:
     return load(places.run_file, ['checkpoint.resume="auto"'])
 
 
-def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> None:
+def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
+    """Whether all steps are done; they are not where a signal asked to stop."""
     from shardloom.train.checkpoint.store import CheckpointStore
     from shardloom.train.start import start
 
@@ -209,7 +213,7 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> None:
     store = CheckpointStore(places.run / "checkpoints")
     if store.path_of(config.steps) in store.published():
         say(f"3 training    {places.run} is trained already; delete it to train again")
-        return
+        return True
     say(
         f"3 training    Llama, {format_count(spec.n_parameters)} parameters, {layout.world_size} workers, "
         f"ZeRO-{layout.zero}, {config.steps} steps of "
@@ -218,6 +222,7 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> None:
     began = time.monotonic()
     start(config, quiet=quiet)
     say(f"              took {format_seconds(time.monotonic() - began)}")
+    return store.path_of(config.steps) in store.published()
 
 
 def _show(config: RunConfig, places: Places, say: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,14 +37,6 @@ class Batch:
     targets_ABT: torch.Tensor
     sample_ids_AB: torch.Tensor
     n_targets: int
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The same on `device`; from pinned memory the copy does not wait."""
-        return replace(
-            self,
-            tokens_ABT=self.tokens_ABT.to(device, non_blocking=True),
-            targets_ABT=self.targets_ABT.to(device, non_blocking=True),
-        )
 
 
 class Batches:
@@ -190,7 +182,12 @@ def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_si
         n_targets,
     )
     if pin_memory:
-        return replace(batch, tokens_ABT=batch.tokens_ABT.pin_memory(), targets_ABT=batch.targets_ABT.pin_memory())
+        return Batch(
+            batch.tokens_ABT.pin_memory(),
+            batch.targets_ABT.pin_memory(),
+            batch.sample_ids_AB.pin_memory(),
+            batch.n_targets,
+        )
     return batch
 
 

@@ -136,7 +136,7 @@ def shard(
     `param_dtype`. Called on a model on the meta device, before it has values.
     """
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
-    # Inputs are not cast: rotary angles stay in full precision, and activations are of compute_dtype already.
+    # Inputs are not cast: the model makes its tables, and its activations, in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
     ordered = [
         fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.zero == 3) for block in blocks

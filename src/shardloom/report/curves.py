@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardloom.errors import InputError
+from shardloom.files import write_whole
 from shardloom.report.headline import PHASES, headline, layout_in_words, model_in_words, percent
 from shardloom.report.run import Logged, RunRecord
 from shardloom.report.style import COLOURS, SETTINGS
-from shardloom.report.write import write_whole
 from shardloom.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from html import escape
 from pathlib import Path
 
 import shardloom
+from shardloom.files import write_whole
 from shardloom.report.curves import curves_svg
 from shardloom.report.headline import Headline, headline, layout_in_words, model_in_words, percent
 from shardloom.report.run import RunRecord
 from shardloom.report.style import COLOURS, DARK_COLOURS
-from shardloom.report.write import write_whole
 from shardloom.units import format_bytes, format_count, format_seconds
 
 _STYLE = """

@@ -10,6 +10,7 @@ import torch
 # name. Sources: NVIDIA data sheets A100 (2021), H100 (2023), H200 (2023), L40S (2023); AMD data sheet MI300X (2023).
 _PEAKS: dict[str, dict[torch.dtype, float]] = {
     "A100": {torch.bfloat16: 312e12, torch.float32: 19.5e12},
+    "A100 PCIE": {torch.bfloat16: 312e12, torch.float32: 19.5e12},
     "H100 PCIe": {torch.bfloat16: 756e12, torch.float32: 51e12},
     "H100": {torch.bfloat16: 989e12, torch.float32: 67e12},
     "H200": {torch.bfloat16: 989e12, torch.float32: 67e12},
@@ -28,9 +29,10 @@ def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float 
 
 def peak_of_name(name: str, compute_dtype: torch.dtype) -> float | None:
     """The same by the device's name, such as `NVIDIA H200`."""
-    words = name.replace("-", " ").split()
+    words = set(name.replace("-", " ").split())
+    variant = words & {"PCIe", "PCIE", "NVL", "MIG"}  # slower parts, and parts of a part, of the same name
     for known, peaks in _PEAKS.items():
-        if all(word in words for word in known.split()):
+        if set(known.split()) <= words and variant <= set(known.split()):
             return peaks.get(compute_dtype)
     return None
 

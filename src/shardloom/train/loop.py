@@ -1,5 +1,6 @@
 """A run from its resolved run file to its last checkpoint, as one rank."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from shardloom.config import RunConfig, resolved_toml
 from shardloom.data.batches import Batches, evaluation_batches
 from shardloom.data.samples import Samples, cut_samples
-from shardloom.data.shards import open_split
-from shardloom.errors import CheckpointError, DamagedError
+from shardloom.data.shards import TokenSplit, open_split
+from shardloom.errors import CheckpointError, DamagedError, WorkerError
+from shardloom.files import sole_owner, write_whole
 from shardloom.parallel.apply import apply
-from shardloom.report.write import write_whole
 from shardloom.train.checkpoint.manifest import Progress
 from shardloom.train.checkpoint.state import checkpoint_bytes, load, named_tensors, save
 from shardloom.train.checkpoint.store import CheckpointStore
@@ -40,8 +41,16 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
     device = pick_device(config.device, place)
     if device.type == "cpu":
         keep_freed_memory()
-    with process_group(place, device):
-        _Run(config, place, device, quiet).go()
+    owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
+    with owned, process_group(place, device):
+        try:
+            _Run(config, place, device, quiet).go()
+        except torch.OutOfMemoryError as error:
+            raise WorkerError(
+                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
+                f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, or "
+                f"precision.compute='bf16'"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,9 @@ class _Run:
             "seq_len": config.batch.seq_len,
             "sequences": config.data.sequences,
         }
-        self.samples = self._samples("train")
+        self.samples = self._samples(self.train_split)
+        # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
+        self.held_out = self._samples(open_split(config.data.path, "validation")) if config.evaluation.samples else None
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
         model = apply(
@@ -119,13 +130,16 @@ class _Run:
                 screen.say(remark)
             if start.checkpoint is not None:
                 screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
-            done = self._steps(start, batches, stop, writers, screen)
+            try:
+                done = self._steps(start, batches, stop, writers, screen)
+            finally:
+                for writer in writers:
+                    writer.close()
             stop.settle()
-        for writer in writers:
-            writer.close()
         if done < steps:
-            saved = "the last checkpoint is of this step" if done else "there was nothing to save yet"
-            screen.say(f"stopped at step {done} of {steps}, as asked; {saved}. Go on with --resume")
+            screen.say(
+                f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with --resume"
+            )
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
         """Take the steps; returns how many of the run are done."""
@@ -150,8 +164,11 @@ class _Run:
                 self._evaluate(step, writers)
             if _due(step, config.checkpoint.every) or last:
                 self._save(step, batches.next_sample)
-        if step < config.steps and not _due(step, config.checkpoint.every) and step > start.step:
-            self._save(step, batches.next_sample)
+        if start.step < step < config.steps:
+            if logged < step:
+                self._log(step, step - logged, rate, result, writers)
+            if not _due(step, config.checkpoint.every):
+                self._save(step, batches.next_sample)
         return step
 
     def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
@@ -186,10 +203,10 @@ class _Run:
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config
-        if not config.evaluation.samples:
+        if self.held_out is None:
             return
         batches = evaluation_batches(
-            self._samples("validation"),
+            self.held_out,
             micro_batch=config.batch.micro_batch,
             data_rank=self.layout.data_rank(self.place.rank),
             data_ranks=self.layout.data_ranks,
@@ -206,10 +223,9 @@ class _Run:
         save(self.store, self.trainer, progress, self.data, resolved_toml(self.config))
         self.trainer.clock.mark("checkpoint")
 
-    def _samples(self, split: str) -> Samples:
+    def _samples(self, split: TokenSplit) -> Samples:
         data = self.config.data
-        tokens = self.train_split if split == "train" else open_split(data.path, split)
-        return cut_samples(tokens, self.config.batch.seq_len, data.sequences, data.mask_boundaries)
+        return cut_samples(split, self.config.batch.seq_len, data.sequences, data.mask_boundaries)
 
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""

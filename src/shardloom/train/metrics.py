@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from shardloom.config import RunConfig
+from shardloom.errors import InputError
 from shardloom.units import format_bytes, format_count, format_seconds
 
 Record = dict[str, Any]
@@ -27,7 +28,10 @@ class JsonLines:
     """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
+        try:
+            keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{path} is damaged ({error}); mend or remove it, and resume again") from None
         if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
             keep = []
         fresh = path.with_suffix(".tmp")
@@ -73,7 +77,10 @@ class WeightsAndBiases:
     def __init__(self, project: str, config: RunConfig) -> None:
         import wandb
 
-        self._run = wandb.init(project=project, dir=config.out, config=config.model_dump())
+        try:
+            self._run = wandb.init(project=project, dir=config.out, config=config.model_dump())
+        except Exception as error:  # wandb raises many kinds; all of them are about its set-up
+            raise InputError(f"metrics.wandb_project={project!r}: W&B does not start: {error}") from None
 
     def write(self, record: Record) -> None:
         numbers = _numbers(record)

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from shardloom.config import load as load_run_file
 from shardloom.data.shards import TOKENIZER
+from shardloom.data.shards import Manifest as DataManifest
 from shardloom.errors import CheckpointError, DataError
 from shardloom.model.spec import ModelSpec, RopeScaling
 from shardloom.model.transformer import Transformer
@@ -53,8 +54,12 @@ def open_sampler(run_dir: Path) -> Sampler:
     manifest = read_manifest(checkpoint)
     config = load_run_file(checkpoint / "run.toml")
     tokenizer = Path(config.data.path) / TOKENIZER
-    if not tokenizer.exists():
-        raise DataError(f"{tokenizer} is gone; the run was trained on the data in {config.data.path}")
+    data = DataManifest.read(config.data.path)
+    if data.fingerprint != manifest.data["fingerprint"]:
+        raise DataError(
+            f"{config.data.path} holds other data now than the run was trained on, so its tokenizer may be another; "
+            f"prepare it again as it was"
+        )
     model = _restore(checkpoint, manifest)
     return Sampler(model, Tokenizer.from_file(str(tokenizer)), config.batch.seq_len)
 

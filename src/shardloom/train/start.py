@@ -14,7 +14,7 @@ from shardloom.data.samples import cut_samples
 from shardloom.data.shards import open_split
 from shardloom.errors import CheckpointError, InputError, ShardloomError, WorkerError
 from shardloom.report.headline import headline
-from shardloom.report.run import read_run
+from shardloom.report.run import METRICS, read_run
 from shardloom.train.checkpoint.store import CheckpointStore
 from shardloom.train.launch import launch
 from shardloom.train.metrics import missing_extras
@@ -39,9 +39,7 @@ def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
         return _train(config, place, quiet)
     except BaseException as error:
         if place is not None and place.world_size > 1:
-            # Every rank comes to the same of these, so one of them on each machine speaks.
-            shared = not in_training or isinstance(error, CheckpointError)
-            raise _of_one_rank(error, place, shared) from None
+            raise _of_one_rank(error, place, in_training) from None
         if isinstance(error, ShardloomError | KeyboardInterrupt):
             raise
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -73,18 +71,24 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any
     return summary(out) if place is None or place.rank == 0 else None
 
 
-def _of_one_rank(error: BaseException, place: Place, shared: bool) -> BaseException:
+def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
+    # Every rank comes to the same of these, so one of them on each machine speaks.
+    shared = not in_training or isinstance(error, CheckpointError)
     told = report(error, place.rank)
-    code = int(str(told["exit_code"]))
-    # What PyTorch has under way with the other ranks would abort this process as it ends, and hide its exit code.
-    atexit.register(os._exit, code)
+    code = 130 if isinstance(error, KeyboardInterrupt) else int(str(told["exit_code"]))
+    if in_training:
+        # What PyTorch has under way with the other ranks would abort this process as it ends, and hide its exit code.
+        atexit.register(os._exit, code)
     if isinstance(error, KeyboardInterrupt):
         return error
     if told["lost_peer"]:
         # The rank at fault is to fail first in the eyes of the launcher, which then ends this one.
         time.sleep(_LOST_PEER_WAIT_S)
-        return WorkerError(f"rank {place.rank} lost its connection to another rank, whose own error tells why")
+        return WorkerError(
+            f"rank {place.rank} could not reach another rank; if one failed, its own error tells why. Here: "
+            f"{told['kind']}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        )
     problems = error.problems if isinstance(error, InputError) else [f"{told['kind']}: {error}"]
     if not shared:
         problems = [f"rank {place.rank}: {problem}" for problem in problems]
@@ -142,5 +146,7 @@ def _check(config: RunConfig) -> None:
 def summary(out: Path) -> dict[str, Any]:
     """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
     published = CheckpointStore(out / "checkpoints").published()
-    numbers = dataclasses.asdict(headline(read_run(out)))
+    # A run that was complete when it was resumed has logged nothing.
+    logged = (out / METRICS).stat().st_size > 0
+    numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
     return {"out": str(out), **numbers, "checkpoint": str(published[-1]) if published else None}

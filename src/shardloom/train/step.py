@@ -84,7 +84,7 @@ class Trainer:
     def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters' `.grad`; this rank's part of the loss, and N."""
         self.model.module.train()
-        n_targets = torch.tensor(batch.n_targets, device=self.device)
+        n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
         dist.all_reduce(n_targets, group=self.model.data_group)
         n_targets = n_targets.clamp(min=1)
         loss_part = torch.zeros((), device=self.device)
@@ -105,7 +105,7 @@ class Trainer:
     def _dropout_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
         if not self.model.module.spec.dropout:
             return None
-        return sample_keys(self.seed, step, sample_ids_B.to(self.device))
+        return sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:

@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise DamagedError(f"{folder} is not a whole checkpoint: it has no {FILE_NAME}") from None
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
     if not isinstance(table, dict) or table.pop("sha256", None) != _sha256_of(table):

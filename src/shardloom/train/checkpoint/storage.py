@@ -177,7 +177,10 @@ def read_shard(folder: Path, record: ShardRecord) -> Tensor:
             shard: Tensor = file.get_tensor(record.key)
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing; it should hold {record.key}") from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except OSError as error:
+        # Not damage: the next try may succeed, and passing over it would in the end delete a good checkpoint.
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} is damaged and cannot be read (looking for {record.key}): {error}") from None
     if tuple(shard.shape) != record.shape or sha256_of(shard) != record.sha256:
         raise DamagedError(

@@ -1,0 +1,45 @@
+"""Proves that a file is whole or not there, and that a folder has one owner at a time."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardloom.errors import InputError
+from shardloom.files import sole_owner, write_whole
+
+SECOND_OWNER = """
+import sys, pathlib
+from shardloom.errors import InputError
+from shardloom.files import sole_owner
+try:
+    with sole_owner(pathlib.Path(sys.argv[1])):
+        print("owned")
+except InputError as error:
+    print(error)
+"""
+
+
+def second_owner(folder: Path) -> str:
+    command = [sys.executable, "-c", SECOND_OWNER, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_folder_has_one_owner_who_is_named_to_the_second(tmp_path: Path):
+    with sole_owner(tmp_path / "run"):
+        assert "is in use by process" in second_owner(tmp_path / "run")
+    assert second_owner(tmp_path / "run").strip() == "owned"
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path):
+    write_whole(tmp_path / "new" / "file", b"first")
+    write_whole(tmp_path / "new" / "file", b"second")
+    assert (tmp_path / "new" / "file").read_bytes() == b"second"
+    assert len(list((tmp_path / "new").iterdir())) == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_whole(tmp_path / "file" / "below", b"")
