@@ -63,7 +63,14 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
 def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any] | None:
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and world_size > 1:
-        launch(resolved_toml(config), world_size, out / "logs", quiet)
+        try:
+            launch(resolved_toml(config), world_size, out / "logs", quiet)
+        except WorkerError as error:
+            published = CheckpointStore(out / "checkpoints").published()
+            way_on = (
+                f"saved up to {published[-1]}; go on from it with --resume" if published else "nothing was saved yet"
+            )
+            raise WorkerError(f"{error}\n{way_on}") from None
     else:
         from shardloom.train.loop import run
 
