@@ -1,4 +1,4 @@
-"""Bytes, FLOPs, seconds and counts as people read them. GiB is 2**30 bytes, GB is 10**9."""
+"""Bytes, seconds and counts as people read them. GiB is 2**30 bytes, GB is 10**9."""
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
