@@ -111,12 +111,12 @@ def quickstart(
     say = _silent if json else _say
     began = time.monotonic()
     _gather(places.corpus, say)
-    _tokenise(places, say)
-    config = _write_run_file(places, steps)
+    vocab_size = _tokenise(places, say)
+    config = _write_run_file(places, steps, vocab_size)
     if not _train(config, places, say, quiet=json):
         say("              the same command goes on from there")
         return
-    answer = _show(config, places, say)
+    answer = _show(places, say)
     if json:
         print_json(answer)
     else:
@@ -175,7 +175,8 @@ def _wanted(path: Path) -> bool:
     return not {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} & set(path.parts)
 
 
-def _tokenise(places: Places, say: Any) -> None:
+def _tokenise(places: Places, say: Any) -> int:
+    """Make token shards of the corpus, if there are none; the size of their vocabulary."""
     from shardloom.data.prepare import prepare
     from shardloom.data.shards import Manifest
 
@@ -188,17 +189,16 @@ def _tokenise(places: Places, say: Any) -> None:
         say(f"2 tokens      tokenizer trained, corpus encoded in {format_seconds(time.monotonic() - began)}")
     for name, split in manifest.splits.items():
         say(f"              {name}: {format_count(split.tokens)} tokens of {split.documents} files")
+    return manifest.vocab_size
 
 
-def _write_run_file(places: Places, steps: int) -> RunConfig:
-    from shardloom.data.shards import Manifest
-
+def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
     text = RUN_FILE.format(
         out=places.run.as_posix(),
         data=places.data.as_posix(),
         steps=steps,
         warmup=min(20, steps // 4),
-        vocab_size=Manifest.read(places.data).vocab_size,
+        vocab_size=vocab_size,
     )
     places.run_file.write_text(text, encoding="utf-8")
     return load(places.run_file, ['checkpoint.resume="auto"'])
@@ -225,7 +225,7 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     return store.path_of(config.steps) in store.published()
 
 
-def _show(config: RunConfig, places: Places, say: Any) -> dict[str, Any]:
+def _show(places: Places, say: Any) -> dict[str, Any]:
     """Pictures and a sample from what the run left; what it came to."""
     from shardloom.report.curves import draw_curves
     from shardloom.report.page import write_page

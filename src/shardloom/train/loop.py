@@ -14,6 +14,8 @@ from shardloom.data.shards import TokenSplit, open_split
 from shardloom.errors import CheckpointError, DamagedError, WorkerError
 from shardloom.files import sole_owner, write_whole
 from shardloom.parallel.apply import apply
+from shardloom.report.headline import PHASES
+from shardloom.report.run import RUN_FILE
 from shardloom.train.checkpoint.manifest import Progress
 from shardloom.train.checkpoint.state import checkpoint_bytes, load, named_tensors, save
 from shardloom.train.checkpoint.store import CheckpointStore
@@ -26,7 +28,6 @@ from shardloom.train.screen import Screen
 from shardloom.train.step import StepResult, Trainer
 from shardloom.train.stop import StopRequest
 
-TRAINING_PHASES = ("data", "forward_backward", "optimizer")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -109,7 +110,7 @@ class _Run:
         if self.place.rank == 0:
             self.store.require_space(checkpoint_bytes(named_tensors(self.trainer)))
             # Only now: a run that is refused must not write over the run file of the one that is there.
-            write_whole(Path(config.out) / "run.toml", resolved_toml(config).encode())
+            write_whole(Path(config.out) / RUN_FILE, resolved_toml(config).encode())
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = open_writers(config, start.step, screen.show) if self.place.rank == 0 else []
         stop = StopRequest()
@@ -178,7 +179,7 @@ class _Run:
         if not writers:
             return
         phases = self.trainer.clock.read()
-        step_s = sum(phases[phase] for phase in TRAINING_PHASES) / n_steps
+        step_s = sum(phases[phase] for phase in PHASES) / n_steps
         batch = self.config.batch
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
         flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(batch.seq_len)
@@ -196,7 +197,7 @@ class _Run:
             "mfu": None if peak is None else flops_per_s / peak,
             "memory_bytes": peak_memory_bytes(self.device),
             "step_s": step_s,
-            **{f"{phase}_s": phases[phase] / n_steps for phase in TRAINING_PHASES},
+            **{f"{phase}_s": phases[phase] / n_steps for phase in PHASES},
         }
         for writer in writers:
             writer.write(record)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TextIO
 
 from shardloom.config import RunConfig
 from shardloom.errors import InputError
+from shardloom.report.run import METRICS
 from shardloom.units import format_bytes, format_count, format_seconds
 
 Record = dict[str, Any]
@@ -107,7 +108,7 @@ def _numbers(record: Record) -> Record:
 def open_writers(config: RunConfig, resumed_step: int, show: Callable[[Record], None]) -> list[Writer]:
     """The writers a run asks for; `show` is what puts a record on the screen."""
     out = Path(config.out)
-    writers: list[Writer] = [JsonLines(out / "metrics.jsonl", resumed_step), _Screen(show)]
+    writers: list[Writer] = [JsonLines(out / METRICS, resumed_step), _Screen(show)]
     if config.metrics.tensorboard:
         writers.append(TensorBoard(out / "tensorboard"))
     if config.metrics.wandb_project:

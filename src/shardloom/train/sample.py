@@ -12,6 +12,7 @@ from shardloom.data.shards import Manifest as DataManifest
 from shardloom.errors import CheckpointError, DataError
 from shardloom.model.spec import ModelSpec, RopeScaling
 from shardloom.model.transformer import Transformer
+from shardloom.report.run import RUN_FILE
 from shardloom.train.checkpoint.manifest import Manifest, read_manifest
 from shardloom.train.checkpoint.state import read_into
 from shardloom.train.checkpoint.store import CheckpointStore
@@ -52,7 +53,7 @@ def open_sampler(run_dir: Path) -> Sampler:
         raise CheckpointError(f"{run_dir} has no checkpoint; train first: shardloom train RUN.toml --set out={run_dir}")
     checkpoint = published[-1]
     manifest = read_manifest(checkpoint)
-    config = load_run_file(checkpoint / "run.toml")
+    config = load_run_file(checkpoint / RUN_FILE)
     tokenizer = Path(config.data.path) / TOKENIZER
     data = DataManifest.read(config.data.path)
     if data.fingerprint != manifest.data["fingerprint"]:

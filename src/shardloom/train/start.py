@@ -126,7 +126,7 @@ def _check(config: RunConfig) -> None:
         problems += error.problems
     out = Path(config.out)
     published = CheckpointStore(out / "checkpoints").published()
-    if config.checkpoint.resume == "no" and (published or (out / "metrics.jsonl").exists()):
+    if config.checkpoint.resume == "no" and (published or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"
             + (f", saved up to {published[-1].name}" if published else "")

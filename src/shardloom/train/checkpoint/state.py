@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardloom.errors import CheckpointError, ShardloomError
+from shardloom.report.run import RUN_FILE
 from shardloom.train.checkpoint.manifest import Manifest, Progress, TensorRecord, read_manifest
 from shardloom.train.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from shardloom.train.checkpoint.store import CheckpointStore
@@ -49,7 +50,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dic
             tensors=records,
         )
         manifest.write(partial)
-        (partial / "run.toml").write_text(run_toml, encoding="utf-8")
+        (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
         store.publish(progress.step)
 
     writer = SafetensorsWriter(
