@@ -1,16 +1,19 @@
 """What Shardloom's training loop costs beside loops written by hand in plain PyTorch (`plain.py`).
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--write]
+    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME] [--write]
 
-Same model, same batch, same optimizer, fp32, one thread a rank: one process, data parallel on 2, sharded on 2. Each
-round runs all six, interleaved, as fresh processes; the machine's drift then hits ours and theirs alike. What counts
-is the ratio of CPU-seconds a step, summed over ranks, within a round. Ours does what the plain loops do not: counts
-target tokens over the ranks, takes and clips the true gradient norm, reads token shards ahead, listens for signals,
-logs. `--write` puts the result, with date and machine, into benchmarks/results/.
+Same model, same batch, same optimizer, fp32, one thread a rank. Ours on one process, data parallel on 2 and sharded
+on 2 stand beside plain loops that do the same; tensor and context parallelism beside the plain loop on one process,
+for what they add is communication and work done twice. Each round runs all of them, interleaved, as fresh processes;
+the machine's drift then hits ours and theirs alike. What counts is the ratio of CPU-seconds a step, summed over
+ranks, within a round. Ours does what the plain loops do not: counts target tokens over the ranks, takes and clips the
+true gradient norm, reads token shards ahead, listens for signals, logs. `--write` puts the result, with date and
+machine, into benchmarks/results/.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -28,8 +31,20 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-# What each plain loop is set beside. Both sharded ones free and gather every block in both passes (ZeRO-3).
-PAIRS = {"single": {}, "ddp": {"dp_replicate": 2}, "fsdp": {"dp_shard": 2, "zero": 3}}
+# Ours, and the plain loop it is set beside. Both sharded ones free and gather every block in both passes (ZeRO-3).
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "ddp": {"dp_replicate": 2},
+    "fsdp": {"dp_shard": 2, "zero": 3},
+    "tp2": {"tp": 2, "sequence_parallel": False},
+    "tp2-sp": {"tp": 2, "sequence_parallel": True},
+    "cp2-zigzag": {"cp": 2, "cp_method": "zigzag"},
+    "cp2-ring": {"cp": 2, "cp_method": "ring"},
+    "cp2-allgather": {"cp": 2, "cp_method": "allgather"},
+    "cp2-ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "dp2-tp2": {"dp_replicate": 2, "tp": 2, "sequence_parallel": False},
+}
+PLAIN = ("single", "ddp", "fsdp")
 WARMUP = 3
 
 
@@ -57,7 +72,7 @@ def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
             "global_batch": plain.STEP_TOKENS // plain.SEQ,
             "micro_batch": plain.MICRO_BATCH,
         },
-        "layout": PAIRS[kind],
+        "layout": LAYOUTS[kind],
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
         "schedule": {"shape": "constant"},
         "evaluation": {"samples": 0},
@@ -104,13 +119,14 @@ def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
     """One run as fresh processes: tokens/s from the best and the median step, CPU-seconds a step over all ranks."""
     import plain
 
-    world = 1 if kind == "single" else 2
+    degrees = ("dp_replicate", "dp_shard", "tp", "cp")
+    world = math.prod(LAYOUTS[kind].get(axis, 1) for axis in degrees)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if world > 1:
-        environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, __file__, "--child", who, kind, str(data), str(steps)]
     ranks = [
         subprocess.Popen(
@@ -148,15 +164,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="counted steps of each run")
-    parser.add_argument("--only", choices=PAIRS, help="one pair alone")
+    parser.add_argument("--only", choices=LAYOUTS, help="one of ours, and the plain loop it is set beside")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         who, kind, data, steps = options.child
         child(who, kind, data, int(steps))
-    kinds = [options.only] if options.only else list(PAIRS)
-    results: dict[str, list[dict[str, float]]] = {f"{who} {kind}": [] for kind in kinds for who in ("plain", "ours")}
+    kinds = [options.only] if options.only else list(LAYOUTS)
+    names = [name for kind in kinds for name in (f"plain {beside(kind)}", f"ours {kind}")]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         data = write_tokens(Path(folder))
         for round_ in range(options.rounds):
@@ -164,7 +181,7 @@ def main() -> None:
                 who, kind = name.split()
                 found.append(measure(who, kind, data, options.steps))
             print(f"round {round_ + 1} of {options.rounds} done", file=sys.stderr)
-    table = summary(kinds, results)
+    table = summary(results)
     print(table)
     if options.write:
         path = HERE / "results" / f"overhead-{date.today()}.md"
@@ -173,22 +190,28 @@ def main() -> None:
         print(f"written to {path}")
 
 
-def summary(kinds: list[str], results: dict[str, list[dict[str, float]]]) -> str:
+def beside(kind: str) -> str:
+    """The plain loop that one of ours is set beside."""
+    return kind if kind in PLAIN else "single"
+
+
+def summary(results: dict[str, list[dict[str, float]]]) -> str:
     lines = [
         "| loop | tokens/s best | tokens/s median | CPU-s a step, median | ratio to plain: median (min to max) |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for kind in kinds:
-        pairs = zip(results[f"ours {kind}"], results[f"plain {kind}"], strict=True)
-        ratios = [mine["cpu_s_per_step"] / theirs["cpu_s_per_step"] for mine, theirs in pairs]
-        for who in ("plain", "ours"):
-            found = results[f"{who} {kind}"]
-            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if who == "ours" else ""
-            lines.append(
-                f"| {who} {kind} | {max(f['tokens_per_s_best'] for f in found):.0f} | "
-                f"{statistics.median(f['tokens_per_s_median'] for f in found):.0f} | "
-                f"{statistics.median(f['cpu_s_per_step'] for f in found):.3f} | {ratio} |"
-            )
+    for name, found in results.items():
+        who, kind = name.split()
+        ratio = ""
+        if who == "ours":
+            pairs = zip(found, results[f"plain {beside(kind)}"], strict=True)
+            ratios = [mine["cpu_s_per_step"] / theirs["cpu_s_per_step"] for mine, theirs in pairs]
+            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        lines.append(
+            f"| {name} | {max(f['tokens_per_s_best'] for f in found):.0f} | "
+            f"{statistics.median(f['tokens_per_s_median'] for f in found):.0f} | "
+            f"{statistics.median(f['cpu_s_per_step'] for f in found):.3f} | {ratio} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,11 +1,8 @@
-"""What the server that ranks are forked from imports, once; no autograd may run here."""
+"""What the tests add to the server that ranks are forked from; no autograd may run here."""
 
-import torch._dynamo
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.nn.parallel
-import torch.optim  # noqa: F401
+import signal
 
-import shardloom.train.loop  # noqa: F401
 import tests.train.worlds  # noqa: F401
+
+# Ranks leave Ctrl-C to their parent, but the whole runs of tests/train/runs.py have to answer it themselves.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -60,7 +60,8 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("layout.dp_shards=2", "layout.dp_shards: there is no such key; did you mean 'dp_shard'?"),
         ("optimiser.lr=1", "optimiser: there is no such key; did you mean 'optimizer'?"),
         ("model.presett=debug", "model.presett: there is no such key; did you mean 'preset'?"),
-        ("layout.tp=2", "layout.tp: there is no such key; "),
+        ("layout.pp=2", "layout.pp: there is no such key; "),
+        ("layout.tp=3", "layout.tp=3 does not divide 4 query heads (model.n_heads) (4 = 3*1 + 1); valid: 1, 2, 4"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
         ("steps=ten", "steps='ten': input should be a valid integer"),
         ("batch.global_batch=8.5", "batch.global_batch=8.5: input should be a valid integer"),
@@ -135,13 +136,21 @@ def test_a_resolved_file_reads_back_as_the_same_configuration(out: str, lr: floa
         "data": {"path": out},
         "batch": {"seq_len": 4, "global_batch": 4},
         "optimizer": {"lr": lr},
-        "layout": {"dp_shard": 2 if zero else 1, "zero": zero},
+        "layout": {"dp_shard": 2 if zero else 1, "zero": zero, "sequence_parallel": scaled},
     }
     if scaled:
         scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}
         table["model"] = {"rope_scaling": scaling}
     config = parse(table)
     assert parse(tomllib.loads(resolved_toml(config))) == config
+
+
+def test_sequence_parallel_is_on_with_tp_unless_it_is_set():
+    def of(**layout: object) -> bool:
+        table = {"out": "x", "steps": 1, "data": {"path": "x"}, "batch": {"seq_len": 4, "global_batch": 4}}
+        return parse(table | {"layout": layout}).layout.layout().sequence_parallel
+
+    assert [of(), of(tp=2), of(tp=2, sequence_parallel=False)] == [False, True, False]
 
 
 def test_every_key_is_documented():
@@ -151,7 +160,7 @@ def test_every_key_is_documented():
 
 
 def test_axes_that_are_not_built_are_not_in_the_schema():
-    assert set(RunConfig.model_fields["layout"].annotation.model_fields) == {"dp_replicate", "dp_shard", "zero"}
+    assert not {"pp", "ep"} & set(RunConfig.model_fields["layout"].annotation.model_fields)
 
 
 def test_the_examples_are_valid():

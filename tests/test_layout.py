@@ -1,5 +1,7 @@
 """Proves the rank arithmetic: coordinates invert, groups partition the world, tp is innermost, bad degrees say why."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,3 +117,35 @@ def test_a_batch_is_a_whole_number_of_rounds_or_the_arithmetic_is_shown():
         accumulation(10, micro_batch=4, data_ranks=2)
     with pytest.raises(LayoutError, match=r"\(3 = 8\*0 \+ 3\); nearest: 8$"):
         accumulation(3, micro_batch=4, data_ranks=2)
+
+
+def test_usp_cuts_cp_into_a_ring_of_ulysses_groups():
+    layout = Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2)
+    assert (layout.cp_ring, layout.cp_ulysses) == (2, 2)
+    assert layout.groups("cp_ulysses") == [(0, 2), (1, 3), (4, 6), (5, 7)], "neighbours deal out heads"
+    assert layout.groups("cp_ring") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("method", "degrees"), [("zigzag", (4, 1)), ("ring", (4, 1)), ("allgather", (4, 1)), ("ulysses", (1, 4))]
+)
+def test_other_methods_take_all_of_cp(method: str, degrees: tuple[int, int]):
+    layout = Layout(cp=4, cp_method=method)
+    assert (layout.cp_ring, layout.cp_ulysses) == degrees
+
+
+@pytest.mark.parametrize(
+    ("choices", "complaint"),
+    [
+        (
+            {"cp": 4, "cp_method": "usp", "ulysses_degree": 3},
+            "ulysses_degree=3 does not divide cp=4 (4 = 3*1 + 1); valid: 1",
+        ),
+        ({"cp": 4, "ulysses_degree": 2}, "ulysses_degree=2 is for cp_method='usp', and cp_method is 'zigzag'"),
+        ({"cp_method": "ulyses"}, "cp_method='ulyses' is not known; valid: zigzag, ring, allgather, ulysses, usp"),
+        ({"recompute": "some"}, "recompute='some' is not known; valid: none, full"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused(choices: dict, complaint: str):
+    with pytest.raises(LayoutError, match=re.escape(complaint)):
+        Layout(**choices)

@@ -19,6 +19,7 @@ from shardloom.errors import ConfigError, LayoutError, nearest
 from shardloom.layout import Layout, accumulation
 from shardloom.model.presets import resolve
 from shardloom.model.spec import ModelSpec, RopeScaling, descriptions
+from shardloom.split.rules import problems as split_problems
 
 
 class Section(BaseModel):
@@ -93,20 +94,36 @@ class BatchSection(Section):
 
 
 class LayoutSection(Section):
-    """How the ranks share the work. world size = dp_replicate x dp_shard."""
+    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp."""
 
     dp_replicate: Positive = Field(1, description="replicas; each reads its own samples and holds a full copy")
     dp_shard: Positive = Field(1, description="ranks that read their own samples and, under ZeRO, shard the state")
     zero: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="sharded over dp_shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; "
+        description="sharded over dp_shard x cp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; "
         "if not given, 3 when dp_shard > 1, else 0",
+    )
+    tp: Positive = Field(1, description="ranks that deal out heads, ffn features and vocabulary; keep them in a node")
+    sequence_parallel: bool | None = Field(
+        None,
+        description="hold what lies between a block's matrix products as token shards over tp; if not given, true "
+        "when tp > 1",
+    )
+    cp: Positive = Field(1, description="ranks that deal out the tokens of each sequence")
+    cp_method: Literal["zigzag", "ring", "allgather", "ulysses", "usp"] = Field(
+        "zigzag",
+        description="how attention reaches all tokens: keys and values go round a ring (zigzag: balanced, ring: "
+        "contiguous) or are gathered; ulysses deals out heads instead; usp: ulysses inside, zig-zag ring outside",
+    )
+    ulysses_degree: Positive = Field(1, description="usp only: the part of cp that deals out heads")
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: keep only each block's input and compute the block again in the backward pass"
     )
 
     def layout(self) -> Layout:
         """The arithmetic of these degrees. Raises LayoutError."""
-        zero = self.zero if self.zero is not None else (3 if self.dp_shard > 1 else 0)
-        return Layout(dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, zero=zero)
+        values = {key: value for key, value in self.model_dump().items() if value is not None}
+        return Layout(**{"zero": 3 if self.dp_shard > 1 else 0, "sequence_parallel": self.tp > 1, **values})
 
 
 class OptimizerSection(Section):
@@ -197,6 +214,7 @@ class RunConfig(Section):
     def problems(self) -> list[str]:
         """Every rule between sections that is broken, one sentence each."""
         found: list[str] = []
+        spec = None
         try:
             spec = self.model.spec()
             found += [f"model.{problem}" for problem in spec.problems()]
@@ -209,6 +227,8 @@ class RunConfig(Section):
             found += error.problems
         try:
             _ = self.accumulation
+            if spec is not None and not spec.problems():
+                found += split_problems(spec, self.layout.layout(), self.batch.seq_len)
         except LayoutError as error:
             found += error.problems
         found += self._schedule_problems()
@@ -322,7 +342,8 @@ def resolved_toml(config: RunConfig) -> str:
     """A configuration as a run file with every default filled in; reading it back gives an equal one."""
     lines = ["# resolved by shardloom; `shardloom train` accepts this file"]
     values = config.model_dump(exclude_none=True)
-    values["layout"]["zero"] = config.layout.layout().zero
+    layout = config.layout.layout()
+    values["layout"] |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
     lines += [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():
         if isinstance(section, dict):

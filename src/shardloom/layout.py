@@ -15,13 +15,13 @@ innermost axes are folded into two:
 | `pp`           | the layers, in stages                                                         |
 | `dp_replicate` | the samples; each replica holds everything its shard group holds             |
 | `dp_shard`     | the samples, and under ZeRO optimizer state, gradients, parameters           |
-| `cp`           | the tokens of a sequence                                                     |
+| `cp`           | the tokens of a sequence: cp_ring x cp_ulysses, the latter innermost         |
 | `tp`           | the rows and columns of matrices                                             |
 | `ep`           | the experts                                                                  |
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -29,17 +29,25 @@ from math import prod
 from shardloom.errors import LayoutError
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")
 ZERO_STAGES = (0, 1, 2, 3)
+CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
+RECOMPUTE = ("none", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees of a run and the ZeRO stage. Every degree is a number of ranks, 1 or more.
+    """The degrees of a run and the choices that go with them. Every degree is a number of ranks, 1 or more.
 
-    `zero`: what the ranks of `dp_shard` hold a share of instead of a copy (ZeRO, arXiv 1910.02054):
+    `zero`: what the ranks of `dp_shard` and `cp` hold a share of instead of a copy (ZeRO, arXiv 1910.02054):
     0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
+    `sequence_parallel`: what is not inside a block's matrix products is held as token shards over `tp` (Korthikanti
+    et al., arXiv 2205.05198). Without tp it changes nothing.
+    `cp_method`: how tokens are dealt over `cp` and how attention reaches all of them; `ulysses_degree` is the part of
+    `cp` that "usp" gives to Ulysses.
+    `recompute`: what the backward pass computes again instead of keeping it: nothing, or every block.
 
     Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
     """
@@ -51,6 +59,10 @@ class Layout:
     pp: int = 1
     ep: int = 1
     zero: int = 0
+    sequence_parallel: bool = False
+    cp_method: str = "zigzag"
+    ulysses_degree: int = 1
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -58,21 +70,23 @@ class Layout:
 
     def problems(self) -> list[str]:
         """Every rule this layout breaks, one sentence each; empty for a good one."""
-        degrees = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "zero"}
         found = [
-            f"layout.{axis}={degree}: a degree is a number of ranks, 1 or more"
-            for axis, degree in degrees.items()
-            if degree < 1
+            f"layout.{axis}={self.degree(axis)}: a degree is a number of ranks, 1 or more"
+            for axis in (*DENSE_AXES, "ep", "ulysses_degree")
+            if self.degree(axis) < 1
         ]
         if self.zero not in ZERO_STAGES:
             found.append(f"layout.zero={self.zero}: the stages of ZeRO are 0, 1, 2 and 3")
+        for name, valid in (("cp_method", CP_METHODS), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in valid:
+                found.append(f"layout.{name}={getattr(self, name)!r} is not known; valid: {', '.join(valid)}")
         if found:
             return found
         fold = self.dp_shard * self.cp * self.tp
         if fold % self.ep:
             found.append(
                 f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
-                f"{self.tp} = {fold}; valid: {_divisors(fold)}"
+                f"{self.tp} = {fold}; valid: {divisors(fold)}"
             )
         if self.zero == 0 and self.dp_shard > 1:
             found.append(
@@ -80,11 +94,22 @@ class Layout:
                 f"dp_shard={self.dp_shard}; set zero to 1, 2 or 3, or dp_replicate="
                 f"{self.dp_replicate * self.dp_shard} and dp_shard=1"
             )
-        if self.zero > 0 and self.dp_shard == 1 and self.dp_replicate > 1:
+        if self.zero > 0 and self.dp_shard * self.cp == 1 and self.dp_replicate > 1:
             found.append(
-                f"layout.zero={self.zero} shards over dp_shard, which is 1, while dp_replicate="
+                f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
                 f"{self.dp_replicate} only makes copies; set dp_shard={self.dp_replicate} and dp_replicate=1, "
                 f"or zero=0"
+            )
+        if self.cp_method == "usp" and self.cp % self.ulysses_degree:
+            found.append(
+                f"layout.ulysses_degree={self.ulysses_degree} does not divide cp={self.cp} "
+                f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
+                f"{self.cp % self.ulysses_degree}); valid: {divisors(self.cp)}"
+            )
+        if self.cp_method != "usp" and self.ulysses_degree != 1:
+            found.append(
+                f"layout.ulysses_degree={self.ulysses_degree} is for cp_method='usp', and cp_method is "
+                f"{self.cp_method!r}; leave it out, or set cp_method='usp'"
             )
         return found
 
@@ -97,6 +122,21 @@ class Layout:
     def data_ranks(self) -> int:
         """Number of ranks along the data axes: into how many parts a global batch is dealt."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def cp_ulysses(self) -> int:
+        """Ranks of `cp` among which attention heads are dealt: all, some or none, as `cp_method` says."""
+        return {"ulysses": self.cp, "usp": self.ulysses_degree}.get(self.cp_method, 1)
+
+    @property
+    def cp_ring(self) -> int:
+        """Ranks of `cp` among which keys and values travel."""
+        return self.cp // self.cp_ulysses
+
+    @property
+    def token_shards(self) -> bool:
+        """Whether sequence parallelism has anything to cut."""
+        return self.sequence_parallel and self.tp > 1
 
     @property
     def expert_dp_shard(self) -> int:
@@ -120,11 +160,11 @@ class Layout:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis, of both boxes."""
         assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
-        return {**self._dense.coordinates(rank), **self._expert.coordinates(rank)}
+        return {axis: at for box in self._boxes for axis, at in box.coordinates(rank).items()}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank at coordinates of the dense box; an axis left out counts as 0."""
-        return self._dense.rank_at(coordinates)
+        return self._boxes[0].rank_at(coordinates)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ only along `axes` (of one box), each in the order of its coordinates.
@@ -146,19 +186,16 @@ class Layout:
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
     @cached_property
-    def _dense(self) -> "_Box":
-        return _Box({axis: self.degree(axis) for axis in DENSE_AXES})
-
-    @cached_property
-    def _expert(self) -> "_Box":
-        return _Box({axis: self.degree(axis) for axis in EXPERT_AXES})
+    def _boxes(self) -> "list[_Box]":
+        """The same ranks, numbered three ways; the dense box first."""
+        return [_Box({axis: self.degree(axis) for axis in axes}) for axes in (DENSE_AXES, CONTEXT_AXES, EXPERT_AXES)]
 
     def _box(self, axes: Iterable[str]) -> "_Box":
         wanted = set(axes)
-        for box in (self._dense, self._expert):
+        for box in self._boxes:
             if wanted <= set(box.degrees):
                 return box
-        raise AssertionError(f"axes {sorted(wanted)} are not of one box: {DENSE_AXES} or {EXPERT_AXES}")
+        raise AssertionError(f"axes {sorted(wanted)} are not of one box: {DENSE_AXES}, {CONTEXT_AXES} or {EXPERT_AXES}")
 
 
 def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
@@ -209,5 +246,6 @@ class _Box:
             yield tuple(self.rank_at({**rest, **there}) for there in self.span(along))
 
 
-def _divisors(n: int) -> str:
+def divisors(n: int) -> str:
+    """`1, 2, 3, 6` for 6: the valid choices of many a rule."""
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

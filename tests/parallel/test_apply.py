@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardloom.layout import DENSE_AXES, Layout
+from shardloom.layout import Layout
 from shardloom.model.init import initialise
 from shardloom.model.transformer import Transformer
 from shardloom.parallel.apply import apply
-from shardloom.parallel.mesh import build_mesh
+from shardloom.parallel.mesh import build_groups, build_mesh
 from shardloom.parallel.norm import clip_gradients, gradient_norm
 from tests.distributed import run_ranks
 from tests.train.worlds import SEED, SPEC, build, local_batch, whole
@@ -29,20 +29,36 @@ LAYOUTS = [
 ]
 
 
-def mesh_of(layout: Layout) -> tuple[dict[str, int], dict[str, list[int]]]:
-    mesh = build_mesh(layout, "cpu")
-    coordinates = dict(zip(DENSE_AXES, mesh.get_coordinate() or [], strict=True))
-    return coordinates, {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in DENSE_AXES}
+def groups_of(layout: Layout, n_kv_heads: int) -> dict[str, tuple[int, ...]]:
+    """Ranks of the calling rank's groups: those of the mesh by axis, and those that a step communicates over."""
+    mesh = build_mesh(layout, "cpu", n_kv_heads)
+    groups = build_groups(layout, mesh)
+    found = {axis: mesh[axis].get_group() for axis in mesh.mesh_dim_names or ()}
+    found |= {f"step {name}": group for name, group in vars(groups).items() if group is not None}
+    return {name: tuple(dist.get_process_group_ranks(group)) for name, group in found.items()}
 
 
-def test_the_mesh_has_the_coordinates_and_groups_of_the_layout():
-    layout = Layout(pp=2, dp_shard=2, tp=2, zero=1)
-    for rank, (coordinates, groups) in enumerate(run_ranks(mesh_of, 8, layout)):
-        expected = layout.coordinates(rank)
-        assert coordinates == {axis: expected[axis] for axis in DENSE_AXES}
-        assert {axis: tuple(ranks) for axis, ranks in groups.items()} == {
-            axis: layout.group_of(rank, axis) for axis in DENSE_AXES
+def test_the_groups_are_those_of_the_layout():
+    layout = Layout(dp_shard=2, cp=2, tp=2, zero=1)
+    for rank, groups in enumerate(run_ranks(groups_of, 8, layout, 4)):
+        assert groups == {
+            "share": layout.group_of(rank, "dp_shard", "cp"),
+            "tp": layout.group_of(rank, "tp"),
+            "step tp": layout.group_of(rank, "tp"),
+            "step cp_ring": layout.group_of(rank, "cp"),
+            "step data": layout.group_of(rank, "dp_shard"),
+            "step tokens": layout.group_of(rank, "dp_shard", "cp"),
         }
+
+
+def test_with_fewer_kv_heads_than_ranks_neighbours_share_one():
+    layout = Layout(cp=2, tp=4)
+    for rank, groups in enumerate(run_ranks(groups_of, 8, layout, 2)):
+        pair = rank // 2 * 2
+        assert groups["step tp_copies"] == groups["tp_copies"] == (pair, pair + 1)
+        assert groups["step tp"] == layout.group_of(rank, "tp")
+        assert groups["replicas"] == layout.group_of(rank, "cp"), "under ZeRO-0 ranks of cp are copies"
+        assert groups["share"] == (rank,)
 
 
 def initial_weights(layout: Layout) -> dict[str, Tensor]:
@@ -61,15 +77,15 @@ def test_every_layout_starts_from_the_bits_that_one_device_starts_from(layout: L
 
 def norms_on_two_meshes() -> tuple[float, float, float]:
     """Gradients sharded over two axes, over one and replicated on the other, on a mesh of their own, and whole."""
-    mesh = build_mesh(Layout(dp_replicate=2, dp_shard=2, zero=1), "cpu")
+    mesh = build_mesh(Layout(dp_replicate=2, dp_shard=2, zero=1), "cpu", 1)
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
     truth = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
-    both = mesh["dp_replicate", "dp_shard"]
+    both = mesh["replicas", "share"]
     placed = [
         distribute_tensor(gradients[0], both, [Shard(0), Shard(1)]),
         distribute_tensor(gradients[1], both, [Replicate(), Shard(0)]),
-        distribute_tensor(gradients[2], mesh["dp_shard"], [Shard(0)]),
+        distribute_tensor(gradients[2], mesh["share"], [Shard(0)]),
         gradients[3],
     ]
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in placed]

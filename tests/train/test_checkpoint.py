@@ -44,9 +44,24 @@ LAYOUTS = [
 ]
 
 
-def hop(folder: Path, layout: Layout, step: int) -> tuple[Logical | None, Logical]:
+# 4 query heads on 2 kv heads, so that 4 ranks of tp hold copies of them, and 31 rows of vocabulary, dealt out unevenly.
+GROUPED = replace(SPEC, n_heads=4, n_kv_heads=2, qk_norm=True)
+CUT = [
+    Layout(tp=2),
+    Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True),
+    ONE,
+    Layout(tp=4),
+    Layout(cp=2, cp_method="ring", zero=2),
+    Layout(dp_replicate=2, tp=2, sequence_parallel=True),
+    Layout(dp_shard=2, tp=4, zero=1),
+    Layout(cp=2, cp_method="ring", tp=2),
+    Layout(dp_shard=4, zero=3),
+]
+
+
+def hop(folder: Path, layout: Layout, step: int, spec: ModelSpec = SPEC) -> tuple[Logical | None, Logical]:
     """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
-    trainer, store = build(layout, torch.float32), CheckpointStore(folder, keep_last=99)
+    trainer, store = build(layout, torch.float32, spec), CheckpointStore(folder, keep_last=99)
     loaded = None
     if step:
         assert load(store.path_of(step), trainer, DATA) == Progress(step, 12 * step, SEED)
@@ -64,7 +79,22 @@ def test_any_layout_takes_up_bit_for_bit_what_any_other_has_saved(tmp_path):
         expected = outcomes[0][1]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[3], LAYOUTS[6]], ids=["sharded", "hybrid", "replicated"])
+def test_tensor_and_context_parallel_layouts_take_up_bit_for_bit_what_any_other_has_saved(tmp_path):
+    expected = None
+    for step, layout in enumerate(CUT):
+        for loaded, saved in (outcomes := run_ranks(hop, layout.world_size, tmp_path, layout, step, GROUPED)):
+            assert expected is None or equal(loaded, expected), layout
+            assert saved["model/embedding.weight"].shape == (31, 24), (
+                "the true size, though 31 rows are on 2 ranks or 4"
+            )
+        expected = outcomes[0][1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[2], LAYOUTS[3], LAYOUTS[6]],
+    ids=["sharded", "hybrid", "replicated"],
+)
 def test_every_byte_is_written_once_and_by_all_ranks_together(tmp_path, layout):
     expected = run_ranks(save_ranks, 4, tmp_path, layout)[0]
     folder = tmp_path / "step-00000001"

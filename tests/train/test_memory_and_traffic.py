@@ -5,7 +5,6 @@ P, G, O are the bytes of whole parameters, gradients and optimizer state, n the 
 """
 
 import gc
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardloom.layout import Layout
 from tests.distributed import run_ranks
+from tests.traffic import Traffic
 from tests.train.worlds import RATE, SPEC, build, local_batch
 
 # Every dim that FSDP cuts is a multiple of 4, so shares are exact and nothing is padded.
@@ -35,24 +34,6 @@ LAYOUTS = {
     "zero 2, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2),
     "zero 3, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=3),
 }
-
-
-class Traffic(TorchDispatchMode):
-    """Counts collectives by name, and the bytes of their larger side; tensors of under 64 bytes apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace == "c10d":
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            largest = max((t.numel() * t.element_size() for t in tensors), default=0)
-            name = func._schema.name.removeprefix("c10d::").strip("_")
-            self.calls[name if largest >= 64 else "small"] += 1
-            self.bytes[name if largest >= 64 else "small"] += largest
-        return func(*args, **(kwargs or {}))
 
 
 def traffic_of_a_step(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:

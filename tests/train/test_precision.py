@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from shardloom.layout import Layout
+from shardloom.verify import Verifier
 from tests.distributed import run_ranks
-from tests.train.worlds import SPEC, build, local_batch, one_process, relative_error, train_ranks
+from tests.train.worlds import build, case, local_batch
 
 LAYOUTS = {
     "zero 0": Layout(dp_replicate=2),
@@ -47,18 +48,15 @@ def test_bf16_is_for_products_and_fp32_for_what_lasts(name: str):
         }
 
 
-def gradient_error(layout: Layout) -> float:
-    """The worst relative error of a raw gradient of the first step in bf16, against float64 in one process."""
-    exact = one_process(torch.float64).gradients[0]
-    found = run_ranks(train_ranks, layout.world_size, layout, 3, torch.float32, (), SPEC, torch.bfloat16)[0].gradients[
-        0
-    ]
-    return max(relative_error(found[name].double(), exact[name]) for name in exact)
-
-
 def test_a_layout_in_bf16_is_no_farther_from_float64_than_one_process_in_bf16():
-    alone = gradient_error(Layout())
-    assert 1e-4 < alone < 0.1, "bf16 has 8 bits: its error must show, and stay small"
-    for name, layout in LAYOUTS.items():
-        # The same products in bf16, summed in fp32 in another order.
-        assert gradient_error(layout) < 1.05 * alone, name
+    with Verifier() as verifier:
+        for name, layout in LAYOUTS.items():
+            report = verifier.parity(case(layout, 3, "bfloat16"), layout)
+            assert report.equal, (name, report.differing or report.worst)
+            gradients = [row for row in report.rows if row.quantity.kind == "gradient" and row.quantity.step == 1]
+            worst = max(row.error for row in gradients)
+            assert 1e-4 < worst < 0.1, "bf16 has 8 bits: its error must show, and stay small"
+            # The same products in bf16, summed in fp32 in another order.
+            dealt = [row for row in report.rows if row.quantity.kind == "dealt gradient"]
+            assert dealt
+            assert max(row.error for row in dealt) < 1e-6, name

@@ -10,6 +10,7 @@ from shardloom.cli.quickstart import quickstart
 from shardloom.cli.report import report
 from shardloom.cli.sample import sample
 from shardloom.cli.train import train
+from shardloom.cli.verify import verify
 
 app = typer.Typer(
     name="shardloom",
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command()(quickstart)
 app.add_typer(data.app, name="data")
 app.command()(train)
+app.command()(verify)
 app.command()(report)
 app.command()(sample)
 

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, D model, H heads, K kv heads, C width of one head.
 """
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,12 +16,14 @@ class Attention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over the tokens before and at each position.
 
     Head counts are read off the projections' output, so the module also serves with a part of the heads.
+    `attend` is a function like `causal_attention`, and may be replaced by another that gives the same.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         d, c = spec.d_model, spec.head_dim
         self.head_dim = c
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.q = nn.Linear(d, spec.n_heads * c, bias=spec.bias)
         self.k = nn.Linear(d, spec.n_kv_heads * c, bias=spec.bias)
         self.v = nn.Linear(d, spec.n_kv_heads * c, bias=spec.bias)
@@ -36,7 +40,7 @@ class Attention(nn.Module):
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         if rotary_2TC is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary_2TC), rotate(k_BTKC, rotary_2TC)
-        return self.o(causal_attention(q_BTHC, k_BTKC, v_BTKC).flatten(-2))
+        return self.o(self.attend(q_BTHC, k_BTKC, v_BTKC).flatten(-2))
 
 
 def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Data parallelism: how ranks that read different samples end up with one gradient (ZeRO 0, 1, 2, 3, hybrid).
+"""Data parallelism: how ranks that hold different tokens end up with one gradient (ZeRO 0, 1, 2, 3, hybrid).
+
+Ranks of cp have other tokens of the same samples; to a gradient they are data ranks like others. State is shared out
+over dp_shard x cp.
 
 P, G are the bytes of all parameters and gradients. A step has A microbatches; parameters are gathered and reduced
 in K groups, each block one and the rest one.
@@ -74,8 +77,7 @@ class Replicas:
     # Were they let go, the next step would accumulate in new tensors and copy them into the buckets: P more.
     keeps_gradients = True
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        group = mesh["dp_replicate"].get_group()
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         # Initial values are already equal on all ranks (model/init.py), so nothing is broadcast.
         self.ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, init_sync=False)
         self.ddp.register_comm_hook(group, _sum_bucket)
@@ -97,7 +99,7 @@ def _sum_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futu
 
 
 class Sharded:
-    """ZeRO-1, -2 and -3 over dp_shard, replicated over dp_replicate: FSDP2, with its knobs set a microbatch."""
+    """ZeRO-1, -2 and -3 over dp_shard x cp, replicated over dp_replicate: FSDP2, with its knobs set a microbatch."""
 
     keeps_gradients = False
 
@@ -130,12 +132,13 @@ def shard(
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
 ) -> Sharded:
-    """Make the parameters DTensors sharded over dp_shard (in place), a group of them for each block and the rest.
+    """Make the parameters DTensors sharded over dp_shard x cp (in place), a group of them for each block and the rest.
 
     Parameters are held in `param_dtype`, computed with in `compute_dtype`; gradients are reduced and accumulated in
     `param_dtype`. Called on a model on the meta device, before it has values.
     """
-    data_mesh = mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"]
+    replicas = "replicas" in (mesh.mesh_dim_names or ())
+    data_mesh = mesh["replicas", "share"] if replicas else mesh["share"]
     # Inputs are not cast: the model makes its tables, and its activations, in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
     ordered = [
@@ -155,4 +158,4 @@ def shard(
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
     """Whether FSDP2 carries this run: for ZeRO 1 to 3, and wherever weights are computed with in another type."""
-    return layout.dp_shard > 1 or compute_dtype != param_dtype
+    return (layout.zero > 0 and layout.dp_shard * layout.cp > 1) or compute_dtype != param_dtype

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -20,7 +20,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            sharded = tuple(i for i, place in enumerate(gradient.placements) if isinstance(place, Shard))
+            sharded = tuple(i for i, place in enumerate(gradient.placements) if not place.is_replicate())
             groups[gradient.device_mesh, sharded].append(gradient.to_local())
         elif gradient is not None:
             groups[None].append(gradient)

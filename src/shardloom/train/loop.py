@@ -49,8 +49,8 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
         except torch.OutOfMemoryError as error:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
-                f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, or "
-                f"precision.compute='bf16'"
+                f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
+                f"tp or cp, layout.recompute='full', or precision.compute='bf16'"
             ) from None
 
 
@@ -174,7 +174,7 @@ class _Run:
 
     def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
         """The one place of the step path where values are read back from the device."""
-        dist.all_reduce(result.loss_part, group=self.trainer.model.data_group)
+        self.trainer.model.sum_over_tokens(result.loss_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         if not writers:
             return

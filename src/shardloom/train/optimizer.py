@@ -1,9 +1,13 @@
 """AdamW over whole parameters or shards of them, with its state there from the beginning."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.optim.adamw import AdamW
 
 from shardloom.config import OptimizerSection
@@ -16,14 +20,8 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
     a checkpoint has somewhere to be read into. It is on the device and of the type and sharding of its parameter.
     """
     named = list(parameters)
-    decayed = [p for _, p in named if p.dim() >= 2]
-    plain = [p for _, p in named if p.dim() < 2]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
     optimizer = AdamW(
-        [group for group in groups if group["params"]],
+        parameter_groups(named, config.weight_decay),
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -38,13 +36,24 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
     return optimizer
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of parameters that are decayed alike and lie on one mesh, as one call of a fused update needs them."""
+    groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
+    for _, parameter in named:
+        decayed = parameter.dim() >= 2
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        group = groups.setdefault((decayed, mesh), {"params": [], "weight_decay": weight_decay if decayed else 0.0})
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """The rate of the next step, for every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
-def named_state(optimizer: AdamW, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     """The tensors of the optimizer's state as `exp_avg/layers.0.ffn.up.weight`, the very ones it updates."""
     return {
         f"{kind}/{name}": tensor

@@ -5,19 +5,20 @@ first backward pass over every data rank and microbatch. Gradients are then sums
 samples gives the same one. Nothing here reads a value back from the device.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.adamw import AdamW
+from torch.optim import Optimizer
 
 from shardloom.data.batches import Batch
 from shardloom.data.samples import IGNORE
 from shardloom.model.random import sample_keys
 from shardloom.parallel.apply import ParallelModel
+from shardloom.parallel.loss import vocabulary_loss_sum
 from shardloom.parallel.norm import clip_gradients, gradient_norm
 from shardloom.train.clock import Clock
 from shardloom.train.optimizer import set_learning_rate
@@ -47,7 +48,7 @@ class Trainer:
     def __init__(
         self,
         model: ParallelModel,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         device: torch.device,
         seed: int,
@@ -60,7 +61,7 @@ class Trainer:
         self.seed = seed
         self.clip_norm = clip_norm
         self.clock = Clock(device)
-        self.loss_sum = torch.compile(loss_sum) if compile_loss else loss_sum
+        self.loss_sum = self._loss_sum(compile_loss)
 
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
         """Take optimizer step number `step` at learning rate `rate` on this rank's share of the global batch."""
@@ -78,29 +79,47 @@ class Trainer:
             clip_gradients(parameters, norm, self.clip_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self.model.engine.keeps_gradients)
+        self.model.forget_gradients()
         return norm
 
     def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters' `.grad`; this rank's part of the loss, and N."""
         self.model.module.train()
         n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
-        dist.all_reduce(n_targets, group=self.model.data_group)
-        n_targets = n_targets.clamp(min=1)
+        n_targets = self.model.sum_over_samples(n_targets).clamp(min=1)
         loss_part = torch.zeros((), device=self.device)
         last = len(batch.tokens_ABT) - 1
+        batch, positions_T = self._own_tokens(batch)
         for microbatch, (tokens_BT, targets_BT) in enumerate(zip(batch.tokens_ABT, batch.targets_ABT, strict=True)):
             self.model.engine.begin_microbatch(last=microbatch == last)
             tokens_BT = tokens_BT.to(self.device, non_blocking=True)
             targets_BT = targets_BT.to(self.device, non_blocking=True)
             logits_BTV = self.model.engine(
-                tokens_BT, dropout_keys_B=self._dropout_keys(step, batch.sample_ids_AB[microbatch])
+                tokens_BT, positions_T, dropout_keys_B=self._dropout_keys(step, batch.sample_ids_AB[microbatch])
             )
             loss = self.loss_sum(logits_BTV, targets_BT) / n_targets
             del logits_BTV
             loss.backward()
             loss_part = loss_part + loss.detach()
+        self.model.complete_gradients()
         return loss_part, n_targets
+
+    def _own_tokens(self, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """The part of a batch that this rank of cp holds, tokens and targets alike, and the places of its tokens."""
+        positions_T = self.model.positions(batch.tokens_ABT.shape[-1])
+        if positions_T is None:
+            return batch, None
+        own = replace(
+            batch, tokens_ABT=batch.tokens_ABT[..., positions_T], targets_ABT=batch.targets_ABT[..., positions_T]
+        )
+        return own, positions_T.to(self.device, non_blocking=True)
+
+    def _loss_sum(self, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+        """The summed cross-entropy of the logits that this rank's forward pass gives."""
+        tp = self.model.groups.tp
+        if tp is not None:
+            return partial(vocabulary_loss_sum, rows=self.model.vocabulary, group=tp, ignore=IGNORE)
+        return torch.compile(loss_sum) if compiled else loss_sum
 
     def _dropout_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
         if not self.model.module.spec.dropout:
@@ -113,11 +132,12 @@ class Trainer:
         self.model.module.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            for tokens_BT, targets_BT in zip(batch.tokens_ABT, batch.targets_ABT, strict=True):
-                logits_BTV = self.model.engine(tokens_BT.to(self.device))
+            own, positions_T = self._own_tokens(batch)
+            for tokens_BT, targets_BT in zip(own.tokens_ABT, own.targets_ABT, strict=True):
+                logits_BTV = self.model.engine(tokens_BT.to(self.device), positions_T)
                 targets_BT = targets_BT.to(self.device)
                 sums[0] += self.loss_sum(logits_BTV, targets_BT)
                 sums[1] += (targets_BT != IGNORE).sum()
         self.model.engine.release()
-        dist.all_reduce(sums, group=self.model.data_group)
+        self.model.sum_over_tokens(sums)
         return sums[0] / sums[1].clamp(min=1)

@@ -1,0 +1,148 @@
+"""Attention of a block of queries to a block of keys, with what is needed to put blocks together again.
+
+Blocks of keys are seen one at a time, each with the log-sum-exp of its scores (lse). Outputs of two blocks merge to
+the output over both, weighted by their shares of exp(lse); the gradient of a block is exact, and independent of all
+others, when it is given the output and the lse over *all* keys (FlashAttention-2, arXiv 2307.08691, section 3.2):
+
+    s = q k^T / sqrt(C)      p = exp(s - lse)      dv = p^T do      ds = p * (do v^T - sum_C(do * o))
+    dq = ds k / sqrt(C)      dk = ds^T q / sqrt(C)
+
+Shapes: B batch, T queries, S keys, H heads, K kv heads (K divides H), G = H / K, C width of one head.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Kernel(NamedTuple):
+    """An attention op that gives the log-sum-exp, and its backward that takes one.
+
+    A causal block is square. lse is in fp32, or fp64 for fp64; everything else is in the type of its inputs.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    """q_BHTC, k_BKSC, v_BKSC, causal -> o_BHTC, lse_BHT"""
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+    """do_BHTC, q_BHTC, k_BKSC, v_BKSC, o_BHTC, lse_BHT, causal -> dq_BHTC, dk_BKSC, dv_BKSC"""
+
+
+def kernel_for(q_BHTC: Tensor) -> Kernel:
+    """The op for this device, type and width of head; the only place where that is chosen."""
+    if q_BHTC.device.type == "cpu":
+        return FLASH_CPU
+    width = q_BHTC.shape[-1]
+    if q_BHTC.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256:
+        return FLASH_CUDA
+    return DENSE
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results are summed in: fp32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge(o_BHTC: Tensor, lse_BHT: Tensor, block_o_BHTC: Tensor, block_lse_BHT: Tensor) -> None:
+    """Put another block of keys into o and lse, in place: o += (block_o - o) e^block_lse / (e^lse + e^block_lse)."""
+    share_BHT = torch.sigmoid(block_lse_BHT - lse_BHT)
+    o_BHTC.lerp_(block_o_BHTC.to(o_BHTC.dtype), share_BHT.unsqueeze(-1))
+    torch.logaddexp(lse_BHT, block_lse_BHT, out=lse_BHT)
+
+
+def _cpu_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q_BHTC, k_BKSC, v_BKSC, 0.0, causal)
+
+
+def _cpu_gradient(
+    do_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, o_BHTC: Tensor, lse_BHT: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do_BHTC, q_BHTC, k_BKSC, v_BKSC, o_BHTC, lse_BHT, 0.0, causal
+    )
+
+
+def _cuda_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
+    o_BHTC, lse_BHT, *_ = aten._scaled_dot_product_flash_attention(q_BHTC, k_BHSC, v_BHSC, 0.0, causal)
+    return o_BHTC, lse_BHT
+
+
+def _cuda_gradient(
+    do_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, o_BHTC: Tensor, lse_BHT: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
+    # Read only with dropout; but something has to be passed.
+    unused = torch.empty((2,), dtype=torch.uint64, device=q_BHTC.device)
+    dq_BHTC, dk_BHSC, dv_BHSC = aten._scaled_dot_product_flash_attention_backward(
+        do_BHTC,
+        q_BHTC,
+        k_BHSC,
+        v_BHSC,
+        o_BHTC,
+        # The kernel reads lse as if it were contiguous, whatever its strides are, and does not check.
+        lse_BHT.contiguous(),
+        None,  # no cumulative lengths: every sequence of the batch is as long as the tensor
+        None,
+        q_BHTC.shape[2],
+        k_BHSC.shape[2],
+        0.0,
+        causal,
+        unused,
+        unused,
+    )
+    return dq_BHTC, _fold(dk_BHSC, k_BKSC), _fold(dv_BHSC, v_BKSC)
+
+
+def _expand(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
+    """A copy of each kv head for each of its G queries' heads: the op is not known to group them on every device."""
+    group = q_BHTC.shape[1] // x_BKSC.shape[1]
+    return x_BKSC if group == 1 else x_BKSC.repeat_interleave(group, dim=1)
+
+
+def _fold(dx_BHSC: Tensor, x_BKSC: Tensor) -> Tensor:
+    """The gradient of `_expand`: summed over each group (16-bit sums are accumulated in fp32 by torch)."""
+    kv_heads = x_BKSC.shape[1]
+    return dx_BHSC if dx_BHSC.shape[1] == kv_heads else dx_BHSC.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+def _dense_scores(q_BHTC: Tensor, k_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, and the queries and keys that gave them, in the type of accumulators and with heads in groups."""
+    wide = accumulator_dtype(q_BHTC.dtype)
+    q_BKGTC = q_BHTC.to(wide).unflatten(1, (k_BKSC.shape[1], -1)) * q_BHTC.shape[-1] ** -0.5
+    k_BK1SC = k_BKSC.to(wide).unsqueeze(2)
+    s_BKGTS = q_BKGTC @ k_BK1SC.mT
+    if causal:
+        hidden_TS = torch.ones(s_BKGTS.shape[-2:], dtype=torch.bool, device=s_BKGTS.device).triu(1)
+        s_BKGTS.masked_fill_(hidden_TS, float("-inf"))
+    return s_BKGTS, q_BKGTC, k_BK1SC
+
+
+def _dense_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    s_BKGTS, _, _ = _dense_scores(q_BHTC, k_BKSC, causal)
+    lse_BKGT = s_BKGTS.logsumexp(-1)
+    o_BKGTC = s_BKGTS.sub_(lse_BKGT.unsqueeze(-1)).exp_() @ v_BKSC.to(s_BKGTS.dtype).unsqueeze(2)
+    return o_BKGTC.flatten(1, 2).to(q_BHTC.dtype), lse_BKGT.flatten(1, 2)
+
+
+def _dense_gradient(
+    do_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, o_BHTC: Tensor, lse_BHT: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    s_BKGTS, q_BKGTC, k_BK1SC = _dense_scores(q_BHTC, k_BKSC, causal)
+    kv_heads, wide, dtype = k_BKSC.shape[1], s_BKGTS.dtype, q_BHTC.dtype
+    lse_BKGT, do_BKGTC, o_BKGTC = (x.to(wide).unflatten(1, (kv_heads, -1)) for x in (lse_BHT, do_BHTC, o_BHTC))
+    p_BKGTS = s_BKGTS.sub_(lse_BKGT.unsqueeze(-1)).exp_()
+    dv_BKSC = (p_BKGTS.mT @ do_BKGTC).sum(2)
+    dp_BKGTS = do_BKGTC @ v_BKSC.to(wide).unsqueeze(2).mT
+    ds_BKGTS = p_BKGTS.mul_(dp_BKGTS.sub_((do_BKGTC * o_BKGTC).sum(-1, keepdim=True)))
+    dq_BKGTC = ds_BKGTS @ k_BK1SC * q_BHTC.shape[-1] ** -0.5
+    dk_BKSC = (ds_BKGTS.mT @ q_BKGTC).sum(2)  # q carries the scale already
+    return dq_BKGTC.flatten(1, 2).to(dtype), dk_BKSC.to(dtype), dv_BKSC.to(dtype)
+
+
+FLASH_CPU = Kernel(_cpu_attend, _cpu_gradient)
+FLASH_CUDA = Kernel(_cuda_attend, _cuda_gradient)
+DENSE = Kernel(_dense_attend, _dense_gradient)

@@ -1,0 +1,170 @@
+"""What is trained to compare layouts: the model of a run file, cut to test size, and a batch made up from the seed.
+
+The cut keeps what decides how a model and a batch can be split: which numbers of ranks divide the heads, the inner
+width and the sequence, whether kv heads are grouped, and what is uneven. It keeps every choice of the model as it is.
+
+Shapes: B sequences of the global batch, T tokens of a sequence.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardloom.config import OptimizerSection, RunConfig
+from shardloom.data.samples import IGNORE
+from shardloom.errors import InputError, nearest
+from shardloom.layout import Layout, accumulation
+from shardloom.model.spec import ModelSpec
+
+DType = Literal["float64", "float32", "bfloat16"]
+# Type of what lasts (weights, their gradients, optimizer state), and type of products.
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    "float64": (torch.float64, torch.float64),
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.float32, torch.bfloat16),
+}
+
+_HEAD_DIM = 8
+_LAYERS = 2
+_FFN = 24  # at least
+_TOKENS = 12  # at least
+_VOCABULARY = 61  # prime, so that no degree divides it
+_ACCUMULATION = 2
+_INIT_STD = 0.3  # with 0.02 and so few tokens, gradients of the first layers are a thousandth of those of the last
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of a few steps that every layout has to agree on.
+
+    `global_batch` and `micro_batch` are in sequences, `seq_len` in tokens; `micro_batch` is that of a layout's ranks,
+    the reference takes the whole batch at once. `dtype` is a key of DTYPES.
+    """
+
+    spec: ModelSpec
+    seq_len: int
+    global_batch: int
+    micro_batch: int = 1
+    seed: int = 0
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    steps: int = 3
+    dtype: str = "float64"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype={self.dtype!r} is not one that can be compared; {nearest(self.dtype, DTYPES)}")
+        if self.steps < 1:
+            raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
+
+    def accumulation(self, layout: Layout) -> int:
+        """Microbatches of a step on each rank. Raises LayoutError where that is not a whole number."""
+        return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
+
+        Masks are ragged: of every five samples, in an order made from the seed, a random half of the targets counts in
+        one, a single target in another, then none, all, and the first few.
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        shape = (self.global_batch, self.seq_len)
+        tokens_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        targets_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        for row, kind in enumerate(torch.randperm(self.global_batch, generator=generator).tolist()):
+            counts_T = torch.ones(self.seq_len, dtype=torch.bool)
+            if kind % 5 == 0:
+                counts_T = torch.rand(self.seq_len, generator=generator) < 0.5
+                counts_T[-1] = True
+            elif kind % 5 == 1:
+                counts_T = torch.arange(self.seq_len) == torch.randint(self.seq_len, (), generator=generator)
+            elif kind % 5 == 2:
+                counts_T[:] = False
+            elif kind % 5 == 4:
+                counts_T = torch.arange(self.seq_len) <= torch.randint(self.seq_len, (), generator=generator)
+            targets_BT[row, ~counts_T] = IGNORE
+        return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
+
+
+def whole(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
+    """The case of a run file with its true sizes."""
+    return Case(
+        spec=config.model.spec(),
+        seq_len=config.batch.seq_len,
+        global_batch=config.batch.global_batch,
+        micro_batch=config.batch.micro_batch,
+        seed=config.seed,
+        optimizer=config.optimizer,
+        steps=steps,
+        dtype=dtype,
+    )
+
+
+def cut(config: RunConfig, layouts: Iterable[Layout], *, steps: int = 3, dtype: str = "float64") -> Case:
+    """The case of a run file at test size, on which `layouts` are as possible, or impossible, as at the true size."""
+    layouts = list(layouts)
+    world_size = max(layout.world_size for layout in layouts)
+    data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
+    spec = cut_spec(config.model.spec(), world_size)
+    seq_len = _like(config.batch.seq_len, _TOKENS, 2 * world_size)
+    each = max(1, config.batch.global_batch // data_ranks)  # sequences of a data rank
+    micro_batch = 2 if config.batch.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    return Case(
+        spec=replace(spec, max_seq_len=seq_len),
+        seq_len=seq_len,
+        global_batch=data_ranks * micro_batch * min(_ACCUMULATION, each),
+        micro_batch=micro_batch,
+        seed=config.seed,
+        optimizer=config.optimizer,
+        steps=steps,
+        dtype=dtype,
+    )
+
+
+def cut_spec(spec: ModelSpec, world_size: int) -> ModelSpec:
+    """The smallest model that splits over any number of ranks up to `world_size` as this one does."""
+    n_heads, n_kv_heads = next(_heads(spec.n_heads, spec.n_kv_heads, world_size))
+    head_dim = min(_HEAD_DIM, spec.head_dim)
+    square = spec.d_model == spec.n_heads * spec.head_dim
+    return replace(
+        spec,
+        n_layers=min(_LAYERS, spec.n_layers),
+        d_model=n_heads * head_dim if square else (n_heads + 1) * head_dim,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ffn=_like(spec.d_ffn, _FFN, world_size),
+        vocab_size=min(_VOCABULARY, spec.vocab_size),
+        init_std=_INIT_STD,
+    )
+
+
+def _like(size: int, least: int, up_to: int) -> int:
+    """The smallest number from `least` on that is divided by exactly those of 1 to `up_to` that divide `size`."""
+    wanted = _divided_by(size, up_to)
+    return next((n for n in range(min(least, size), size) if _divided_by(n, up_to) == wanted), size)
+
+
+def _divided_by(size: int, up_to: int) -> list[bool]:
+    return [size % degree == 0 for degree in range(1, up_to + 1)]
+
+
+def _heads(n_heads: int, n_kv_heads: int, up_to: int) -> Iterator[tuple[int, int]]:
+    """Query and kv heads that any degree splits as it does the true ones, the fewest first.
+
+    A degree splits kv heads, or needs copies of them where it is a multiple of their number, or cannot be.
+    """
+
+    def way(kv_heads: int, degree: int) -> str:
+        return "split" if kv_heads % degree == 0 else "copied" if degree % kv_heads == 0 else "impossible"
+
+    degrees = range(1, up_to + 1)
+    for heads in range(1, n_heads + 1):
+        if _divided_by(heads, up_to) == _divided_by(n_heads, up_to):
+            for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
+                alike = all(way(kv_heads, degree) == way(n_kv_heads, degree) for degree in degrees)
+                if alike and (heads > kv_heads) == (n_heads > n_kv_heads):
+                    yield heads, kv_heads

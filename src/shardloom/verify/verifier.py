@@ -1,0 +1,108 @@
+"""Run a layout and its reference, and compare what they left."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardloom.errors import LayoutError
+from shardloom.layout import Layout
+from shardloom.split import rules
+from shardloom.verify import compare
+from shardloom.verify.case import Case
+from shardloom.verify.compare import Errors, Report
+from shardloom.verify.rank import train_rank
+from shardloom.verify.ranks import run_ranks
+from shardloom.verify.reference import train_alone
+from shardloom.verify.trace import RankTrace, Trace
+
+TrainRank = Callable[[Case, Layout, Path], RankTrace]
+
+TIMEOUT_S = 300.0
+
+
+class Verifier:
+    """Compares layouts of a case, and keeps what the references left for the next one. To be used in a `with`."""
+
+    def __init__(self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S) -> None:
+        """`train` is what each rank of a layout runs; it, or what a `functools.partial` of it holds, has to be at the
+        top level of a module."""
+        self.train = train
+        self.timeout_s = timeout_s
+        self._stack = ExitStack()
+        self._kept: dict[Any, Trace] = {}
+        self._alone_errors: dict[Case, Errors] = {}
+
+    def __enter__(self) -> "Verifier":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.clear()
+        self._stack.close()
+
+    def parity(self, case: Case, layout: Layout, against: tuple[Case, Layout] | None = None) -> Report:
+        """Whether a layout computes what one process does, or what another layout of another `micro_batch` does.
+
+        Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
+        """
+        _check(case, layout)
+        with tempfile.TemporaryDirectory(prefix="shardloom-verify-") as folder:
+            found = self._run(self.train, layout.world_size, Path(folder), case, layout)
+            if against is None:
+                rows = compare.rows(
+                    compare.errors(found, self._alone(replace(case, dtype="float64"))), self._tolerance(case)
+                )
+                name = "one process"
+            else:
+                expected = self._keep(against, self.train, against[1].world_size, *against)
+                rows = compare.rows(compare.errors(found, expected), self._tolerance(case, sides=2))
+                name = compare.describe(against[1])
+            if case.dtype == "bfloat16" and layout.data_ranks > 1:
+                rows += self._dealing(case, layout, found)
+            n_copies, differing = compare.differing_copies(found)
+            return Report(case, layout, name, rows, n_copies, differing)
+
+    def _dealing(self, case: Case, layout: Layout, found: Trace) -> list[compare.Row]:
+        """In 16 bits the first gradient is held to that of the same layout with one data rank, which is far nearer
+        than float64 is: what is reduced in 16 bits would be hidden behind the products that are."""
+        single = replace(layout, dp_replicate=1, dp_shard=1, zero=0)
+        expected = self._keep((case, single), self.train, single.world_size, case, single)
+        tolerance = compare.of_dealing(case.global_batch // case.micro_batch)
+        errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
+        return compare.rows(errors, tolerance, kind="dealt gradient")
+
+    def _tolerance(self, case: Case, sides: int = 1) -> compare.Tolerance:
+        if case.dtype == "float64":
+            return compare.of_float64(case)
+        plain = replace(case, micro_batch=1)
+        if plain not in self._alone_errors:
+            exact = self._alone(replace(case, dtype="float64"))
+            self._alone_errors[plain] = compare.errors(self._alone(case), exact)
+        return compare.of_one_process(case, self._alone_errors[plain], sides * compare.MULTIPLE)
+
+    def _alone(self, case: Case) -> Trace:
+        case = replace(case, micro_batch=1)  # the reference has no microbatches
+        return self._keep(case, train_alone, 1, case)
+
+    def _keep(self, key: Any, function: Callable[..., RankTrace], world_size: int, *args: Any) -> Trace:
+        if key not in self._kept:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shardloom-verify-")))
+            self._kept[key] = self._run(function, world_size, folder, *args)
+        return self._kept[key]
+
+    def _run(self, function: Callable[..., RankTrace], world_size: int, folder: Path, *args: Any) -> Trace:
+        return Trace(folder, run_ranks(function, world_size, *args, folder, timeout_s=self.timeout_s))
+
+
+def _check(case: Case, layout: Layout) -> None:
+    case.accumulation(layout)
+    if problems := rules.problems(case.spec, layout, case.seq_len):
+        raise LayoutError(*problems)
+
+
+def parity(case: Case, layout: Layout, train: TrainRank = train_rank) -> Report:
+    """One comparison with one process; see Verifier.parity."""
+    with Verifier(train) as verifier:
+        return verifier.parity(case, layout)

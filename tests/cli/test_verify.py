@@ -1,0 +1,153 @@
+"""Proves that `shardloom verify` answers yes with 0, no with 1 and the culprit, bad input with 2, a crash with 3."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardloom.cli.main import app
+from shardloom.layout import Layout
+from shardloom.verify import Case, Verifier
+from shardloom.verify.trace import RankTrace
+from tests.train.runs import is_alive
+from tests.train.worlds import train_mutated
+
+RUN = """
+out = "nowhere"
+steps = 4
+[model]
+preset = "debug"
+[data]
+path = "/no/data/is/needed"
+[batch]
+seq_len = 64
+global_batch = 8
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def verify(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+def with_bug(monkeypatch: pytest.MonkeyPatch, *mutation: str) -> None:
+    monkeypatch.setattr(Verifier.__init__, "__defaults__", (partial(train_mutated, (mutation,)), 60.0))
+
+
+TWICE = ("shardloom.parallel.apply", "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(0.5)")
+
+
+def test_a_layout_that_is_equal_is_a_yes(run_file: Path):
+    result = verify(run_file, "--set", "layout.dp_shard=2")
+    assert result.exit_code == 0, result.output
+    assert "dp_shard 2, zero 3 against one process" in result.output
+    assert "equal:" in result.output
+    assert "layers.0" in result.output or "layers.1" in result.output
+
+
+def test_a_layout_that_is_not_is_a_no_with_the_culprit(run_file: Path, monkeypatch: pytest.MonkeyPatch):
+    with_bug(monkeypatch, *TWICE)
+    result = verify(run_file, "--set", "layout.dp_shard=2", "--set", "layout.dp_replicate=2", "--json")
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert not found["equal"]
+    # Replicas, and accumulation, do not matter; FSDP's sum does.
+    assert "differs: dp_shard 2, zero 1 (2 ranks)" in found["culprit"]
+    assert found["worst"][0]["error"] > 0.1
+
+
+def test_two_layouts_are_compared_with_each_other(run_file: Path):
+    result = verify(run_file, "--set", "layout.dp_shard=2", "--set-b", "layout.zero=1", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["layout"], found["against"]) == ("dp_shard 2, zero 3", "dp_shard 2, zero 1")
+    assert found["worst_error"] < 1e-12
+
+
+def test_a_matrix_is_a_line_a_layout(run_file: Path):
+    result = verify(run_file, "--matrix", "1", "--steps", "1", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert "one rank" in result.output
+    assert "all 1 layouts" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "float63"], ["float63", "did you mean 'float64'?"]),
+        (["--set", "layout.dpshard=2"], ["did you mean 'dp_shard'?"]),
+        (["--set-b", "layout.zero=9"], ["layout.zero=9"]),
+        (["--set-b", "model.n_layers=3"], ["model.n_layers", "another training", "layout.*"]),
+        (["--against", "double"], ["double", "--set-b"]),
+        (["--matrix", "2", "--set-b", "layout.zero=1"], ["--matrix", "leave one out"]),
+        (["--set", "layout.tp=3"], ["tp=3", "4", "valid: 1, 2, 4"]),
+        (["--steps", "0"], ["--steps"]),
+    ],
+)
+def test_bad_input_is_refused(run_file: Path, arguments: list[str], said: list[str]):
+    result = verify(run_file, *arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    for part in said:
+        assert part in result.output
+
+
+def die(case: Case, layout: Layout, folder: Path) -> RankTrace:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    raise AssertionError("not reached")
+
+
+def test_a_rank_that_dies_is_named(run_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Verifier.__init__, "__defaults__", (die, 60.0))
+    result = verify(run_file, "--set", "layout.dp_replicate=2")
+    assert result.exit_code == 3, result.output
+    assert "rank 1 of 2 was killed by signal 9 (SIGKILL)" in result.output
+
+
+def children(pid: int) -> list[int]:
+    """All that descend from a process, as Linux tells it."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found += [int(path.parent.name), *children(int(path.parent.name))]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_ctrl_c_ends_every_rank_and_says_one_word(run_file: Path):
+    command = [sys.executable, "-m", "shardloom", "verify", str(run_file), "--matrix", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    until = time.monotonic() + 60
+    while len(below := children(process.pid)) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
+    until = time.monotonic() + 10  # the server that ranks are forked from leaves once it sees its client gone
+    while any(is_alive(pid) for pid in below) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [pid for pid in below if is_alive(pid)]

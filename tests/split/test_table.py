@@ -1,0 +1,138 @@
+"""Proves that the table of splits and its rules fit every preset: shapes, who sums what, which layouts are refused.
+
+No torch is needed but for the names of a real model's parameters.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardloom.layout import CP_METHODS, Layout
+from shardloom.model.presets import PRESETS, resolve
+from shardloom.model.spec import ModelSpec
+from shardloom.model.transformer import Transformer
+from shardloom.split.rules import problems, sequence_cuts, tp_divides
+from shardloom.split.sequence import spans
+from shardloom.split.table import how_split, kv_copies, split_dim, summed_over, vocabulary_rows
+
+SPEC = replace(resolve("debug"), n_heads=12, n_kv_heads=4, d_ffn=120, vocab_size=50257)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_table_has_a_row_for_every_parameter_of_every_preset(preset: str):
+    with torch.device("meta"):
+        model = Transformer(replace(resolve(preset), n_layers=1))
+    for name, parameter in model.named_parameters():
+        dim = split_dim(name)
+        assert dim is None or dim < parameter.dim(), name
+
+
+def test_queries_are_cut_by_rows_outputs_by_columns_and_norms_not_at_all():
+    assert (how_split("layers.3.attention.q.weight"), split_dim("layers.3.attention.q.weight")) == ("column", 0)
+    assert (how_split("layers.3.attention.o.weight"), split_dim("layers.3.attention.o.weight")) == ("row", 1)
+    assert split_dim("layers.3.attention.q.bias") == 0
+    assert split_dim("layers.3.attention.o.bias") is None
+    assert (how_split("norm.weight"), split_dim("norm.weight")) == ("tokens", None)
+
+
+def test_copies_are_summed_where_each_saw_a_part_and_nowhere_else():
+    plain, shards = Layout(tp=4), Layout(tp=4, sequence_parallel=True)
+    assert summed_over("layers.0.ffn_norm.weight", plain, 2) is None, "every rank saw all tokens"
+    assert summed_over("layers.0.ffn_norm.weight", shards, 2) == "tp"
+    assert summed_over("layers.0.attention.o.bias", plain, 2) is None
+    assert summed_over("layers.0.attention.o.bias", shards, 2) == "tp"
+    assert summed_over("layers.0.attention.k_norm.weight", plain, 2) == "tp", "every rank saw its heads"
+    assert summed_over("layers.0.attention.k.weight", plain, 2) == "tp_copies"
+    assert summed_over("layers.0.attention.k.weight", plain, 4) is None, "a kv head for every rank"
+    assert summed_over("layers.0.attention.q.weight", shards, 2) is None
+    assert summed_over("norm.weight", Layout(sequence_parallel=True), 2) is None, "one rank"
+
+
+@given(st.integers(1, 70_000), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8]))
+def test_the_rows_of_the_vocabulary_are_dealt_out_each_once(vocab_size: int, tp: int, n_kv_heads: int):
+    shares = [vocabulary_rows(vocab_size, tp, rank, n_kv_heads) for rank in range(tp)]
+    assert [row for share in shares for row in share] == list(range(vocab_size))
+    assert max(len(share) for share in shares) <= -(-vocab_size // tp) + kv_copies(n_kv_heads, tp)
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "complaint"),
+    [
+        (
+            Layout(tp=5),
+            64,
+            "layout.tp=5 does not divide 12 query heads (model.n_heads) (12 = 5*2 + 2); valid: 1, 2, 4, 12",
+        ),
+        (
+            Layout(tp=3),
+            64,
+            "layout.tp=3 neither divides 4 kv heads (model.n_kv_heads) nor is a multiple of them (4 = 3*1 + 1), so "
+            "heads could not be dealt out evenly or copied evenly; valid: 1, 2, 4, 12",
+        ),
+        (
+            Layout(cp=4),
+            60,
+            "batch.seq_len=60 is not a multiple of 2 x 4 = 8 chunks (cp_method='zigzag') (60 = 8*7 + 4)",
+        ),
+        (
+            Layout(cp=4, cp_method="ring"),
+            62,
+            "batch.seq_len=62 is not a multiple of cp=4 (62 = 4*15 + 2); nearest: 60 or 64",
+        ),
+        (
+            Layout(cp=3, tp=2, sequence_parallel=True, cp_method="ring"),
+            3,
+            "batch.seq_len=3 is not a multiple of cp=3 x tp=2 = 6 (sequence_parallel) (3 = 6*0 + 3); nearest: 6",
+        ),
+        (
+            Layout(cp=8, cp_method="ulysses"),
+            64,
+            "layout.cp=8 is how many ranks deal out the heads that tp=1 leaves a rank, 12 query and 4 kv: it has to "
+            "divide 12 (12 = 8*1 + 4), and to divide 4 or be a multiple of it; valid: 1, 2, 4, 12; cp_method='zigzag'",
+        ),
+        (Layout(cp=16, cp_method="usp", ulysses_degree=8), 64, "layout.ulysses_degree=8 is how many ranks"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic(layout: Layout, seq_len: int, complaint: str):
+    assert any(problem.startswith(complaint) for problem in problems(SPEC, layout, seq_len)), problems(
+        SPEC, layout, seq_len
+    )
+
+
+def test_a_vocabulary_too_small_for_tp_is_refused():
+    tiny = replace(SPEC, vocab_size=5, n_heads=4, n_kv_heads=4)
+    assert not tp_divides(tiny, 4), "2, 2, 1 and none"
+    assert (
+        "leaves a rank without a row of the vocabulary: 5 rows in shares of 2; valid: 1, 2"
+        in problems(tiny, Layout(tp=4), 8)[0]
+    )
+
+
+@given(
+    st.sampled_from(CP_METHODS),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.booleans(),
+    st.integers(1, 5),
+)
+def test_a_length_that_passes_gives_every_rank_as_many_tokens(
+    method: str, cp: int, tp: int, sequence_parallel: bool, times: int
+):
+    ulysses = cp if method == "usp" else 1
+    layout = Layout(cp=cp, tp=tp, cp_method=method, ulysses_degree=ulysses, sequence_parallel=sequence_parallel)
+    seq_len = times * sequence_cuts(layout)
+    held = [
+        sum(len(span) for span in spans(method, seq_len, layout.cp_ring, layout.cp_ulysses, ring, ulysses))
+        for ring in range(layout.cp_ring)
+        for ulysses in range(layout.cp_ulysses)
+    ]
+    assert set(held) == {seq_len // cp}
+    assert not layout.token_shards or seq_len // cp % tp == 0
+
+
+def test_one_rank_is_refused_nothing():
+    spec: ModelSpec = SPEC
+    assert problems(spec, Layout(), 7) == []

@@ -1,0 +1,110 @@
+"""Proves that the model and the batch which layouts are compared on are small, ragged, always the same, and can be
+split in the ways in which the true ones can."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardloom.config import RunConfig, parse
+from shardloom.data.samples import IGNORE
+from shardloom.errors import InputError
+from shardloom.layout import Layout
+from shardloom.model.presets import PRESETS
+from shardloom.split.rules import problems
+from shardloom.verify import Case, cut
+from shardloom.verify.case import cut_spec
+from shardloom.verify.matrix import layouts
+from tests.train.worlds import SPEC
+
+
+def config(preset: str = "llama-3.1-8b", seq_len: int = 4096, **batch: int) -> RunConfig:
+    table = {"seq_len": seq_len, "global_batch": 64} | batch
+    return parse({"out": "x", "steps": 1, "data": {"path": "x"}, "model": {"preset": preset}, "batch": table})
+
+
+def test_an_8b_model_is_cut_to_kilobytes():
+    case = cut(config(), [Layout(dp_shard=2, tp=2, zero=3)])
+    assert case.spec.n_parameters < 50_000
+    assert (case.spec.n_heads, case.spec.n_kv_heads, case.seq_len) == (8, 4, 16)
+    assert case.spec.vocab_size % 2, "an even vocabulary would hide what is wrong with uneven ones"
+    assert case.accumulation(Layout(dp_shard=2, tp=2, zero=3)) == 2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_choice_of_the_model_is_kept(preset: str):
+    whole = PRESETS[preset]
+    small = cut_spec(whole, 8)
+    for choice in (
+        "norm",
+        "activation",
+        "positions",
+        "rope_theta",
+        "rope_scaling",
+        "qk_norm",
+        "bias",
+        "tied_embedding",
+    ):
+        assert getattr(small, choice) == getattr(whole, choice)
+    assert not small.problems()
+    assert (small.n_heads > small.n_kv_heads) == (whole.n_heads > whole.n_kv_heads)
+
+
+@pytest.mark.parametrize("preset", ["debug", "smollm2-135m", "llama-3.1-8b", "gpt2", "qwen3-0.6b"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
+def test_the_cut_model_has_the_layouts_of_the_true_one(preset: str, world_size: int):
+    seq_len = min(1024, PRESETS[preset].max_seq_len)
+    true = layouts(PRESETS[preset], world_size, seq_len)
+    case = cut(config(preset, seq_len), [Layout(dp_replicate=world_size)])
+    assert set(layouts(case.spec, world_size, case.seq_len)) == set(true)
+
+
+@given(
+    heads=st.integers(1, 40),
+    kv_heads=st.integers(1, 8),
+    d_ffn=st.integers(16, 300),
+    seq_len=st.sampled_from([24, 60, 100, 256]),
+)
+def test_what_is_possible_at_the_true_size_is_possible_at_the_cut_one(
+    heads: int, kv_heads: int, d_ffn: int, seq_len: int
+):
+    values = {"n_heads": heads * kv_heads, "n_kv_heads": kv_heads, "d_ffn": d_ffn, "vocab_size": 512}
+    whole = parse(
+        {
+            "out": "x",
+            "steps": 1,
+            "data": {"path": "x"},
+            "model": values,
+            "batch": {"seq_len": seq_len, "global_batch": 8},
+        }
+    )
+    case = cut(whole, [Layout(dp_replicate=8)])
+    for tp, cp, method in itertools.product((1, 2, 4), (1, 2), ("zigzag", "ring", "ulysses")):
+        layout = Layout(tp=tp, cp=cp, cp_method=method, sequence_parallel=True)
+        found = bool(problems(case.spec, layout, case.seq_len))
+        assert found == bool(problems(whole.model.spec(), layout, seq_len)), layout
+
+
+def test_batches_are_ragged_and_a_function_of_seed_and_step():
+    case = Case(SPEC, seq_len=10, global_batch=10, seed=3)
+    (tokens, targets, ids), (again, _, _), (other, _, later) = case.batch(0), case.batch(0), case.batch(1)
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+    assert [*ids.tolist(), *later.tolist()] == list(range(20))
+    counted = sorted((targets != IGNORE).sum(1).tolist())
+    assert counted[:4] == [0, 0, 1, 1]
+    assert counted[-1] == 10
+    assert len(set(counted)) >= 4
+
+
+def test_a_run_without_accumulation_is_compared_with_it_where_the_batch_allows():
+    layout = Layout(dp_replicate=4)
+    assert cut(config(micro_batch=16), [layout]).accumulation(layout) == 2
+    assert cut(config(global_batch=4), [layout]).accumulation(layout) == 1
+
+
+def test_an_unknown_dtype_names_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'bfloat16'"):
+        Case(SPEC, seq_len=10, global_batch=2, dtype="bf16")
