@@ -141,6 +141,10 @@ def test_other_methods_take_all_of_cp(method: str, degrees: tuple[int, int]):
             {"cp": 4, "cp_method": "usp", "ulysses_degree": 3},
             "ulysses_degree=3 does not divide cp=4 (4 = 3*1 + 1); valid: 1",
         ),
+        (
+            {"cp": 4, "cp_method": "usp"},
+            "needs layout.ulysses_degree, the part of cp=4 that deals out heads; valid: 2, 4",
+        ),
         ({"cp": 4, "ulysses_degree": 2}, "ulysses_degree=2 is for cp_method='usp', and cp_method is 'zigzag'"),
         ({"cp_method": "ulyses"}, "cp_method='ulyses' is not known; valid: zigzag, ring, allgather, ulysses, usp"),
         ({"recompute": "some"}, "recompute='some' is not known; valid: none, full"),

@@ -106,6 +106,11 @@ class Layout:
                 f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
                 f"{self.cp % self.ulysses_degree}); valid: {divisors(self.cp)}"
             )
+        if self.cp_method == "usp" and self.cp > 1 and self.ulysses_degree == 1:
+            found.append(
+                f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that deals out heads; "
+                f"valid: {divisors(self.cp).removeprefix('1, ')}; with 1 it would be cp_method='zigzag'"
+            )
         if self.cp_method != "usp" and self.ulysses_degree != 1:
             found.append(
                 f"layout.ulysses_degree={self.ulysses_degree} is for cp_method='usp', and cp_method is "

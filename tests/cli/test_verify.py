@@ -77,6 +77,14 @@ def test_two_layouts_are_compared_with_each_other(run_file: Path):
     assert found["worst_error"] < 1e-12
 
 
+def test_sides_of_other_microbatches_train_on_one_global_batch(run_file: Path):
+    for one, other in ((1, 2), (2, 1)):
+        sides = ("--set", f"batch.micro_batch={one}", "--set-b", f"batch.micro_batch={other}")
+        result = verify(run_file, *sides, "--steps", "1", "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["copies"] == 0, "one rank holds nothing twice"
+
+
 def test_a_matrix_is_a_line_a_layout(run_file: Path):
     result = verify(run_file, "--matrix", "1", "--steps", "1", "--dtype", "float32")
     assert result.exit_code == 0, result.output
@@ -95,6 +103,11 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
         (["--matrix", "2", "--set-b", "layout.zero=1"], ["--matrix", "leave one out"]),
         (["--set", "layout.tp=3"], ["tp=3", "4", "valid: 1, 2, 4"]),
         (["--steps", "0"], ["--steps"]),
+        (["--full", "--set", "layout.dp_shard=8", "--set", "layout.tp=3"], ["tp=3"]),
+        (
+            ["--set", "layout.dp_shard=128", "--set", "batch.global_batch=128"],
+            ["128 ranks", "at most 64", "lower their degrees"],
+        ),
     ],
 )
 def test_bad_input_is_refused(run_file: Path, arguments: list[str], said: list[str]):

@@ -121,7 +121,7 @@ def test_a_vocabulary_too_small_for_tp_is_refused():
 def test_a_length_that_passes_gives_every_rank_as_many_tokens(
     method: str, cp: int, tp: int, sequence_parallel: bool, times: int
 ):
-    ulysses = cp if method == "usp" else 1
+    ulysses = cp if method == "usp" and cp > 1 else 1
     layout = Layout(cp=cp, tp=tp, cp_method=method, ulysses_degree=ulysses, sequence_parallel=sequence_parallel)
     seq_len = times * sequence_cuts(layout)
     held = [

@@ -229,6 +229,21 @@ def test_a_run_resumed_on_other_layouts_sees_each_sample_once_and_learns_the_sam
         assert norm == pytest.approx(same_norm, rel=1e-4)
 
 
+def test_a_run_goes_on_cut_by_tensor_and_context_parallelism_and_learns_the_same(run_file, uninterrupted):
+    hops = [
+        ("layout.dp_shard=1", "layout.tp=2"),  # 2 query heads, and copies of the 1 kv head
+        ("layout.dp_shard=1", "layout.cp=2", "layout.zero=2"),
+        ("layout.dp_shard=2", "layout.tp=2", "layout.zero=3"),
+        ("layout.dp_shard=1", "layout.cp=2", "layout.cp_method=ulysses"),
+        ("layout.dp_shard=1", "layout.cp=2", "layout.tp=2", "layout.sequence_parallel=false", "layout.recompute=full"),
+    ]
+    for i, hop in enumerate(hops):
+        settings = [argument for setting in (*hop, f"steps={4 * i + 4}") for argument in ("--set", setting)]
+        train(run_file, *settings, *(["--resume"] if i else []))
+    for ours, theirs in zip(trajectory(run_file), trajectory(uninterrupted), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4), "step, loss and norm"
+
+
 def test_a_run_that_is_done_resumes_to_nothing(run_file, uninterrupted):
     before = (uninterrupted.parent / "out" / "metrics.jsonl").read_text()
     run = train(uninterrupted, "--resume")

@@ -1,6 +1,7 @@
 """shardloom verify: does the layout of a run file compute what one process computes?"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,8 +89,11 @@ def verify(
             ]
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
+    # Both sides train on one global batch: it is cut for the side with the larger microbatches.
+    coarse = max(configs, key=lambda each: each.batch.micro_batch)
+    case = whole(coarse, steps=steps, dtype=dtype) if full else cut(coarse, chosen, steps=steps, dtype=dtype)
     cases = [
-        whole(each, steps=steps, dtype=dtype) if full else cut(each, chosen, steps=steps, dtype=dtype)
+        replace(case, micro_batch=each.batch.micro_batch if full else min(each.batch.micro_batch, case.micro_batch))
         for each in configs
     ]
     with Verifier(timeout_s=timeout_s) as verifier:
@@ -179,9 +183,9 @@ def _matrix(verifier: "Verifier", case: "Case", chosen: Sequence["Layout"], json
 def _sizes(config: RunConfig, case: "Case") -> str:
     spec, whole = case.spec, config.model.spec()
     sizes = (
-        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} heads on {spec.n_kv_heads} kv heads, "
+        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
         f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
-        f"step, {case.steps} steps, {case.dtype}"
+        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
     )
     return sizes if spec == whole else f"cut to {sizes} (--full for the true sizes)"
 

@@ -10,6 +10,9 @@
 | `start_gather_tokens` | (B, t, D)    | (B, T, D)              | (n-1)/n X                                  |
 | `start_sum_tokens`    | (B, T, D)    | (B, t, D), of the sum  | (n-1)/n X                                  |
 
+All tokens may also be laid out as they travel, the shard of one rank after that of another, (n B, t, D): `by_rank`.
+That saves a copy, where nothing asks for their order.
+
 Shapes: B batch, T tokens, t tokens of a shard, D features.
 """
 
@@ -43,18 +46,23 @@ def start_sum(x: Tensor, group: dist.ProcessGroup) -> Sent:
     return Sent(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
-def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup) -> Sent:
-    """Put the token shards of all ranks one after another."""
+def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
+    """Put the token shards of all ranks one after another, in each sequence or, `by_rank`, in all."""
     n = group.size()
     gathered_nBtD = x_BtD.new_empty(n, *x_BtD.shape)
     work = all_gather_single(gathered_nBtD.flatten(0, 1), x_BtD.contiguous(), group=group, async_op=True)
+    if by_rank:
+        return Sent(work, lambda: gathered_nBtD.flatten(0, 1))
     return Sent(work, lambda: gathered_nBtD.transpose(0, 1).flatten(1, 2))
 
 
-def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup) -> Sent:
-    """Sum over the ranks, of which each keeps its token shard."""
+def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
+    """Sum over the ranks, of which each keeps its token shard; the tokens are laid out as for the gather."""
     n = group.size()
-    parts_nBtD = x_BTD.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
+    if by_rank:
+        parts_nBtD = x_BTD.unflatten(0, (n, -1)).contiguous()
+    else:
+        parts_nBtD = x_BTD.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
     if x_BTD.is_cuda:
         kept_BtD = torch.empty_like(parts_nBtD[0])
         work = reduce_scatter_single(kept_BtD, parts_nBtD.flatten(0, 1), group=group, async_op=True)

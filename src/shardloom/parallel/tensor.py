@@ -19,11 +19,12 @@ and with it, on token shards, all tokens exist only between the two products:
 The second pair of all-gathers in the backward pass is the price of not keeping the gathered inputs. Sources: Shoeybi
 et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.
 
-Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary.
+Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary. In the
+feed-forward network, which looks at each token alone, (B, T, F) may be (n B, t, F): see `TensorAxis.by_rank`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardloom.layout import Layout
 from shardloom.model.dropout import KeyedDropout
 from shardloom.model.transformer import Transformer
-from shardloom.parallel.collectives import start_gather_tokens, start_sum, start_sum_tokens
+from shardloom.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
 from shardloom.split.table import DECODER, how_split, split_dim, vocabulary_rows
 
 
@@ -48,6 +49,18 @@ class TensorAxis:
     group: dist.ProcessGroup
     token_shards: bool
     """Sequence parallelism: the residual stream is a shard of the tokens, (B, t, D)."""
+    by_rank: bool = False
+    """Where all tokens are together they are (n B, t, D), in the order of the shards, instead of (B, T, D)."""
+
+    def start_gather(self, x_BtD: Tensor) -> Sent:
+        """All tokens of the residual stream; only for token shards."""
+        return start_gather_tokens(x_BtD, self.group, self.by_rank)
+
+    def start_sum(self, x_BTD: Tensor) -> Sent:
+        """The sum over the ranks, as the residual stream holds it; without token shards, in place."""
+        if self.token_shards:
+            return start_sum_tokens(x_BTD, self.group, self.by_rank)
+        return start_sum(x_BTD, self.group)
 
     def own_tokens(self, positions_T: Tensor) -> Tensor:
         """Of something for every token, the part for this rank's token shard."""
@@ -57,6 +70,7 @@ class TensorAxis:
 def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     """Cut a model on the meta device over tp, in place; names of modules and parameters stay."""
     axis = TensorAxis(group, layout.token_shards)
+    unordered = replace(axis, by_rank=layout.token_shards)
     for name, parameter in list(model.named_parameters()):
         if split_dim(name) is not None:
             owner, _, attribute = name.rpartition(".")
@@ -65,11 +79,11 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
         for module in _modules_at(model, row.owner):
             there = [name for name in row.names if getattr(module, name, None) is not None]
             if there and row.how[0] in ("column", "kv_column"):
-                shared = SharedInput(axis)
+                shared = SharedInput(axis if row.mixes_tokens else unordered)
                 for name in there:
                     setattr(module, name, ColumnLinear(getattr(module, name), shared))
             elif there and row.how[0] == "row":
-                setattr(module, there[0], RowLinear(getattr(module, there[0]), axis))
+                setattr(module, there[0], RowLinear(getattr(module, there[0]), axis if row.mixes_tokens else unordered))
     rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank(), model.spec.n_kv_heads)
     embedding = VocabularyEmbedding(model.embedding, rows, axis)
     model.head = VocabularyHead(embedding if model.head is None else model.head, axis)  # type: ignore[assignment]
@@ -234,16 +248,15 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.has_bias = [bias is not None for bias in biases]
         ctx.save_for_backward(x_BTD, *weights)
         if axis.token_shards:
-            x_BTD = start_gather_tokens(x_BTD, axis.group).wait()
+            x_BTD = axis.start_gather(x_BTD).wait()
         return tuple(F.linear(x_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis = ctx.axis
         x_BTD, *weights = ctx.saved_tensors
-        gathering = start_gather_tokens(x_BTD, axis.group) if axis.token_shards else None
-        dx_BTD = _input_gradient(dys_BTF, weights)
-        summing = (start_sum_tokens if axis.token_shards else start_sum)(dx_BTD, axis.group)
+        gathering = axis.start_gather(x_BTD) if axis.token_shards else None
+        summing = axis.start_sum(_input_gradient(dys_BTF, weights))
         if gathering is not None:
             x_BTD = gathering.wait()
         x_ND = x_BTD.flatten(0, 1)
@@ -270,14 +283,13 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
         ctx.save_for_backward(x_BTF, weight_DF)
-        y_BTD = x_BTF @ weight_DF.T
-        return (start_sum_tokens if axis.token_shards else start_sum)(y_BTD, axis.group).wait()
+        return axis.start_sum(x_BTF @ weight_DF.T).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
-            dy_BTD = start_gather_tokens(dy_BTD, ctx.axis.group).wait()
+            dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         return dy_BTD @ weight_DF, dy_BTD.flatten(0, 1).T @ x_BTF.flatten(0, 1), None
 
 
@@ -288,11 +300,11 @@ class _SumOfRows(torch.autograd.Function):
     def forward(ctx: Any, x_BTD: Tensor, own_BT1: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis = axis
         ctx.save_for_backward(own_BT1)
-        return (start_sum_tokens if axis.token_shards else start_sum)(x_BTD * own_BT1, axis.group).wait()
+        return axis.start_sum(x_BTD * own_BT1).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, None, None]:
         (own_BT1,) = ctx.saved_tensors
         if ctx.axis.token_shards:
-            dy_BTD = start_gather_tokens(dy_BTD, ctx.axis.group).wait()
+            dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         return dy_BTD * own_BT1, None, None

@@ -1,6 +1,7 @@
 """Which layouts a model and a sequence can be cut into: the rules, with their arithmetic and the valid choices."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import lcm
 
 from shardloom.layout import Layout
@@ -10,7 +11,9 @@ from shardloom.split.table import vocabulary_rows
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty for a good one."""
-    return [*_tensor(spec, layout.tp), *_context(spec, layout), *_sequence(layout, seq_len)]
+    found = [*_tensor(spec, layout.tp), *_context(spec, layout)]
+    # Of a tp that cannot be, no length has to be a multiple.
+    return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1), seq_len))
 
 
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:

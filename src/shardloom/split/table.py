@@ -30,16 +30,18 @@ class Split:
     names: tuple[str, ...]
     how: tuple[How, ...]
     """One for each name; column and kv_column may stand in one row, others alone."""
+    mixes_tokens: bool = False
+    """What lies between column and row products looks at several tokens, so they have to be in their order."""
 
 
 DECODER = (
     Split("", ("embedding",), ("vocabulary",)),
     Split("", ("position_embedding",), ("tokens",)),
     Split("layers.*", ("attention_norm",), ("tokens",)),
-    Split("layers.*.attention", ("q", "k", "v"), ("column", "kv_column", "kv_column")),
+    Split("layers.*.attention", ("q", "k", "v"), ("column", "kv_column", "kv_column"), mixes_tokens=True),
     Split("layers.*.attention", ("q_norm",), ("heads",)),
     Split("layers.*.attention", ("k_norm",), ("heads",)),
-    Split("layers.*.attention", ("o",), ("row",)),
+    Split("layers.*.attention", ("o",), ("row",), mixes_tokens=True),
     Split("layers.*", ("ffn_norm",), ("tokens",)),
     Split("layers.*.ffn", ("gate", "up"), ("column", "column")),
     Split("layers.*.ffn", ("down",), ("row",)),

@@ -17,8 +17,8 @@ from shardloom.verify.trace import Quantity, Trace
 FLOORS = {"gradient": 0.01, "parameter": 0.1, "initial": 0.1}
 FLOAT64_LIMIT = 1e-10
 MULTIPLE = 4.0
-"""How much farther from float64 a layout may be than one process in the same dtype. Measured over the matrices of 2
-and 4 ranks: up to 1.9 times in float32 and 1.5 times in bfloat16."""
+"""How much farther from float64 a layout may be than one process in the same dtype. Measured over the matrix of 2
+ranks: up to 1.9 times in float32 and 1.5 times in bfloat16."""
 
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 

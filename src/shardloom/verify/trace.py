@@ -132,6 +132,8 @@ class Trace:
 
     def copies(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
         """Everything that more than one rank holds: what, and those ranks, grouped by the bits they hold."""
+        if len(self.ranks) == 1:
+            return
         for quantity in self.scalars:
             yield quantity, "", _groups((trace.scalars[quantity].hex(), rank) for rank, trace in enumerate(self.ranks))
         for quantity in self.quantities:

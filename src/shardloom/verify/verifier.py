@@ -21,6 +21,8 @@ from shardloom.verify.trace import RankTrace, Trace
 TrainRank = Callable[[Case, Layout, Path], RankTrace]
 
 TIMEOUT_S = 300.0
+MOST_RANKS = 64
+"""Every rank is a process of this machine, of 0.3 GiB and more."""
 
 
 class Verifier:
@@ -97,6 +99,12 @@ class Verifier:
 
 
 def _check(case: Case, layout: Layout) -> None:
+    if layout.world_size > MOST_RANKS:
+        raise LayoutError(
+            f"the layout has {layout.world_size} ranks ({compare.describe(layout)}), and each would be a process of "
+            f"this machine; at most {MOST_RANKS}: keep the axes and lower their degrees, as in --set "
+            f"layout.dp_shard=2, since what can be wrong with an axis is wrong with 2 ranks of it"
+        )
     case.accumulation(layout)
     if problems := rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
