@@ -104,7 +104,7 @@ class Layout:
             found.append(
                 f"layout.ulysses_degree={self.ulysses_degree} does not divide cp={self.cp} "
                 f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
-                f"{self.cp % self.ulysses_degree}); valid: {divisors(self.cp)}"
+                f"{self.cp % self.ulysses_degree}); valid: {divisors(self.cp).removeprefix('1, ')}"
             )
         if self.cp_method == "usp" and self.cp > 1 and self.ulysses_degree == 1:
             found.append(
