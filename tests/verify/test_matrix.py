@@ -34,7 +34,8 @@ def check(verifier: Verifier, case: Case, layout: Layout) -> None:
     report = verifier.parity(case, layout)
     assert report.equal, (layout, report.differing or report.worst)
     # Sums of at most 128 tokens in another order, in 14 layers of products.
-    assert report.worst_error < 1e-12, (layout, report.worst)
+    strict = [row for row in report.rows if row.tolerance <= 1e-10]
+    assert max(row.error for row in strict) < 1e-12, (layout, report.worst)
 
 
 def test_the_layouts_of_two_ranks_are_these():
@@ -91,3 +92,12 @@ def test_layouts_of_eight_ranks_train_as_one_process_does(verifier: Verifier, la
 )
 def test_every_choice_of_the_model_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):
     check(verifier, replace(CASE, spec=replace(EVEN, **changes)), layout)
+
+
+def test_adam_may_step_anywhere_where_the_gradient_is_rounding_alone_and_nowhere_else(verifier: Verifier):
+    biased = replace(CASE, spec=replace(EVEN, bias=True, positions="learned"), optimizer=OptimizerSection(lr=0.1))
+    report = verifier.parity(biased, Layout(tp=2))
+    assert report.equal, report.worst
+    loose = {(row.quantity.kind, row.quantity.training, row.name) for row in report.rows if row.tolerance > 1e-10}
+    assert loose == {("parameter", "adamw", f"layers.{layer}.attention.k.bias") for layer in range(EVEN.n_layers)}
+    assert "AdamW's steps of it" in report.rows[0].reason

@@ -227,6 +227,42 @@ def of_dealing(microbatches: int) -> Tolerance:
     return Tolerance(lambda quantity, name: limit, reason)
 
 
+def with_adams_noise(tolerance: Tolerance, case: Case, expected: Trace) -> Tolerance:
+    """The same, but where a parameter's gradient is zero by mathematics, as that of a key's bias.
+
+    Adam divides such a gradient, which is rounding and nothing else, by its own size, and so makes steps of it that no
+    two summation orders share. They are bounded by the rate; gradients and SGD are held to `tolerance` as all are.
+    """
+    noise = _rounding_alone(expected)
+    if not noise:
+        return tolerance
+    # Two that step apart by 2 lr each time, over the floor of the error.
+    bound = 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
+
+    def limit(quantity: Quantity, name: str) -> float:
+        steps_of_noise = quantity.kind == "parameter" and quantity.training == "adamw" and name in noise
+        return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
+
+    reason = (
+        f"{tolerance.reason}; for {len(noise)} parameters whose gradient is zero but for rounding, AdamW's steps of "
+        f"it: 2 x lr {case.optimizer.lr:g} x {case.steps} steps over the floor = {bound:.1e}"
+    )
+    return Tolerance(limit, reason)
+
+
+def _rounding_alone(trace: Trace) -> set[str]:
+    """Names of parameters whose gradient is nowhere more than a billionth of what it would be at the mean square of
+    all."""
+    found = set(trace.shapes())
+    for quantity in trace.quantities:
+        if quantity.kind == "gradient" and found:
+            tensors = {name: trace.tensor(quantity, name) for name in trace.shapes()}
+            norms = {name: (float(t.double().norm()), t.numel()) for name, t in tensors.items() if t is not None}
+            mean_square = sum(norm**2 for norm, _ in norms.values()) / max(sum(n for _, n in norms.values()), 1)
+            found &= {name for name, (norm, n) in norms.items() if norm <= 1e-9 * math.sqrt(mean_square * n)}
+    return found
+
+
 def rows(found: Errors, tolerance: Tolerance, kind: str | None = None) -> list[Row]:
     """Errors beside their tolerances; `kind` replaces that of the quantities."""
     return [

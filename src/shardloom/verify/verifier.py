@@ -53,14 +53,12 @@ class Verifier:
         with tempfile.TemporaryDirectory(prefix="shardloom-verify-") as folder:
             found = self._run(self.train, layout.world_size, Path(folder), case, layout)
             if against is None:
-                rows = compare.rows(
-                    compare.errors(found, self._alone(replace(case, dtype="float64"))), self._tolerance(case)
-                )
-                name = "one process"
+                expected, sides, name = self._alone(replace(case, dtype="float64")), 1, "one process"
             else:
                 expected = self._keep(against, self.train, against[1].world_size, *against)
-                rows = compare.rows(compare.errors(found, expected), self._tolerance(case, sides=2))
-                name = compare.describe(against[1])
+                sides, name = 2, compare.describe(against[1])
+            tolerance = compare.with_adams_noise(self._tolerance(case, sides), case, expected)
+            rows = compare.rows(compare.errors(found, expected), tolerance)
             if case.dtype == "bfloat16" and layout.data_ranks > 1:
                 rows += self._dealing(case, layout, found)
             n_copies, differing = compare.differing_copies(found)
