@@ -74,6 +74,13 @@ def test_layouts_of_eight_ranks_train_as_one_process_does(verifier: Verifier, la
     check(verifier, CASE, layout)
 
 
+def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifier):
+    # 61 rows on 4 ranks of tp are 16, 16, 16 and 13; of 2 ranks that share 13, one has 7 and one 6.
+    uneven = replace(CASE, spec=replace(EVEN, vocab_size=61, d_ffn=28))
+    for zero in (1, 3):
+        check(verifier, uneven, Layout(dp_shard=2, tp=4, zero=zero, sequence_parallel=True))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -42,7 +42,7 @@ class ParallelModel:
     def vocabulary(self) -> range:
         """The token ids whose logits the forward pass gives on this rank."""
         spec = self.module.spec
-        return vocabulary_rows(spec.vocab_size, self.layout.tp, self._coordinate("tp"), spec.n_kv_heads)
+        return vocabulary_rows(spec.vocab_size, self.layout.tp, self._coordinate("tp"))
 
     def positions(self, seq_len: int) -> Tensor | None:
         """The places in the sequence of the tokens that this rank holds, in its order; None if it holds all."""

@@ -7,7 +7,7 @@ Parameters lie on a DeviceMesh, whose axes say along which ranks they are cut or
 | `pp`, `tp`             | those of the layout                                                                |
 | `replicas`             | dp_replicate: each has a copy of the state; under ZeRO-0 of cp too                 |
 | `share`                | dp_shard x cp: those among which ZeRO shares out the state; under ZeRO-0 one rank  |
-| `tp_kv`, `tp_copies`   | in place of `tp` with fewer kv heads than ranks: heads are dealt out, and copied   |
+| `tp_kv`, `tp_copies`   | tp in two, with fewer kv heads than ranks: heads are dealt out, and copied         |
 
 Axes of one rank are left out, for each costs a process group; but `share` is always there, and `tp_kv` where
 `tp_copies` is.

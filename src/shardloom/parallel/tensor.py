@@ -71,10 +71,12 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
     """Cut a model on the meta device over tp, in place; names of modules and parameters stay."""
     axis = TensorAxis(group, layout.token_shards)
     unordered = replace(axis, by_rank=layout.token_shards)
+    copied = "tp_copies" in (mesh.mesh_dim_names or ())
+    flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
     for name, parameter in list(model.named_parameters()):
         if split_dim(name) is not None:
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, _cut(name, parameter, mesh))
+            setattr(model.get_submodule(owner), attribute, _cut(name, parameter, mesh, flat))
     for row in DECODER:
         for module in _modules_at(model, row.owner):
             there = [name for name in row.names if getattr(module, name, None) is not None]
@@ -84,7 +86,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
                     setattr(module, name, ColumnLinear(getattr(module, name), shared))
             elif there and row.how[0] == "row":
                 setattr(module, there[0], RowLinear(getattr(module, there[0]), axis if row.mixes_tokens else unordered))
-    rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank(), model.spec.n_kv_heads)
+    rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
     embedding = VocabularyEmbedding(model.embedding, rows, axis)
     model.head = VocabularyHead(embedding if model.head is None else model.head, axis)  # type: ignore[assignment]
     model.embedding = embedding  # type: ignore[assignment]
@@ -100,7 +102,7 @@ def _modules_at(model: nn.Module, path: str) -> list[nn.Module]:
     return found
 
 
-def _cut(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _cut(name: str, parameter: nn.Parameter, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
     """This rank's part of a parameter, without values, as a DTensor over tp that knows the whole one's size."""
     dim = split_dim(name)
     assert dim is not None
@@ -108,9 +110,11 @@ def _cut(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     placements: list[Placement]
     if "tp" in (mesh.mesh_dim_names or ()):
         line, placements = mesh["tp"], [Shard(dim)]
+    elif how_split(name) == "kv_column":
+        line, placements = mesh["tp_kv", "tp_copies"], [Shard(dim), Replicate()]
     else:
-        inner = Replicate() if how_split(name) == "kv_column" else Shard(dim)
-        line, placements = mesh["tp_kv", "tp_copies"], [Shard(dim), inner]
+        # Not Shard on both: with uneven parts PyTorch then has wrong offsets for what FSDP shares out of them.
+        line, placements = flat, [Shard(dim)]
     shape, _ = compute_local_shape_and_global_offset(parameter.shape, line, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(

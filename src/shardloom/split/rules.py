@@ -47,7 +47,7 @@ def tp_divides(spec: ModelSpec, tp: int) -> bool:
 
 
 def _vocabulary_reaches(spec: ModelSpec, tp: int) -> bool:
-    return all(vocabulary_rows(spec.vocab_size, tp, rank, spec.n_kv_heads) for rank in range(tp))
+    return all(vocabulary_rows(spec.vocab_size, tp, rank) for rank in range(tp))
 
 
 def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:

@@ -93,18 +93,10 @@ def kv_copies(n_kv_heads: int, tp: int) -> int:
     return max(1, tp // n_kv_heads)
 
 
-def vocabulary_rows(vocab_size: int, tp: int, tp_rank: int, n_kv_heads: int) -> range:
+def vocabulary_rows(vocab_size: int, tp: int, tp_rank: int) -> range:
     """The rows of embedding and head that a rank has: equal shares, rounded up, and what is left at the end.
 
-    The matrices keep their true size, in memory as in checkpoints: no row is added to make the shares equal. Where kv
-    heads are copied, rows are dealt out over the two parts of tp one after the other.
+    The matrices keep their true size, in memory as in checkpoints: no row is added to make the shares equal.
     """
-    copies = kv_copies(n_kv_heads, tp)
-    outer, inner = divmod(tp_rank, copies)
-    rows = _share(range(vocab_size), tp // copies, outer)
-    return _share(rows, copies, inner)
-
-
-def _share(rows: range, n: int, i: int) -> range:
-    share = -(-len(rows) // n)
-    return rows[i * share : (i + 1) * share]
+    share = -(-vocab_size // tp)
+    return range(vocab_size)[tp_rank * share : (tp_rank + 1) * share]
