@@ -86,7 +86,7 @@ class Layout:
         if fold % self.ep:
             found.append(
                 f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
-                f"{self.tp} = {fold}; valid: {divisors(fold)}"
+                f"{self.tp} = {fold}; valid: {_divisors(fold)}"
             )
         if self.zero == 0 and self.dp_shard > 1:
             found.append(
@@ -104,12 +104,12 @@ class Layout:
             found.append(
                 f"layout.ulysses_degree={self.ulysses_degree} does not divide cp={self.cp} "
                 f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
-                f"{self.cp % self.ulysses_degree}); valid: {divisors(self.cp).removeprefix('1, ')}"
+                f"{self.cp % self.ulysses_degree}); valid: {_divisors(self.cp).removeprefix('1, ')}"
             )
         if self.cp_method == "usp" and self.cp > 1 and self.ulysses_degree == 1:
             found.append(
                 f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that deals out heads; "
-                f"valid: {divisors(self.cp).removeprefix('1, ')}; with 1 it would be cp_method='zigzag'"
+                f"valid: {_divisors(self.cp).removeprefix('1, ')}; with 1 it would be cp_method='zigzag'"
             )
         if self.cp_method != "usp" and self.ulysses_degree != 1:
             found.append(
@@ -251,6 +251,5 @@ class _Box:
             yield tuple(self.rank_at({**rest, **there}) for there in self.span(along))
 
 
-def divisors(n: int) -> str:
-    """`1, 2, 3, 6` for 6: the valid choices of many a rule."""
+def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

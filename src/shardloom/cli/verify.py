@@ -116,9 +116,8 @@ def _configs(
     if overrides_b is None:
         return [config]
     other = load(run_file, [*overrides, *overrides_b])
-    changed = [
-        key for key in _flat(config.model_dump()) if _flat(config.model_dump())[key] != _flat(other.model_dump())[key]
-    ]
+    one, two = _flat(config.model_dump()), _flat(other.model_dump())
+    changed = [key for key in one if one[key] != two[key]]
     if wrong := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
         raise ConfigError(
             f"--set-b changes {', '.join(wrong)}, which makes it another training, not another layout of the same; "

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from shardloom.layout import Layout
 from shardloom.parallel.mesh import Groups
+from shardloom.parallel.norm import local_part
 from shardloom.split.table import summed_over
 
 
@@ -21,7 +21,7 @@ def sum_copies(parameters: Mapping[str, nn.Parameter], layout: Layout, n_kv_head
     """Add up, in place, the parts of gradients that copies hold: one all-reduce for each group of ranks."""
     for over, group in (("tp", groups.tp), ("tp_copies", groups.tp_copies)):
         parts = [
-            _local(parameter.grad)
+            local_part(parameter.grad)
             for name, parameter in parameters.items()
             if parameter.grad is not None and summed_over(name, layout, n_kv_heads) == over
         ]
@@ -30,7 +30,3 @@ def sum_copies(parameters: Mapping[str, nn.Parameter], layout: Layout, n_kv_head
             dist.all_reduce(flat, group=group)
             for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                 part.copy_(summed.view_as(part))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -37,9 +37,10 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients, in place, by min(1, max_norm / norm); `norm` is that of `gradient_norm`."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, as a plain one over the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
