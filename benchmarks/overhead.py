@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME] [--write]
 
 Same model, same batch, same optimizer, fp32, one thread a rank. Ours on one process, data parallel on 2 and sharded
-on 2 stand beside plain loops that do the same; tensor and context parallelism beside the plain loop on one process,
-for what they add is communication and work done twice. Each round runs all of them, interleaved, as fresh processes;
+on 2 stand beside plain loops that do the same; tensor, context and pipeline parallelism beside the plain loop on one
+process, for what they add is communication and work done twice. Each round runs all of them, interleaved, as fresh processes;
 the machine's drift then hits ours and theirs alike. What counts is the ratio of CPU-seconds a step, summed over
 ranks, within a round. Ours does what the plain loops do not: counts target tokens over the ranks, takes and clips the
 true gradient norm, reads token shards ahead, listens for signals, logs. `--write` puts the result, with date and
@@ -43,6 +43,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-allgather": {"cp": 2, "cp_method": "allgather"},
     "cp2-ulysses": {"cp": 2, "cp_method": "ulysses"},
     "dp2-tp2": {"dp_replicate": 2, "tp": 2, "sequence_parallel": False},
+    "pp2-afab": {"pp": 2, "schedule": "afab"},
+    "pp2-1f1b": {"pp": 2, "schedule": "1f1b"},
+    "pp2-zb-h1": {"pp": 2, "schedule": "zb-h1"},
 }
 PLAIN = ("single", "ddp", "fsdp")
 WARMUP = 3
@@ -119,7 +122,7 @@ def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
     """One run as fresh processes: tokens/s from the best and the median step, CPU-seconds a step over all ranks."""
     import plain
 
-    degrees = ("dp_replicate", "dp_shard", "tp", "cp")
+    degrees = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     world = math.prod(LAYOUTS[kind].get(axis, 1) for axis in degrees)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

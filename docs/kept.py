@@ -24,7 +24,8 @@ from torch import Tensor
 
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
-from shardloom.parallel.apply import ParallelModel, apply
+from shardloom.parallel.apply import apply
+from shardloom.parallel.model import ParallelModel
 
 
 def formula_bytes(spec: ModelSpec, layout: Layout) -> float:

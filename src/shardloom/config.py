@@ -20,6 +20,7 @@ from shardloom.layout import Layout, accumulation
 from shardloom.model.presets import resolve
 from shardloom.model.spec import ModelSpec, RopeScaling, descriptions
 from shardloom.split.rules import problems as split_problems
+from shardloom.split.stages import schedule_problems
 
 
 class Section(BaseModel):
@@ -94,7 +95,7 @@ class BatchSection(Section):
 
 
 class LayoutSection(Section):
-    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp."""
+    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp."""
 
     dp_replicate: Positive = Field(1, description="replicas; each reads its own samples and holds a full copy")
     dp_shard: Positive = Field(1, description="ranks that read their own samples and, under ZeRO, shard the state")
@@ -119,10 +120,25 @@ class LayoutSection(Section):
     recompute: Literal["none", "full"] = Field(
         "none", description="full: keep only each block's input and compute the block again in the backward pass"
     )
+    pp: Positive = Field(1, description="ranks that deal out the layers, in stages; each microbatch goes through all")
+    schedule: Literal[
+        "afab", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v", "auto"
+    ] = Field("1f1b", description="pp only: the order of forward and backward passes; `shardloom schedule` draws it")
+    virtual_stages: Positive = Field(1, description="interleaved-1f1b only: stages of each rank")
+    stage_layers: list[Positive] | None = Field(
+        None, description="pp only: layers of each stage in order; if not given, cut so that stages cost the same"
+    )
+    zero_pp_gather: Literal["step", "microbatch"] = Field(
+        "step",
+        description="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward "
+        "pass, or for each pass of a microbatch, which needs less memory and sends more",
+    )
 
     def layout(self) -> Layout:
         """The arithmetic of these degrees. Raises LayoutError."""
         values = {key: value for key, value in self.model_dump().items() if value is not None}
+        if self.stage_layers is not None:
+            values["stage_layers"] = tuple(self.stage_layers)
         return Layout(**{"zero": 3 if self.dp_shard > 1 else 0, "sequence_parallel": self.tp > 1, **values})
 
 
@@ -226,7 +242,8 @@ class RunConfig(Section):
         except ConfigError as error:
             found += error.problems
         try:
-            _ = self.accumulation
+            layout = self.layout.layout()
+            found += schedule_problems(layout, self.accumulation)
             if spec is not None and not spec.problems():
                 found += split_problems(spec, self.layout.layout(), self.batch.seq_len)
         except LayoutError as error:

@@ -4,6 +4,7 @@
     ├── InputError (ValueError)    exit code 2: something the user gave cannot be used
     │   ├── ConfigError            the run file, or a --set
     │   ├── LayoutError            degrees that cannot be laid over the ranks or the model
+    │   ├── ScheduleError          a pipeline schedule that cannot be built or cannot run
     │   ├── DataError              text, token shards, tokenizer
     │   └── CheckpointError        missing, damaged, or of another run
     │       └── DamagedError       what is on the disk is not what was written
@@ -39,6 +40,10 @@ class ConfigError(InputError):
 
 class LayoutError(InputError):
     """Degrees that do not fit the number of ranks, the batch or the model."""
+
+
+class ScheduleError(InputError):
+    """A pipeline schedule that cannot be built, read or run."""
 
 
 class DataError(InputError):

@@ -27,6 +27,8 @@ from itertools import product
 from math import prod
 
 from shardloom.errors import LayoutError
+from shardloom.schedule import build
+from shardloom.schedule.placement import paths
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
@@ -35,6 +37,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 ZERO_STAGES = (0, 1, 2, 3)
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "full")
+ZERO_PP_GATHER = ("step", "microbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,9 @@ class Layout:
     `cp_method`: how tokens are dealt over `cp` and how attention reaches all of them; `ulysses_degree` is the part of
     `cp` that "usp" gives to Ulysses.
     `recompute`: what the backward pass computes again instead of keeping it: nothing, or every block.
+    `schedule`, `virtual_stages`: the order of a pipeline's work (`shardloom.schedule`), and the stages of a rank where
+    the schedule leaves that open. `stage_layers`: layers of each stage in order; None: by cost (`split.stages`).
+    `zero_pp_gather`: under ZeRO-3 with pp, whether a stage is gathered once a "step" or for each "microbatch".
 
     Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
     """
@@ -63,6 +69,10 @@ class Layout:
     cp_method: str = "zigzag"
     ulysses_degree: int = 1
     recompute: str = "none"
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    zero_pp_gather: str = "step"
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -72,12 +82,18 @@ class Layout:
         """Every rule this layout breaks, one sentence each; empty for a good one."""
         found = [
             f"layout.{axis}={self.degree(axis)}: a degree is a number of ranks, 1 or more"
-            for axis in (*DENSE_AXES, "ep", "ulysses_degree")
+            for axis in (*DENSE_AXES, "ep", "ulysses_degree", "virtual_stages")
             if self.degree(axis) < 1
         ]
         if self.zero not in ZERO_STAGES:
             found.append(f"layout.zero={self.zero}: the stages of ZeRO are 0, 1, 2 and 3")
-        for name, valid in (("cp_method", CP_METHODS), ("recompute", RECOMPUTE)):
+        choices = {
+            "cp_method": CP_METHODS,
+            "recompute": RECOMPUTE,
+            "schedule": build.NAMES,
+            "zero_pp_gather": ZERO_PP_GATHER,
+        }
+        for name, valid in choices.items():
             if getattr(self, name) not in valid:
                 found.append(f"layout.{name}={getattr(self, name)!r} is not known; valid: {', '.join(valid)}")
         if found:
@@ -116,7 +132,17 @@ class Layout:
                 f"layout.ulysses_degree={self.ulysses_degree} is for cp_method='usp', and cp_method is "
                 f"{self.cp_method!r}; leave it out, or set cp_method='usp'"
             )
-        return found
+        return found + list(self._pipeline_problems())
+
+    def _pipeline_problems(self) -> Iterator[str]:
+        if self.pp == 1:
+            for name, default in (("schedule", "1f1b"), ("virtual_stages", 1), ("stage_layers", None)):
+                if getattr(self, name) != default:
+                    yield f"layout.{name}={getattr(self, name)!r} is for a pipeline, and layout.pp is 1; leave it out"
+            return
+        # Of the microbatches, which a layout does not know, so many that no schedule minds.
+        for problem in build.problems(self.schedule, self.pp, 2 * self.pp, self.virtual_stages):
+            yield f"layout.schedule: {problem}"
 
     @property
     def world_size(self) -> int:
@@ -142,6 +168,21 @@ class Layout:
     def token_shards(self) -> bool:
         """Whether sequence parallelism has anything to cut."""
         return self.sequence_parallel and self.tp > 1
+
+    @property
+    def ways(self) -> tuple[tuple[int, ...], ...]:
+        """The ways microbatches take through the pipeline: for each, the rank of `pp` of every stage in order."""
+        return paths(self.schedule, self.pp, self.virtual_stages)
+
+    @property
+    def n_stages(self) -> int:
+        """Into how many stages the layers are cut."""
+        return len(self.ways[0])
+
+    @property
+    def regathers(self) -> bool:
+        """Whether ZeRO-3 frees what it has gathered after each pass of a microbatch."""
+        return self.zero == 3 and (self.pp == 1 or self.zero_pp_gather == "microbatch")
 
     @property
     def expert_dp_shard(self) -> int:

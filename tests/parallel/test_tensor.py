@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from shardloom.layout import Layout
-from shardloom.parallel.apply import ParallelModel, apply
+from shardloom.parallel.apply import apply
 from shardloom.parallel.loss import vocabulary_loss_sum
+from shardloom.parallel.model import ParallelModel
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import SPEC

@@ -89,8 +89,8 @@ def held_bytes(layout: Layout) -> dict[str, int]:
     between_steps = _alive() - state
     batch = local_batch(2, data_rank, layout.data_ranks, ACCUMULATION)
     trainer.model.module.train()
-    trainer.model.engine.begin_microbatch(last=False)
-    trainer.loss_sum(trainer.model.engine(batch.tokens_ABT[0]), batch.targets_ABT[0]).backward()
+    trainer.model.runner.engine.begin_microbatch(last=False)
+    trainer.loss_sum(trainer.model.runner.engine(batch.tokens_ABT[0]), batch.targets_ABT[0]).backward()
     # Python sees a gradient once it is asked for.
     assert all(p.grad is not None or layout.zero >= 2 for p in trainer.model.module.parameters())
     between_microbatches = _alive() - state - _alive_in(batch)

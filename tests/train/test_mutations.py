@@ -18,7 +18,6 @@ from tests.mutation import Mutation, mutated
 from tests.train.worlds import CASE, SPEC, train_mutated
 
 TRAINER, APPLY, DATA = "shardloom.train.step:Trainer", "shardloom.parallel.apply", "shardloom.parallel.data"
-VERIFIED = "shardloom.verify.rank"  # where the `apply` that is verified is looked up
 NORMALISED = "self.loss_sum(logits_BTV, targets_BT) / n_targets"
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_replicate=2),
@@ -26,7 +25,7 @@ ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_shard=2, zero=2),
     Layout(dp_shard=2, zero=3),
 )
-NO_SUM_OF_COPIES: Mutation = (APPLY, "sum_copies", "if parts and group is not None:", "if False:")
+NO_SUM_OF_COPIES: Mutation = ("shardloom.parallel.model", "sum_copies", "if parts and group is not None:", "if False:")
 HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
 ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="ulysses")
@@ -97,8 +96,8 @@ BUGS = {
         [ZIGZAG, RING],
     ),
     "14: rotary positions of the shard": Bug(
-        (TRAINER, "_own_tokens", "return own, positions_T.to(self.device, non_blocking=True)",
-         "return own, torch.arange(len(positions_T))"),
+        (TRAINER, "_microbatches", "positions_T = positions_T.to(self.device, non_blocking=True)",
+         "positions_T = torch.arange(len(positions_T))"),
         [ZIGZAG, RING, ULYSSES],
     ),
     "15: dropout is redrawn in the recomputation": Bug(
@@ -126,7 +125,7 @@ BUGS = {
         NO_SUM_OF_COPIES, [TP, Layout(tp=4)], spec={"n_kv_heads": 1}
     ),
     "25: with one data rank, gradients are not reduced over cp": Bug(
-        (VERIFIED, "apply", "groups.tokens is None else", "groups.data is None else"),
+        (APPLY, "_engine", "groups.tokens is None else", "groups.data is None else"),
         [ZIGZAG, ULYSSES],
     ),
     "26: the last microbatch does not reshard": Bug(

@@ -9,6 +9,7 @@ from shardloom.cli import data
 from shardloom.cli.quickstart import quickstart
 from shardloom.cli.report import report
 from shardloom.cli.sample import sample
+from shardloom.cli.schedule import schedule
 from shardloom.cli.train import train
 from shardloom.cli.verify import verify
 
@@ -24,6 +25,7 @@ app.command()(quickstart)
 app.add_typer(data.app, name="data")
 app.command()(train)
 app.command()(verify)
+app.command()(schedule)
 app.command()(report)
 app.command()(sample)
 

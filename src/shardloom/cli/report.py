@@ -8,10 +8,14 @@ import typer
 from rich.markup import escape
 
 from shardloom.cli.common import console, print_json, verb
+from shardloom.errors import InputError
 from shardloom.report.curves import draw_curves
 from shardloom.report.headline import Headline, headline, layout_in_words, model_in_words, percent
 from shardloom.report.page import write_page
-from shardloom.report.run import read_run
+from shardloom.report.run import RunRecord, read_run
+from shardloom.report.timeline import PipelineNumbers
+from shardloom.schedule.draw import draw
+from shardloom.schedule.trace import write_trace
 from shardloom.units import format_bytes, format_count, format_seconds
 
 
@@ -27,13 +31,22 @@ def report(
         Path | None,
         typer.Option(metavar="FILE.png|svg", help="the curves alone; RUN_DIR/curves.png if not given"),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg|json",
+            help="the timeline of the pipeline alone, as a picture or for ui.perfetto.dev; "
+            "RUN_DIR/timeline.svg if not given",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="print the numbers as one JSON document, and nothing else")
     ] = False,
 ) -> None:
     """Show what a run came to: its numbers, its curves, and one page to keep or to send.
 
-    The page needs no other file and no network; it can be made while the run goes on.
+    The page needs no other file and no network; it can be made while the run goes on. Of a run with layout.pp it shows
+    a step of the pipeline too, as planned and as measured.
 
     shardloom report runs/debug
 
@@ -41,16 +54,36 @@ def report(
     """
     run = read_run(run_dir)
     page, curves = out or run.folder / "report.html", picture or run.folder / "curves.png"
+    drawing = _place_of_timeline(run, timeline)
     draw_curves(run, curves)
     write_page(run, page)
+    files = {"page": str(page), "picture": str(curves)}
+    if run.pipeline is not None and drawing is not None:
+        (draw if drawing.suffix.lower() == ".svg" else write_trace)(run.pipeline.timelines, drawing)
+        files["timeline"] = str(drawing)
     told = headline(run)
     if json:
-        print_json({**dataclasses.asdict(told), "page": str(page), "picture": str(curves)})
+        print_json({**dataclasses.asdict(told), **files})
         return
     console.print(f"[bold]{escape(model_in_words(run))}, on {escape(layout_in_words(run.config.layout.layout()))}[/]")
-    rows = {**_rows(told), "page": str(page), "picture": str(curves)}
+    rows = {**_rows(told), **files}
     for name, value in rows.items():
         console.print(f"  {name:<14} {value}", markup=False, soft_wrap=True)
+
+
+def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
+    """Where the timeline of the pipeline goes; None where there is none. Raises InputError if one is asked for then,
+    and for another suffix than those of a picture and a trace."""
+    if run.pipeline is not None:
+        place = asked or run.folder / "timeline.svg"
+        if place.suffix.lower() not in (".svg", ".json"):
+            raise InputError(f"--timeline {place}: a picture is named *.svg, a trace *.json")
+        return place
+    if asked is not None:
+        pp = run.config.layout.pp
+        why = "layout.pp is 1" if pp == 1 else f"no step has been recorded by all {pp} ranks of the pipeline yet"
+        raise InputError(f"--timeline {asked}: {run.folder} has no timeline, as {why}; leave it out")
+    return None
 
 
 def _rows(told: Headline) -> dict[str, str]:
@@ -75,4 +108,13 @@ def _rows(told: Headline) -> dict[str, str]:
             f"{format_seconds(told.training_s)}: data {share['data']}, forward + backward "
             f"{share['forward_backward']}, optimizer {share['optimizer']}"
         )
+    if told.pipeline is not None:
+        rows["pipeline"] = _bubbles(told.pipeline)
     return rows
+
+
+def _bubbles(told: PipelineNumbers) -> str:
+    return (
+        f"{told.schedule}: bubble {told.bubble_measured:.1%} measured, {told.bubble_planned:.1%} planned "
+        f"(step {told.step:,}, {format_seconds(told.makespan_s)})"
+    )

@@ -100,8 +100,7 @@ class Transformer(nn.Module):
         the order in the tensor. `dropout_keys_B` come from `random.sample_keys`; without them, or in
         evaluation, nothing is dropped. Raises InputError if T exceeds `max_seq_len`.
         """
-        x_BTD = self.hidden(tokens_BT, positions_T, dropout_keys_B)
-        return F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+        return self.logits(self.hidden(tokens_BT, positions_T, dropout_keys_B))
 
     def hidden(
         self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
@@ -115,16 +114,29 @@ class Transformer(nn.Module):
             )
         if positions_T is None:
             positions_T = torch.arange(n_tokens, device=tokens_BT.device)
+        x_BTD = self.embed(tokens_BT, positions_T, dropout_keys_B)
+        x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
+        return cast(Tensor, self.norm(x_BTD))
+
+    def embed(self, tokens_BT: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
+        """What the first layer reads, (B, T, D)."""
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_T)
         keys_B = None if dropout_keys_B is None else site_keys(dropout_keys_B, _EMBEDDING_SITE, 1)[0]
-        x_BTD = self.dropout(x_BTD, keys_B, positions_T)
+        return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
+
+    def run_layers(self, x_BTD: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
+        """Through the layers, one after another; (B, T, D) -> (B, T, D)."""
         uses_rope = self.spec.positions == "rope"
         rotary_2TC = rotary_table(self.spec, positions_T, x_BTD.dtype) if uses_rope else None
         for name, block in self.layers.items():
             x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(dropout_keys_B, int(name)))
-        return cast(Tensor, self.norm(x_BTD))
+        return x_BTD
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """The head, or the embedding in its place; (B, T, D) -> (B, T, V)."""
+        return F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
 
 
 def layer_site_keys(dropout_keys_B: Tensor | None, layer: int) -> Tensor | None:

@@ -1,97 +1,28 @@
 """Everything that is done to a model to make it parallel, in the one order in which it is done."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Block, Transformer
 from shardloom.parallel.context import ContextAttention
-from shardloom.parallel.copies import sum_copies
-from shardloom.parallel.data import DataEngine, Replicas, Single, needs_sharding, shard
+from shardloom.parallel.data import DataEngine, Replicas, Sharded, Single, needs_sharding, shard
 from shardloom.parallel.initialise import materialise
 from shardloom.parallel.mesh import Groups, build_groups, build_mesh
+from shardloom.parallel.model import ParallelModel
+from shardloom.parallel.pipeline import Pipeline, Stage
+from shardloom.parallel.run import OneByOne, Runner
+from shardloom.parallel.stage import StageModel, cut_stages
+from shardloom.parallel.stage_data import StageEngine, StageReplicas, StageShards
 from shardloom.parallel.tensor import plain_parameters, split_model
-from shardloom.split.sequence import spans
-from shardloom.split.table import vocabulary_rows
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """A model laid over the ranks. `module` has the plain names; `engine` runs it and reduces its gradients."""
-
-    module: Transformer
-    engine: DataEngine
-    layout: Layout
-    mesh: DeviceMesh
-    groups: Groups
-    named_parameters: dict[str, nn.Parameter]
-    """What is optimised and saved, by its global name. Under FSDP these are the shards, and only these: while a
-    block is gathered, `module.named_parameters()` gives the whole tensors in their place."""
-    plain_parameters: dict[str, nn.Parameter]
-    """Where the module works with plain tensors in the place of DTensors: those, over the same memory."""
-
-    @property
-    def vocabulary(self) -> range:
-        """The token ids whose logits the forward pass gives on this rank."""
-        spec = self.module.spec
-        return vocabulary_rows(spec.vocab_size, self.layout.tp, self._coordinate("tp"))
-
-    def positions(self, seq_len: int) -> Tensor | None:
-        """The places in the sequence of the tokens that this rank holds, in its order; None if it holds all."""
-        layout = self.layout
-        if layout.cp == 1:
-            return None
-        ring, ulysses = self._coordinate("cp_ring"), self._coordinate("cp_ulysses")
-        held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, ring, ulysses)
-        return torch.cat([torch.arange(span.start, span.stop, span.step) for span in held])
-
-    def sum_over_tokens(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed, in place, over the ranks that hold different tokens."""
-        if self.groups.tokens is not None:
-            dist.all_reduce(tensor, group=self.groups.tokens)
-        return tensor
-
-    def sum_over_samples(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed, in place, over the ranks that read different samples."""
-        if self.groups.data is not None:
-            dist.all_reduce(tensor, group=self.groups.data)
-        return tensor
-
-    def complete_gradients(self) -> None:
-        """Make `.grad` of `named_parameters` the gradient of the global batch; once, after the last backward pass."""
-        for name, plain in self.plain_parameters.items():
-            whole = self.named_parameters[name]
-            assert isinstance(whole, DTensor)
-            assert plain.grad is not None
-            whole.grad = DTensor.from_local(
-                plain.grad,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
-        sum_copies(self.named_parameters, self.layout, self.module.spec.n_kv_heads, self.groups)
-
-    def forget_gradients(self) -> None:
-        """Let the gradients go, or zero those whose memory is kept."""
-        if self.engine.keeps_gradients:
-            held = self.named_parameters | self.plain_parameters
-            torch._foreach_zero_([parameter.grad for parameter in held.values() if parameter.grad is not None])
-            return
-        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values()):
-            parameter.grad = None
-
-    def _coordinate(self, axis: str) -> int:
-        return self.layout.coordinates(dist.get_rank())[axis]
+from shardloom.schedule.actions import Schedule
+from shardloom.schedule.build import build
+from shardloom.schedule.placement import SPLIT_BACKWARD, held_by
+from shardloom.split.stages import stage_layers, stage_times
 
 
 def apply(
@@ -103,38 +34,93 @@ def apply(
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
     compile_blocks: bool = False,
+    seq_len: int | None = None,
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
     Every rank of the world calls this, with a process group already set up (of one rank, if there is one). The layout
-    has to fit the model (`split.rules.problems`).
+    has to fit the model (`split.rules.problems`). `seq_len`, in tokens, is the length that pipeline stages are
+    balanced for; the longest that the model is meant for unless given.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
-    with torch.device("meta"):
-        model = Transformer(spec).to(param_dtype)
-    blocks = [block for block in model.layers.values() if isinstance(block, Block)]
-    if groups.tp is not None:
-        split_model(model, layout, mesh, groups.tp)
-    if layout.cp > 1:
-        for block in blocks:
-            block.attention.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
-    if layout.recompute == "full":
-        for block in blocks:
-            _recompute(block)
-    if compile_blocks:
-        for block in blocks:
-            block.compile()
-    engine: DataEngine | None = None
-    if needs_sharding(layout, compute_dtype, param_dtype):
-        engine = shard(model, blocks, layout, mesh, compute_dtype, param_dtype)
-    materialise(model, spec, seed, device)
-    named, plain = dict(model.named_parameters()), dict[str, nn.Parameter]()
-    if engine is None:
-        plain = plain_parameters(model)
-        # DDP makes its buckets of parameters that are there already, so it comes after their values.
-        engine = Single(model) if groups.tokens is None else Replicas(model, groups.tokens)
-    return ParallelModel(model, engine, layout, mesh, groups, named, plain)
+    parts = _parts(spec, layout, groups, param_dtype, seq_len or spec.max_seq_len)
+    sharded = needs_sharding(layout, compute_dtype, param_dtype)
+    shards: list[Sharded] = []
+    for part in parts:
+        blocks = [block for block in part.layers.values() if isinstance(block, Block)]
+        if groups.tp is not None:
+            gradients = {"gradients": part.gradients} if isinstance(part, StageModel) else {}
+            split_model(part, layout, mesh, groups.tp, **gradients)
+        if layout.cp > 1:
+            for block in blocks:
+                block.attention.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
+        if layout.recompute == "full":
+            for block in blocks:
+                _recompute(block)
+        if compile_blocks:
+            for block in blocks:
+                block.compile()
+        if sharded:
+            shards.append(shard(part, blocks, layout, mesh, compute_dtype, param_dtype))
+        materialise(part, spec, seed, device)
+    named = [dict(part.named_parameters()) for part in parts]
+    plain = [{} if sharded else plain_parameters(part) for part in parts]
+    stages = [part for part in parts if isinstance(part, StageModel)]
+    runner: Runner
+    if stages:
+        runner = _pipeline(stages, shards, layout, groups, device, compute_dtype, seq_len or spec.max_seq_len)
+    else:
+        runner = OneByOne(shards[0] if sharded else _engine(parts[0], groups))
+    return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain)
+
+
+def _parts(
+    spec: ModelSpec, layout: Layout, groups: Groups, dtype: torch.dtype, seq_len: int
+) -> list[Transformer] | list[StageModel]:
+    """What this rank has of the model, on the meta device: all of it, or its stages."""
+    if groups.pp is None:
+        with torch.device("meta"):
+            return [Transformer(spec).to(dtype)]
+    held = held_by(layout.schedule, layout.pp, layout.virtual_stages, groups.pp.rank())
+    numbers = tuple(stage for _, stage in held)
+    return cut_stages(spec, stage_layers(spec, layout, seq_len), numbers, dtype, layout.schedule in SPLIT_BACKWARD)
+
+
+def _engine(model: nn.Module, groups: Groups) -> DataEngine:
+    """ZeRO-0 on plain tensors. DDP makes its buckets of parameters that are there already, so it comes last."""
+    return Single(model) if groups.tokens is None else Replicas(model, groups.tokens)
+
+
+def _pipeline(
+    models: list[StageModel],
+    shards: list[Sharded],
+    layout: Layout,
+    groups: Groups,
+    device: torch.device,
+    dtype: torch.dtype,
+    seq_len: int,
+) -> Pipeline:
+    assert groups.pp is not None
+    engines: list[StageEngine] = [StageShards(each, layout) for each in shards]
+    engines = engines or [StageReplicas(model.parameters(), groups.tokens) for model in models]
+    held = held_by(layout.schedule, layout.pp, layout.virtual_stages, groups.pp.rank())
+    stages = [
+        Stage(model, engine, way, layout.n_stages, groups.pp)
+        for model, engine, (way, _) in zip(models, engines, held, strict=True)
+    ]
+    spec = models[0].spec
+    cuts = layout.tp if layout.token_shards else 1
+
+    def schedule(n_microbatches: int) -> Schedule:
+        times = stage_times(spec, layout, seq_len)
+        return build(layout.schedule, layout.pp, n_microbatches, layout.virtual_stages, times)
+
+    def activation(tokens_BT: Tensor) -> Tensor:
+        n_sequences, n_tokens = tokens_BT.shape
+        return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
+
+    return Pipeline(stages, schedule, layout.ways, groups.pp, activation, device)
 
 
 def _recompute(block: nn.Module) -> None:

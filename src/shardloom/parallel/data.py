@@ -142,7 +142,7 @@ def shard(
     # Inputs are not cast: the model makes its tables, and its activations, in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
     ordered = [
-        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.zero == 3) for block in blocks
+        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.regathers) for block in blocks
     ]
     root = fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
     for group in (root, *ordered):  # neither setting reaches the groups below

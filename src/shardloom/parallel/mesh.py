@@ -40,6 +40,7 @@ def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
 class Groups:
     """The groups of the calling rank over which a step communicates; None where it would be alone."""
 
+    pp: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
     tp_copies: dist.ProcessGroup | None
     """Ranks of tp with the same key and value heads."""
@@ -68,6 +69,7 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
 
     copies = mesh["tp_copies"].get_group() if "tp_copies" in (mesh.mesh_dim_names or ()) else None
     return Groups(
+        pp=along("pp"),
         tp=along("tp"),
         tp_copies=copies,
         cp_ring=along("cp_ring"),

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -10,29 +11,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[Tensor], holders: Iterable[int] | None = None, stages: dist.ProcessGroup | None = None
+) -> Tensor:
     """Euclidean norm over all gradients, as a scalar on their device, equal on every rank.
 
     Squares are summed over the axes along which a gradient is sharded and not over those along which it is
-    replicated; gradients on different meshes are added after each has been summed over its own.
+    replicated; gradients on different meshes are added after each has been summed over its own. `stages` are ranks
+    with other parameters, over which the squares are summed at the end; of a parameter that several of them hold (as
+    many as `holders` says, for each parameter) each gives its part.
     """
-    groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], list[Tensor]] = defaultdict(list)
+    for parameter, shared_by in zip(parameters, holders or repeat(1), strict=False):
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             sharded = tuple(i for i, place in enumerate(gradient.placements) if not place.is_replicate())
-            groups[gradient.device_mesh, sharded].append(gradient.to_local())
+            groups[gradient.device_mesh, sharded, shared_by].append(gradient.to_local())
         elif gradient is not None:
-            groups[None].append(gradient)
+            groups[None, (), shared_by].append(gradient)
     squares = []
-    for where, gradients in groups.items():
-        square = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        if where is not None:
-            mesh, sharded = where
+    for (mesh, sharded, shared_by), gradients in groups.items():
+        square = torch.stack(torch._foreach_norm(gradients)).square().sum() / shared_by
+        if mesh is not None:
             for axis in sharded:
                 dist.all_reduce(square, group=mesh.get_group(axis))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

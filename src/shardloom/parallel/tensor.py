@@ -39,6 +39,7 @@ from shardloom.layout import Layout
 from shardloom.model.dropout import KeyedDropout
 from shardloom.model.transformer import Transformer
 from shardloom.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+from shardloom.parallel.deferred import AT_ONCE, WeightGradients
 from shardloom.split.table import DECODER, how_split, split_dim, vocabulary_rows
 
 
@@ -49,6 +50,8 @@ class TensorAxis:
     group: dist.ProcessGroup
     token_shards: bool
     """Sequence parallelism: the residual stream is a shard of the tokens, (B, t, D)."""
+    gradients: WeightGradients = AT_ONCE
+    """Who computes the gradients of weights."""
     by_rank: bool = False
     """Where all tokens are together they are (n B, t, D), in the order of the shards, instead of (B, T, D)."""
 
@@ -67,9 +70,16 @@ class TensorAxis:
         return positions_T.unflatten(0, (self.group.size(), -1))[self.group.rank()]
 
 
-def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Cut a model on the meta device over tp, in place; names of modules and parameters stay."""
-    axis = TensorAxis(group, layout.token_shards)
+def split_model(
+    model: Transformer,
+    layout: Layout,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    gradients: WeightGradients = AT_ONCE,
+) -> None:
+    """Cut a model, or a pipeline stage of one, on the meta device over tp, in place; names of modules and parameters
+    stay."""
+    axis = TensorAxis(group, layout.token_shards, gradients)
     unordered = replace(axis, by_rank=layout.token_shards)
     copied = "tp_copies" in (mesh.mesh_dim_names or ())
     flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
@@ -87,9 +97,11 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
             elif there and row.how[0] == "row":
                 setattr(module, there[0], RowLinear(getattr(module, there[0]), axis if row.mixes_tokens else unordered))
     rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
-    embedding = VocabularyEmbedding(model.embedding, rows, axis)
-    model.head = VocabularyHead(embedding if model.head is None else model.head, axis)  # type: ignore[assignment]
-    model.embedding = embedding  # type: ignore[assignment]
+    if model.embedding is not None:  # a stage has what it needs of embedding, norm and head
+        model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
+    if model.norm is not None:
+        source: nn.Module = model.embedding if model.head is None else model.head
+        model.head = VocabularyHead(source, axis)  # type: ignore[assignment]
     if axis.token_shards:
         _narrow_positions(model, axis)
 
@@ -250,6 +262,7 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = weights_then_biases[:n], weights_then_biases[n:]
         ctx.axis = axis
         ctx.has_bias = [bias is not None for bias in biases]
+        ctx.weights = weights
         ctx.save_for_backward(x_BTD, *weights)
         if axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
@@ -265,7 +278,10 @@ class _ColumnProducts(torch.autograd.Function):
             x_BTD = gathering.wait()
         x_ND = x_BTD.flatten(0, 1)
         # What follows runs while the input's gradient is on its way.
-        dweights = [dy_BTF.flatten(0, 1).T @ x_ND for dy_BTF in dys_BTF]
+        dweights = [
+            axis.gradients.product(weight, dy_BTF.flatten(0, 1), x_ND)
+            for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
+        ]
         dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, ctx.has_bias, strict=True)]
         return summing.wait(), None, *dweights, *dbiases
 
@@ -285,16 +301,17 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.weight = axis, weight_DF
         ctx.save_for_backward(x_BTF, weight_DF)
         return axis.start_sum(x_BTF @ weight_DF.T).wait()
 
     @staticmethod
-    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
-        return dy_BTD @ weight_DF, dy_BTD.flatten(0, 1).T @ x_BTF.flatten(0, 1), None
+        dweight = ctx.axis.gradients.product(ctx.weight, dy_BTD.flatten(0, 1), x_BTF.flatten(0, 1))
+        return dy_BTD @ weight_DF, dweight, None
 
 
 class _SumOfRows(torch.autograd.Function):

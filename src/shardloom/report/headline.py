@@ -7,6 +7,7 @@ from statistics import median
 from shardloom.layout import Layout
 from shardloom.model.presets import resolve
 from shardloom.report.run import RunRecord
+from shardloom.report.timeline import PipelineNumbers
 from shardloom.units import format_count
 
 PHASES = ("data", "forward_backward", "optimizer")
@@ -30,6 +31,7 @@ class Headline:
     peak_memory_bytes: int | None
     training_s: float | None
     time_share: dict[str, float] | None
+    pipeline: PipelineNumbers | None
 
 
 def headline(run: RunRecord) -> Headline:
@@ -62,6 +64,7 @@ def headline(run: RunRecord) -> Headline:
         peak_memory_bytes=max((record.memory_bytes for record in run.train), default=None),
         training_s=training_s if run.train else None,
         time_share={phase: seconds[phase] / training_s for phase in PHASES} if training_s > 0 else None,
+        pipeline=None if run.pipeline is None else run.pipeline.numbers,
     )
 
 

@@ -10,6 +10,8 @@ from shardloom.report.curves import curves_svg
 from shardloom.report.headline import Headline, headline, layout_in_words, model_in_words, percent
 from shardloom.report.run import RunRecord
 from shardloom.report.style import COLOURS, DARK_COLOURS
+from shardloom.report.timeline import READING, PipelineRecord
+from shardloom.schedule.draw import svg as timelines_svg
 from shardloom.units import format_bytes, format_count, format_seconds
 
 _STYLE = """
@@ -26,6 +28,11 @@ dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabul
 dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
 figure { margin: 1.5rem 0; }
 figure svg { display: block; width: 100%; height: auto; }
+figure .timeline { overflow-x: auto; }
+figure .timeline svg { width: auto; max-width: none; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem 1.5rem .2rem 0; text-align: right; font-weight: 400; }
+th { color: var(--quiet); font-size: .875rem; border-bottom: 1px solid var(--grid); }
 code, pre { font: .875rem/1.5 ui-monospace, monospace; }
 pre { margin: .5rem 0; padding: .8rem 1rem; border: 1px solid var(--grid); border-radius: 6px; overflow-x: auto; }
 pre.file { columns: 20rem 2; column-gap: 2rem; white-space: pre-wrap; }
@@ -33,7 +40,8 @@ ul { margin: .4rem 0; padding-left: 1.25rem; }
 footer { margin-top: 3rem; }
 @media print { body { max-width: none; padding: 0; font-size: 10pt; } pre { white-space: pre-wrap; }
   code, pre { font-size: 8.5pt; }
-  dl, figure, pre { break-inside: avoid; } h2 { break-after: avoid; } }
+  figure .timeline svg { width: 100%; }
+  dl, figure, pre, table { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 
 
@@ -63,10 +71,10 @@ def _page(run: RunRecord) -> str:
 {_numbers(told)}
 </dl>
 <figure>
-{_inline(curves_svg(run))}
+{_curves(run)}
 <figcaption>{_caption(run)}</figcaption>
 </figure>
-<h2>Layout</h2>
+{_pipeline(run)}<h2>Layout</h2>
 {_layout(run)}
 <h2>Checkpoints</h2>
 {_checkpoints(run, told)}
@@ -87,15 +95,21 @@ def _variables() -> str:
     return f"\n:root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
 
 
-def _inline(svg: str) -> str:
-    """An SVG file as an element of the page: as wide as the page, its colours those of the page's roles."""
+def _curves(run: RunRecord) -> str:
+    """The picture of the curves, as wide as the page."""
+    svg = curves_svg(run)
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img" aria-labelledby="curves">', svg, count=1)
     svg = svg.replace(">", '><title id="curves">Curves of the run</title>', 1)
+    return _in_roles(svg.replace("xlink:href", "href"))
+
+
+def _in_roles(svg: str) -> str:
+    """A picture whose colours are those of the page's roles."""
     for role, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{role})")
-    return svg.replace("xlink:href", "href").strip()
+    return svg.strip()
 
 
 def _alarm(told: Headline) -> str:
@@ -142,6 +156,54 @@ def _caption(run: RunRecord) -> str:
     return f"Logged {measured}. MFU is shown where the peak rate of the device is known."
 
 
+def _pipeline(run: RunRecord) -> str:
+    """The section of a run with layout.pp above 1; nothing for another."""
+    layout = run.config.layout.layout()
+    if layout.pp == 1:
+        return ""
+    if run.pipeline is None:
+        told = f"<p>No step has been recorded by all {layout.pp} ranks of the pipeline yet.</p>"
+    else:
+        told = _step_of_pipeline(run.pipeline)
+    return f"<h2>Pipeline</h2>\n{told}\n"
+
+
+def _step_of_pipeline(pipeline: PipelineRecord) -> str:
+    told = pipeline.numbers
+    picture = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
+    rows = "\n".join(
+        f"<tr><td>{each.rank}</td><td>{1000 * each.busy_s:.4g}</td><td>{each.bubble_planned:.1%}</td>"
+        f"<td>{each.bubble_measured:.1%}</td><td>{each.peak_in_flight:g}</td></tr>"
+        for each in told.ranks
+    )
+    apart = ""
+    if told.clocks_apart_s > 0.001 * told.makespan_s:
+        apart = (
+            f'<p class="bad">The clocks of the ranks differ by {format_seconds(told.clocks_apart_s)} or more: an '
+            f"action is seen to start before what it needs was made, and rows are shifted by as much.</p>\n"
+        )
+    return f"""<p>In step {told.step:,} the ranks did nothing for {told.bubble_measured:.1%} of the time; the schedule,
+{escape(told.schedule)}, leaves {told.bubble_planned:.1%}. For {told.bubble_waiting:.1%} another rank had not made yet
+what was needed next; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, it was on its way, or the rank was
+late to begin.</p>
+{apart}<figure>
+<div class="timeline">
+{_in_roles(picture)}
+</div>
+<figcaption>{READING}</figcaption>
+</figure>
+<table>
+<thead>
+<tr><th>rank</th><th>busy ms</th><th>bubble planned</th><th>bubble measured</th><th>peak in flight</th></tr>
+</thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+<p class="quiet">A bubble is the share of the time from the first start of any rank to the last end of any. In flight:
+activations of a microbatch, of a rank's share of the layers.</p>"""
+
+
 def _layout(run: RunRecord) -> str:
     config, layout = run.config, run.config.layout.layout()
     batch, ranks = config.batch, layout.data_ranks
@@ -150,13 +212,16 @@ def _layout(run: RunRecord) -> str:
         f"{'rank' if ranks == 1 else 'ranks'} x {config.accumulation:,} "
         f"{'microbatch' if config.accumulation == 1 else 'microbatches'} x {batch.micro_batch:,}."
     )
+    cut, its = "", ""
+    if layout.pp > 1:
+        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.schedule}. ", " of its stages"
     held = {
-        0: "Every rank holds the whole state.",
-        1: "The optimizer state is sharded; every rank holds all parameters and gradients.",
-        2: "Optimizer state and gradients are sharded; every rank holds all parameters.",
+        0: f"Every rank holds the whole state{its}.",
+        1: f"The optimizer state is sharded; every rank holds all parameters and gradients{its}.",
+        2: f"Optimizer state and gradients are sharded; every rank holds all parameters{its}.",
         3: "Parameters, gradients and optimizer state are sharded.",
     }[layout.zero]
-    return f"<p>{escape(layout_in_words(layout))}. {held}</p>\n<p>{escape(share)}</p>"
+    return f"<p>{escape(layout_in_words(layout))}. {cut}{held}</p>\n<p>{escape(share)}</p>"
 
 
 def _checkpoints(run: RunRecord, told: Headline) -> str:

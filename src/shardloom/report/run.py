@@ -1,4 +1,5 @@
-"""A run as its folder tells it: the resolved run file, the logged records, the checkpoints that are kept."""
+"""A run as its folder tells it: the resolved run file, the logged records, the checkpoints that are kept, and where
+there is a pipeline, a step of it."""
 
 import json
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 from shardloom.config import RunConfig, load
 from shardloom.errors import InputError
+from shardloom.report.timeline import PipelineRecord, read_pipeline
 
 METRICS = "metrics.jsonl"
 RUN_FILE = "run.toml"
@@ -47,7 +49,10 @@ _KINDS: dict[str, type[Logged] | type[Evaluated]] = {"train": Logged, "evaluatio
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder, read. It has one record at least, of either kind; both kinds are in the order of steps."""
+    """A run folder, read. It has one record at least, of either kind; both kinds are in the order of steps.
+
+    `pipeline`: the newest step whose actions are recorded; None where there is none, or layout.pp is 1.
+    """
 
     folder: Path
     config: RunConfig
@@ -55,6 +60,7 @@ class RunRecord:
     train: tuple[Logged, ...]
     held_out: tuple[Evaluated, ...]
     checkpoints: tuple[str, ...]
+    pipeline: PipelineRecord | None
 
     @property
     def last_step(self) -> int:
@@ -121,6 +127,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
         train=tuple(sorted(train, key=lambda record: record.step)),
         held_out=tuple(sorted(held_out, key=lambda record: record.step)),
         checkpoints=tuple(_checkpoints(folder / "checkpoints")),
+        pipeline=read_pipeline(folder, config),
     )
 
 

@@ -6,12 +6,13 @@ from math import lcm
 
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
+from shardloom.split import stages
 from shardloom.split.table import vocabulary_rows
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty for a good one."""
-    found = [*_tensor(spec, layout.tp), *_context(spec, layout)]
+    found = [*_tensor(spec, layout.tp), *_context(spec, layout), *stages.problems(spec, layout)]
     # Of a tp that cannot be, no length has to be a multiple.
     return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1), seq_len))
 

@@ -17,7 +17,7 @@ from shardloom.parallel.apply import apply
 from shardloom.report.headline import PHASES
 from shardloom.report.run import RUN_FILE
 from shardloom.train.checkpoint.manifest import Progress
-from shardloom.train.checkpoint.state import checkpoint_bytes, load, named_tensors, save
+from shardloom.train.checkpoint.state import checkpoint_bytes, load, save
 from shardloom.train.checkpoint.store import CheckpointStore
 from shardloom.train.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
 from shardloom.train.metrics import Record, Writer, open_writers
@@ -27,6 +27,7 @@ from shardloom.train.schedule import learning_rate
 from shardloom.train.screen import Screen
 from shardloom.train.step import StepResult, Trainer
 from shardloom.train.stop import StopRequest
+from shardloom.train.timeline import timeline_file
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -90,6 +91,7 @@ class _Run:
             param_dtype=torch.promote_types(compute, torch.float32),
             compute_dtype=compute,
             compile_blocks=config.precision.compile,
+            seq_len=config.batch.seq_len,
         )
         self.trainer = Trainer(
             model,
@@ -99,6 +101,7 @@ class _Run:
             clip_norm=config.optimizer.clip_norm,
             compile_loss=config.precision.compile,
         )
+        self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep_last)
         self.remarks: list[str] = []
 
@@ -108,7 +111,7 @@ class _Run:
         # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends
         # all.
         if self.place.rank == 0:
-            self.store.require_space(checkpoint_bytes(named_tensors(self.trainer)))
+            self.store.require_space(checkpoint_bytes(self.trainer))
             # Only now: a run that is refused must not write over the run file of the one that is there.
             write_whole(Path(config.out) / RUN_FILE, resolved_toml(config).encode())
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
@@ -174,8 +177,10 @@ class _Run:
 
     def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
         """The one place of the step path where values are read back from the device."""
-        self.trainer.model.sum_over_tokens(result.loss_part)
+        self.trainer.model.sum_over_losses(result.loss_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
+        if self.timeline is not None:
+            self.timeline.write(step)
         if not writers:
             return
         phases = self.trainer.clock.read()

@@ -6,8 +6,9 @@ samples gives the same one. Nothing here reads a value back from the device.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,15 @@ from torch.optim import Optimizer
 from shardloom.data.batches import Batch
 from shardloom.data.samples import IGNORE
 from shardloom.model.random import sample_keys
-from shardloom.parallel.apply import ParallelModel
 from shardloom.parallel.loss import vocabulary_loss_sum
+from shardloom.parallel.model import ParallelModel
 from shardloom.parallel.norm import clip_gradients, gradient_norm
+from shardloom.parallel.run import Microbatch
 from shardloom.train.clock import Clock
 from shardloom.train.optimizer import set_learning_rate
+
+_EVALUATED_TOGETHER = 32
+"""Microbatches, which a pipeline takes through its stages one behind another."""
 
 
 @dataclass(frozen=True)
@@ -74,45 +79,46 @@ class Trainer:
     def update(self, rate: float) -> Tensor:
         """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
         parameters = self.model.named_parameters.values()
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp)
         if self.clip_norm:
             clip_gradients(parameters, norm, self.clip_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        self.model.after_change()
         self.model.forget_gradients()
         return norm
 
     def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters' `.grad`; this rank's part of the loss, and N."""
-        self.model.module.train()
+        self.model.train()
         n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
         n_targets = self.model.sum_over_samples(n_targets).clamp(min=1)
-        loss_part = torch.zeros((), device=self.device)
-        last = len(batch.tokens_ABT) - 1
-        batch, positions_T = self._own_tokens(batch)
-        for microbatch, (tokens_BT, targets_BT) in enumerate(zip(batch.tokens_ABT, batch.targets_ABT, strict=True)):
-            self.model.engine.begin_microbatch(last=microbatch == last)
-            tokens_BT = tokens_BT.to(self.device, non_blocking=True)
-            targets_BT = targets_BT.to(self.device, non_blocking=True)
-            logits_BTV = self.model.engine(
-                tokens_BT, positions_T, dropout_keys_B=self._dropout_keys(step, batch.sample_ids_AB[microbatch])
-            )
-            loss = self.loss_sum(logits_BTV, targets_BT) / n_targets
-            del logits_BTV
-            loss.backward()
-            loss_part = loss_part + loss.detach()
+
+        def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+            return self.loss_sum(logits_BTV, targets_BT) / n_targets
+
+        loss_part = self.model.runner.train(self._microbatches(batch, step), loss)
         self.model.complete_gradients()
         return loss_part, n_targets
 
-    def _own_tokens(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The part of a batch that this rank of cp holds, tokens and targets alike, and the places of its tokens."""
-        positions_T = self.model.positions(batch.tokens_ABT.shape[-1])
-        if positions_T is None:
-            return batch, None
-        own = replace(
-            batch, tokens_ABT=batch.tokens_ABT[..., positions_T], targets_ABT=batch.targets_ABT[..., positions_T]
-        )
-        return own, positions_T.to(self.device, non_blocking=True)
+    def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
+        """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device; for `step`, with
+        keys to drop by."""
+        n_tokens = batch.tokens_ABT.shape[-1]
+        positions_T = self.model.positions(n_tokens)
+        tokens_ABT, targets_ABT = batch.tokens_ABT, batch.targets_ABT
+        if len(positions_T) < n_tokens:
+            tokens_ABT, targets_ABT = tokens_ABT[..., positions_T], targets_ABT[..., positions_T]
+        positions_T = positions_T.to(self.device, non_blocking=True)
+        return [
+            Microbatch(
+                tokens_BT.to(self.device, non_blocking=True),
+                targets_BT.to(self.device, non_blocking=True),
+                positions_T,
+                None if step is None else self._dropout_keys(step, ids_B),
+            )
+            for tokens_BT, targets_BT, ids_B in zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
+        ]
 
     def _loss_sum(self, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
         """The summed cross-entropy of the logits that this rank's forward pass gives."""
@@ -122,22 +128,20 @@ class Trainer:
         return torch.compile(loss_sum) if compiled else loss_sum
 
     def _dropout_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
-        if not self.model.module.spec.dropout:
+        if not self.model.spec.dropout:
             return None
         return sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """Loss per target token over batches dealt out over the data ranks, equal on every rank; a scalar."""
-        self.model.module.eval()
+        self.model.train(False)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches:
-            own, positions_T = self._own_tokens(batch)
-            for tokens_BT, targets_BT in zip(own.tokens_ABT, own.targets_ABT, strict=True):
-                logits_BTV = self.model.engine(tokens_BT.to(self.device), positions_T)
-                targets_BT = targets_BT.to(self.device)
-                sums[0] += self.loss_sum(logits_BTV, targets_BT)
-                sums[1] += (targets_BT != IGNORE).sum()
-        self.model.engine.release()
-        self.model.sum_over_tokens(sums)
+        each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
+        while microbatches := list(islice(each, _EVALUATED_TOGETHER)):
+            sums[0] += self.model.runner.evaluate(microbatches, self.loss_sum)
+            if self.model.counts_targets:
+                sums[1] += torch.stack([(targets_BT != IGNORE).sum() for _, targets_BT, *_ in microbatches]).sum()
+        self.model.runner.release()
+        self.model.sum_over_losses(sums)
         return sums[0] / sums[1].clamp(min=1)

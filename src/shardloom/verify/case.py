@@ -1,14 +1,16 @@
 """What is trained to compare layouts: the model of a run file, cut to test size, and a batch made up from the seed.
 
 The cut keeps what decides how a model and a batch can be split: which numbers of ranks divide the heads, the inner
-width and the sequence, whether kv heads are grouped, and what is uneven. It keeps every choice of the model as it is.
+width and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers can be cut,
+and which stage has more of them. It keeps every choice of the model as it is.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from typing import Literal
 
 import torch
@@ -19,6 +21,7 @@ from shardloom.data.samples import IGNORE
 from shardloom.errors import InputError, nearest
 from shardloom.layout import Layout, accumulation
 from shardloom.model.spec import ModelSpec
+from shardloom.split.stages import schedule_problems
 
 DType = Literal["float64", "float32", "bfloat16"]
 # Type of what lasts (weights, their gradients, optimizer state), and type of products.
@@ -29,11 +32,11 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
 }
 
 _HEAD_DIM = 8
-_LAYERS = 2
+_LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
 _FFN = 24  # at least
 _TOKENS = 12  # at least
 _VOCABULARY = 61  # prime, so that no degree divides it
-_ACCUMULATION = 2
+_ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
 _INIT_STD = 0.3  # with 0.02 and so few tokens, gradients of the first layers are a thousandth of those of the last
 
 
@@ -104,18 +107,23 @@ def whole(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
 
 
 def cut(config: RunConfig, layouts: Iterable[Layout], *, steps: int = 3, dtype: str = "float64") -> Case:
-    """The case of a run file at test size, on which `layouts` are as possible, or impossible, as at the true size."""
+    """The case of a run file at test size.
+
+    The model is as possible, or impossible, on `layouts` as the true one, those that say `stage_layers` by
+    `cut_layout`; the batch is made so that all of them can share it.
+    """
     layouts = list(layouts)
     world_size = max(layout.world_size for layout in layouts)
     data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
-    spec = cut_spec(config.model.spec(), world_size)
+    whole = config.model.spec()
+    spec = cut_spec(whole, world_size, _layers(whole, layouts))
     seq_len = _like(config.batch.seq_len, _TOKENS, 2 * world_size)
     each = max(1, config.batch.global_batch // data_ranks)  # sequences of a data rank
     micro_batch = 2 if config.batch.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
     return Case(
         spec=replace(spec, max_seq_len=seq_len),
         seq_len=seq_len,
-        global_batch=data_ranks * micro_batch * min(_ACCUMULATION, each),
+        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, config.batch.global_batch),
         micro_batch=micro_batch,
         seed=config.seed,
         optimizer=config.optimizer,
@@ -124,14 +132,24 @@ def cut(config: RunConfig, layouts: Iterable[Layout], *, steps: int = 3, dtype: 
     )
 
 
-def cut_spec(spec: ModelSpec, world_size: int) -> ModelSpec:
-    """The smallest model that splits over any number of ranks up to `world_size` as this one does."""
+def cut_layout(layout: Layout, config: RunConfig, case: Case) -> Layout:
+    """A layout of a run file as it is for a case cut from it: `stage_layers` cut as the layers are, in the same order.
+
+    Those that do not fit the true model are left as they are, to be refused.
+    """
+    counts = _cut_stages(layout, config.model.spec().n_layers, case.spec.n_layers)
+    return replace(layout, stage_layers=counts) if counts else layout
+
+
+def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> ModelSpec:
+    """The smallest model that splits over any number of ranks up to `world_size` as this one does, of so many layers
+    if it has them."""
     n_heads, n_kv_heads = next(_heads(spec.n_heads, spec.n_kv_heads, world_size))
     head_dim = min(_HEAD_DIM, spec.head_dim)
     square = spec.d_model == spec.n_heads * spec.head_dim
     return replace(
         spec,
-        n_layers=min(_LAYERS, spec.n_layers),
+        n_layers=min(n_layers, spec.n_layers),
         d_model=n_heads * head_dim if square else (n_heads + 1) * head_dim,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -140,6 +158,57 @@ def cut_spec(spec: ModelSpec, world_size: int) -> ModelSpec:
         vocab_size=min(_VOCABULARY, spec.vocab_size),
         init_std=_INIT_STD,
     )
+
+
+def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
+    """The fewest layers with which every pipeline has uneven stages, or those in the order that it says."""
+    stages = [layout.n_stages for layout in layouts if layout.pp > 1]
+    least = max([_LAYERS, *(n + 1 for n in stages)])
+    ordered = [layout for layout in layouts if layout.stage_layers]
+    enough = (n for n in range(least, spec.n_layers) if all(_cut_stages(each, spec.n_layers, n) for each in ordered))
+    return next(enough, spec.n_layers)
+
+
+def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | None:
+    """`stage_layers` for `n_layers` instead of `whole`: which stage has more than which, and which as many, stays.
+
+    None where no such counts add up to that, or those of the layout do not add up to `whole`.
+    """
+    counts = layout.stage_layers
+    if counts is None or sum(counts) != whole:
+        return None
+    levels = sorted(set(counts))
+    # From one level to the next every stage from there on has at least one layer more.
+    rises = next(_multiples([sum(count >= level for count in counts) for level in levels], n_layers), None)
+    if rises is None:
+        return None
+    heights = dict(zip(levels, accumulate(rises), strict=True))
+    return tuple(heights[count] for count in counts)
+
+
+def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """How often to take each number, at least once, for them to add up to `total`; the first as seldom as can be."""
+    first, *rest = numbers
+    if not rest:
+        if total > 0 and total % first == 0:
+            yield (total // first,)
+        return
+    for times in range(1, total // first + 1):
+        for others in _multiples(rest, total - times * first):
+            yield (times, *others)
+
+
+def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int) -> int:
+    """Microbatches for each of `data_ranks`, their number a multiple of that of every layout: enough for each layout,
+    up to one sequence a microbatch, and an even number where a schedule has to halve them."""
+
+    def enough(n: int, layout: Layout) -> bool:
+        microbatches = n * data_ranks // layout.data_ranks
+        wanted = layout.n_stages + 1 if layout.pp > 1 else _ACCUMULATION
+        possible = not schedule_problems(layout, microbatches)
+        return possible and microbatches >= min(wanted, max(1, global_batch // layout.data_ranks))
+
+    return next(n for n in count(1) if all(enough(n, layout) for layout in layouts))
 
 
 def _like(size: int, least: int, up_to: int) -> int:

@@ -30,7 +30,7 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             loss_part, _ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), step), step)
-            recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_tokens(loss_part))
+            recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(loss_part))
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             recorder.scalar(Quantity("grad norm", training, step + 1), trainer.update(rate))
@@ -43,7 +43,15 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
     """The trainer of this rank, with the optimizer of that name."""
     device = torch.device("cpu")
     kept, compute = DTYPES[case.dtype]
-    model = apply(case.spec, layout, device, seed=case.seed, param_dtype=kept, compute_dtype=compute)
+    model = apply(
+        case.spec,
+        layout,
+        device,
+        seed=case.seed,
+        param_dtype=kept,
+        compute_dtype=compute,
+        seq_len=case.seq_len,
+    )
     optimizer: torch.optim.Optimizer
     if training == "sgd":
         # One at a time: parameters on different meshes cannot go through one fused call.

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardloom.errors import LayoutError
 from shardloom.layout import Layout
-from shardloom.split import rules
+from shardloom.split import rules, stages
 from shardloom.verify import compare
 from shardloom.verify.case import Case
 from shardloom.verify.compare import Errors, Report
@@ -103,8 +103,8 @@ def _check(case: Case, layout: Layout) -> None:
             f"this machine; at most {MOST_RANKS}: keep the axes and lower their degrees, as in --set "
             f"layout.dp_shard=2, since what can be wrong with an axis is wrong with 2 ranks of it"
         )
-    case.accumulation(layout)
-    if problems := rules.problems(case.spec, layout, case.seq_len):
+    problems = stages.schedule_problems(layout, case.accumulation(layout))
+    if problems := problems + rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
 
 

@@ -28,9 +28,11 @@ def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     return {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
 
 
-def checkpoint_bytes(tensors: dict[str, Tensor]) -> int:
-    """Bytes of whole tensors, each once, over all ranks."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Bytes of whole tensors, each once, over all ranks. Other pipeline stages hold as much for a parameter as this."""
+    held = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(trainer).values())
+    here = sum(parameter.numel() for parameter in trainer.model.named_parameters.values())
+    return held * trainer.model.spec.n_parameters // here
 
 
 def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dict[str, Any], run_toml: str) -> Path:
@@ -44,7 +46,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dic
     def publish(records: dict[str, TensorRecord]) -> None:
         manifest = Manifest(
             progress=progress,
-            model=dataclasses.asdict(trainer.model.module.spec),
+            model=dataclasses.asdict(trainer.model.spec),
             data=data,
             world_size=dist.get_world_size(),
             tensors=records,
@@ -56,7 +58,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dic
     writer = SafetensorsWriter(
         partial,
         dist.get_rank(),
-        prepare=lambda: store.begin(progress.step, checkpoint_bytes(tensors)),
+        prepare=lambda: store.begin(progress.step, checkpoint_bytes(trainer)),
         publish=publish,
     )
     try:
@@ -86,6 +88,7 @@ def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progres
     _raise_first(refusal)
     assert manifest is not None
     read_into(folder, manifest, tensors)
+    trainer.model.after_change()
     return manifest.progress
 
 
@@ -111,7 +114,7 @@ def _differences(
     manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: dict[str, Any] | None
 ) -> list[str]:
     """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
-    ours = dataclasses.asdict(trainer.model.module.spec)
+    ours = dataclasses.asdict(trainer.model.spec)
     found = [
         f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
         for key, saved in manifest.model.items()
@@ -133,6 +136,8 @@ def _differences(
     differing = []
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
+        if here is None and name.rpartition("/")[2] in trainer.model.all_names:
+            continue  # of another pipeline stage
         if saved is None or here is None:
             differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
             continue

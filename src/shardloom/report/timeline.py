@@ -1,0 +1,258 @@
+"""The pipeline of a run: what its ranks did in a logged step, and what their schedule says.
+
+OUT/timeline/rank-R.jsonl is of rank R of `pp`, and has a JSON object for each of its last few logged steps:
+
+| key       | what                                                                                         |
+| --------- | -------------------------------------------------------------------------------------------- |
+| `step`    | optimizer steps done                                                                         |
+| `rank`    | R                                                                                            |
+| `zero_s`  | start of its first action, seconds since the epoch                                           |
+| `actions` | [name, start, end] of each in the order in which they ran, seconds since `zero_s`; name `0F3` |
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+from shardloom.config import RunConfig
+from shardloom.errors import InputError
+from shardloom.schedule.actions import OPS, Action, Op, Schedule
+from shardloom.schedule.build import build
+from shardloom.schedule.draw import Timeline, in_flight
+from shardloom.schedule.simulate import Times, simulate
+from shardloom.split.stages import stage_times
+
+Spans = list[tuple[Action, float, float]]
+
+READING = (
+    "Above is the schedule, with every action as long as the median of its op and stage was in this step and messages "
+    "that take no time; below is when the same actions really ran, so that what is longer below was spent on messages, "
+    "on waiting, and on actions that took longer than others of their kind."
+)
+
+
+def timeline_path(folder: Path, rank: int) -> Path:
+    """Where rank `rank` of `pp` of a run in `folder` writes its file."""
+    return folder / "timeline" / f"rank-{rank}.jsonl"
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """What a rank of `pp` did in the step. `peak_in_flight` counts activations of one microbatch and 1/`pp` of the
+    layers, from the start of F to the end of B or W."""
+
+    rank: int
+    busy_s: float
+    bubble_planned: float
+    bubble_measured: float
+    bubble_waiting: float
+    peak_in_flight: float
+
+
+@dataclass(frozen=True)
+class PipelineNumbers:
+    """A step of a pipeline in numbers.
+
+    A bubble is (cost - busy) / cost, where cost is the makespan: from the first start of any rank to the last end of
+    any. It is the same for schedules whose ranks begin staggered, since they wait for one another before a step (for
+    the norm of the gradient); `shardloom schedule` leaves out what comes before a rank's own first action.
+
+    `bubble_waiting` is the part of the measured bubble in which what a rank needs next has not been made on another
+    rank yet, or the rank is done; in the rest of it what it needs is under way, or the rank is late to begin.
+
+    `action_s`: op -> median of each stage, 0 where the stage has no such action. `clocks_apart_s`: by so much at least
+    the clocks of the ranks differ, as an action was seen to start before what it needs was made.
+    """
+
+    step: int
+    schedule: str
+    n_stages: int
+    n_microbatches: int
+    bubble_planned: float
+    bubble_measured: float
+    bubble_waiting: float
+    makespan_planned_s: float
+    makespan_s: float
+    clocks_apart_s: float
+    ranks: tuple[RankNumbers, ...]
+    action_s: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class PipelineRecord:
+    """One step of a pipeline. `spans[r]`: of rank r, each action with start and end, in ms from the first of all."""
+
+    step: int
+    schedule: Schedule
+    spans: tuple[Spans, ...]
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The planned one and the measured one, both in milliseconds."""
+        told = self.numbers
+        name = f"{told.schedule}, {len(self.spans)} ranks, {told.n_microbatches} microbatches"
+        return [
+            self._timeline(
+                f"Planned: {name}",
+                self._planned,
+                f"bubble {told.bubble_planned:.1%}, {1000 * told.makespan_planned_s:.4g} ms; an action takes the "
+                f"measured median of its op and stage, a message nothing",
+            ),
+            self._timeline(
+                f"Measured: step {self.step:,}",
+                self.spans,
+                f"bubble {told.bubble_measured:.1%}, {1000 * told.makespan_s:.4g} ms",
+            ),
+        ]
+
+    @cached_property
+    def numbers(self) -> PipelineNumbers:
+        """What the two timelines come to."""
+        measured, planned = self._timeline("", self.spans), self._timeline("", self._planned)
+        ranks = tuple(
+            RankNumbers(
+                rank,
+                busy_s=sum(end - start for _, start, end in spans) / 1000,
+                bubble_planned=planned.bubble(rank),
+                bubble_measured=measured.bubble(rank),
+                bubble_waiting=self._waiting_ms(spans, measured.end) / measured.end,
+                peak_in_flight=max(held for _, held in in_flight(measured, rank)),
+            )
+            for rank, spans in enumerate(self.spans)
+        )
+        return PipelineNumbers(
+            step=self.step,
+            schedule=self.schedule.name,
+            n_stages=self.schedule.n_stages,
+            n_microbatches=self.schedule.n_microbatches,
+            bubble_planned=sum(each.bubble_planned for each in ranks) / len(ranks),
+            bubble_measured=sum(each.bubble_measured for each in ranks) / len(ranks),
+            bubble_waiting=sum(each.bubble_waiting for each in ranks) / len(ranks),
+            makespan_planned_s=planned.end / 1000,
+            makespan_s=measured.end / 1000,
+            clocks_apart_s=self._clocks_apart_ms() / 1000,
+            ranks=ranks,
+            action_s={
+                op: tuple(ms / 1000 for ms in each)
+                for op, each in self._medians_ms.of_stages(self.schedule.n_stages).items()
+                if any(each)
+            },
+        )
+
+    def _timeline(self, title: str, spans: Sequence[Spans], note: str = "") -> Timeline:
+        return Timeline(title, spans, self.schedule.n_stages, unit="ms", note=note)
+
+    @cached_property
+    def _medians_ms(self) -> "_MeasuredTimes":
+        taken: dict[tuple[Op, int], list[float]] = defaultdict(list)
+        for spans in self.spans:
+            for action, start, end in spans:
+                taken[action.op, action.stage].append(end - start)
+        of = {op: tuple(median(taken[op, s] or [0.0]) for s in range(self.schedule.n_stages)) for op in OPS}
+        return _MeasuredTimes(forward=of["F"], backward_input=of["I"], weight=of["W"], both=of["B"])
+
+    @cached_property
+    def _planned(self) -> tuple[Spans, ...]:
+        return simulate(self.schedule, self._medians_ms).spans
+
+    @cached_property
+    def _made_ms(self) -> dict[tuple[int, int, bool], float]:
+        """(stage, microbatch, forward) -> when its output, or the gradient of its input, was there."""
+        return {
+            (action.stage, action.microbatch, action.op == "F"): end
+            for spans in self.spans
+            for action, _, end in spans
+            if action.op != "W"
+        }
+
+    def _ready_ms(self, action: Action) -> float:
+        """When what an action needs of another stage was made; 0 if it needs nothing."""
+        needed = self.schedule.needs(action)
+        return 0.0 if needed is None else self._made_ms[*needed, action.op == "F"]
+
+    def _waiting_ms(self, spans: Spans, end_ms: float) -> float:
+        """For how long the next action of a rank had nothing to work on, or there was no next one."""
+        free_ms = waiting_ms = 0.0
+        for action, start, end in spans:
+            waiting_ms += max(0.0, min(self._ready_ms(action), start) - free_ms)
+            free_ms = end
+        return waiting_ms + end_ms - free_ms
+
+    def _clocks_apart_ms(self) -> float:
+        """By how much, at most, an action starts before what it needs is made; 0 if none does."""
+        return max(0.0, *(self._ready_ms(action) - start for spans in self.spans for action, start, _ in spans))
+
+
+@dataclass(frozen=True)
+class _MeasuredTimes(Times):
+    """Times of every op: `both` is that of B, which need not be that of I and W together."""
+
+    both: tuple[float, ...] = ()
+
+    def of_stages(self, n_stages: int) -> dict[Op, tuple[float, ...]]:
+        return {**super().of_stages(n_stages), "B": self.both}
+
+
+def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
+    """The newest step that all ranks of the pipeline have written; None if there is none, or no pipeline.
+
+    A step counts only if its ranks ran the schedule of the run file, and at the same time: files may be left of a
+    process before the one that runs. Raises InputError for a line that is damaged, unless it was cut short at the end.
+    """
+    layout = config.layout.layout()
+    if layout.pp == 1:
+        return None
+    recorded = [_Recorded(timeline_path(folder, rank)) for rank in range(layout.pp)]
+    steps = set.intersection(*(set(each.steps) for each in recorded))
+    if not steps:
+        return None
+    times = stage_times(config.model.spec(), layout, config.batch.seq_len)
+    schedule = build(layout.schedule, layout.pp, config.accumulation, layout.virtual_stages, times)
+    for step in sorted(steps, reverse=True):
+        spans = [each.spans(step, actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
+        whole = [each for each in spans if each is not None]
+        if len(whole) == layout.pp and _at_once(whole):
+            zero_s = min(each[0][1] for each in whole)
+            in_ms = tuple([(a, 1000 * (s - zero_s), 1000 * (e - zero_s)) for a, s, e in each] for each in whole)
+            return PipelineRecord(step, schedule, in_ms)
+    return None
+
+
+def _at_once(spans: Sequence[Spans]) -> bool:
+    """Whether these may be of one step: all ranks have begun before the last stage turns microbatch 0 round, and none
+    is done."""
+    return max(each[0][1] for each in spans) < min(each[-1][2] for each in spans)
+
+
+class _Recorded:
+    """The file of one rank: `steps` are those that it has."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps = dict(self._read())
+
+    def spans(self, step: int, actions: Sequence[Action]) -> Spans | None:
+        """When the rank ran `actions`, in seconds since the epoch; None if it ran others."""
+        zero_s, ran = self.steps[step]
+        if [name for name, _, _ in ran] != list(map(str, actions)):
+            return None
+        return [(action, zero_s + start, zero_s + end) for action, (_, start, end) in zip(actions, ran, strict=True)]
+
+    def _read(self) -> Iterator[tuple[int, tuple[float, list[tuple[str, float, float]]]]]:
+        if not self.path.is_file():
+            return
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                actions = [(str(name), float(start), float(end)) for name, start, end in record["actions"]]
+                yield int(record["step"]), (float(record["zero_s"]), actions)
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(
+                    f"{self.path}, line {number} is not a step of a pipeline ({type(error).__name__}: {error}): "
+                    f"{line[:60]!r}; remove the file, it is written anew at the next logged step"
+                ) from None

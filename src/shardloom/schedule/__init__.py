@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: built, validated, simulated, drawn. No torch."""

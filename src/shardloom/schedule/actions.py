@@ -1,0 +1,91 @@
+"""A pipeline schedule: for each rank of `pp`, what it computes, in order.
+
+The layers of a model are cut into stages 0 to S-1, one after another. An action is one op on one microbatch in one
+stage:
+
+| op | computes                                         | needs first                                    |
+| -- | ------------------------------------------------ | ---------------------------------------------- |
+| F  | the stage's output                               | F of the stage before, same microbatch         |
+| I  | the gradient of the stage's input                | its own F; I or B of the stage after           |
+| W  | the gradient of the stage's weights              | its own I                                      |
+| B  | both at once                                     | as I                                           |
+
+A stage belongs to a rank for a microbatch: in most schedules to the same rank for all of them; in DualPipe each stage
+lives on two ranks, of which one runs the first half of the microbatches and the other the second half.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Op = Literal["F", "B", "I", "W"]
+OPS: tuple[Op, ...] = ("F", "B", "I", "W")
+
+
+class Action(NamedTuple):
+    """One op of a stage on a microbatch; written `3F0`, as in PyTorch's compute-only CSV."""
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether its result is the gradient that the stage before waits for."""
+        return self.op in ("I", "B")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank runs. `ranks[r]` are the actions of rank r of `pp`, in order.
+
+    `staggered`: ranks may begin a step at different times, so that a bubble counts from a rank's own first action
+    (Qi et al., arXiv 2401.10241, section 5.3); else it counts from zero.
+    """
+
+    name: str
+    n_stages: int
+    n_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    staggered: bool = False
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks along `pp`."""
+        return len(self.ranks)
+
+    def actions(self) -> Iterator[tuple[int, Action]]:
+        """Every action, with its rank."""
+        return ((rank, action) for rank, actions in enumerate(self.ranks) for action in actions)
+
+    @cached_property
+    def place(self) -> dict[tuple[int, int], int]:
+        """(stage, microbatch) -> the rank that runs it."""
+        return {(action.stage, action.microbatch): rank for rank, action in self.actions()}
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages whose weights a rank holds, in order."""
+        return tuple(sorted({action.stage for action in self.ranks[rank]}))
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward pass is in two, I and W."""
+        return any(action.op == "W" for _, action in self.actions())
+
+    def needs(self, action: Action) -> tuple[int, int] | None:
+        """The (stage, microbatch) whose F, for a forward action, or I or B, for a backward one, has to come first on
+        another stage; None at the ends of the pipeline and for W."""
+        if action.op == "F":
+            return (action.stage - 1, action.microbatch) if action.stage else None
+        if action.sends_back:
+            return (action.stage + 1, action.microbatch) if action.stage + 1 < self.n_stages else None
+        return None
+
+
+def make(name: str, n_stages: int, n_microbatches: int, ranks: Iterable[Iterable[Action]], **more: bool) -> Schedule:
+    """A schedule of lists that a builder has filled."""
+    return Schedule(name, n_stages, n_microbatches, tuple(tuple(actions) for actions in ranks), **more)

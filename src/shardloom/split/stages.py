@@ -1,0 +1,103 @@
+"""Which layers each pipeline stage has, and how long its actions take beside those of others."""
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+from shardloom.layout import Layout
+from shardloom.model.spec import ModelSpec
+from shardloom.schedule import build
+from shardloom.schedule.simulate import Times
+
+
+def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
+    """The layers of every stage: those that `layout.stage_layers` gives, or the split with the least work in the
+    stage that has most, counting the embedding with the first layer and norm and head with the last.
+
+    Every stage has a layer. The layout has to fit the model (`problems`).
+    """
+    counts = layout.stage_layers or _balanced(spec, layout.n_stages, seq_len)
+    ends = (0, *accumulate(counts))
+    return tuple(range(begin, end) for begin, end in pairwise(ends))
+
+
+def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Why the layers cannot be cut into the stages of a layout, one sentence each."""
+    if layout.pp == 1:
+        return
+    n = layout.n_stages
+    what = f"layout.pp={layout.pp}, layout.schedule={layout.schedule!r}" + (
+        f", layout.virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    )
+    if n > spec.n_layers:
+        per_rank = n // layout.pp if layout.schedule != "dualpipe" else 1
+        yield (
+            f"{what} make {n} stages, more than the {spec.n_layers} layers (model.n_layers), and each needs one; "
+            f"valid: layout.pp from 1 to {spec.n_layers // per_rank} with this schedule"
+        )
+    counts = layout.stage_layers
+    if counts is not None and (len(counts) != n or sum(counts) != spec.n_layers or min(counts) < 1):
+        even = _balanced(spec, n, spec.max_seq_len) if n <= spec.n_layers else ()
+        yield (
+            f"layout.stage_layers={list(counts)} are {len(counts)} stages of {sum(counts)} layers; {what} make {n} "
+            f"stages, of at least one each, and the model has {spec.n_layers} layers"
+            + (f"; valid: {list(even)}, or leave it out" if even else "")
+        )
+
+
+def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
+    """Why the schedule of a layout cannot run a step of so many microbatches, one sentence each."""
+    if layout.pp == 1:
+        return []
+    found = build.problems(layout.schedule, layout.pp, n_microbatches, layout.virtual_stages)
+    return [
+        f"layout.schedule: {problem} (microbatches = batch.global_batch / (batch.micro_batch x data ranks) = "
+        f"{n_microbatches})"
+        for problem in found
+    ]
+
+
+def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
+    """How long F, I and W of every stage take, in FLOPs of a token; what is sent takes no time.
+
+    A product of weights costs as much in I and in W as in F; the products of attention have no weights, and their
+    backward pass, two for each, is all in I.
+    """
+    products, squares = [], []
+    for number, layers in enumerate(stage_layers(spec, layout, seq_len)):
+        head = 2 * spec.vocab_size * spec.d_model if number == layout.n_stages - 1 else 0
+        products.append(len(layers) * _layer_products(spec) + head)
+        squares.append(len(layers) * _layer_square(spec, seq_len))
+    return Times(
+        forward=tuple(p + s for p, s in zip(products, squares, strict=True)),
+        backward_input=tuple(p + 2 * s for p, s in zip(products, squares, strict=True)),
+        weight=tuple(products),
+    )
+
+
+def _layer_products(spec: ModelSpec) -> float:
+    """Forward FLOPs of a token in the matrices of one layer."""
+    head = spec.vocab_size * spec.d_model
+    return 2.0 * (spec.n_matmul_parameters - head) / spec.n_layers
+
+
+def _layer_square(spec: ModelSpec, seq_len: int) -> float:
+    """Forward FLOPs of a token in the products of attention of one layer, over the causal half of the square."""
+    return 2.0 * spec.n_heads * spec.head_dim * seq_len
+
+
+def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each stage so that the most work of a stage is least, and then what the others have is most even.
+
+    All layers cost the same, so giving the next layer to the stage with the least work does it; the last stage begins
+    with the head, the first with the embedding, which is a copy and counts the bytes it moves as FLOPs.
+    """
+    layer = 3 * _layer_products(spec) + 3 * _layer_square(spec, seq_len)
+    work = [layer] * n_stages
+    work[0] += 3.0 * spec.d_model
+    work[-1] += 6.0 * spec.vocab_size * spec.d_model
+    counts = [1] * n_stages
+    for _ in range(spec.n_layers - n_stages):
+        least = min(range(n_stages), key=lambda stage: (work[stage], -stage))  # late stages hold fewer activations
+        counts[least] += 1
+        work[least] += layer
+    return tuple(counts)

@@ -1,0 +1,260 @@
+"""Proves that `shardloom schedule` tells what a schedule costs, writes what is asked for, and refuses bad input."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardloom.cli.main import app
+from shardloom.schedule.build import NAMES
+
+BUILT = [name for name in NAMES if name != "auto"]
+SIZES = ("--pp", "4", "--microbatches", "8")
+HALVES = {"interleaved-1f1b", "zb-v", "dualpipe-v"}
+
+
+def schedule(*arguments: object, columns: int = 120) -> Result:
+    return CliRunner().invoke(app, ["schedule", *map(str, arguments)], env={"COLUMNS": str(columns)})
+
+
+def document(*arguments: object) -> Any:
+    result = schedule(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def parse(action: str) -> tuple[int, str, int]:
+    op = next(letter for letter in "FBIW" if letter in action)
+    stage, microbatch = action.split(op)
+    return int(stage), op, int(microbatch)
+
+
+def test_a_schedule_is_shown_as_text():
+    result = schedule("--schedule", "1f1b", "--pp", 2, "--microbatches", 2)
+    assert result.exit_code == 0, result.output
+    assert "1f1b: 2 ranks, 2 microbatches" in result.output
+    assert "rank 0 F0F1····B0  ··B1  \n" in result.output
+    assert "rank 1 ··F0B0  F1B1  ····\n" in result.output
+    assert "bubble 33.3%" in result.output
+    assert "4 messages" in result.output
+
+
+def test_a_timeline_that_does_not_fit_the_screen_is_left_out():
+    result = schedule("--schedule", "1f1b", *SIZES, columns=60)
+    assert result.exit_code == 0, result.output
+    assert "F0F1" not in result.output
+    assert "--draw" in result.output
+    assert "bubble 27.3%" in result.output
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_json_has_every_action_once(name: str):
+    told = document("--schedule", name, *SIZES)
+    actions = [parse(action) for actions in told["actions"] for action in actions]
+    found = Counter(actions)
+    assert set(found.values()) == {1}
+    assert told["n_stages"] == (8 if name in HALVES else 4)
+    for stage in range(told["n_stages"]):
+        for microbatch in range(8):
+            ops = {op for at, op, number in actions if (at, number) == (stage, microbatch)}
+            assert ops in ({"F", "B"}, {"F", "I", "W"})
+    assert told["problems"] == []
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_json_agrees_with_a_count_of_its_own_actions(name: str):
+    """Times by relaxation, and peaks by walking the list: no line in common with the simulator."""
+    forward, backward_input, weight, comm = 1.0, 1.5, 0.5, 0.25
+    told = document("--schedule", name, *SIZES, "--times", "1,1.5,0.5", "--comm", comm)
+    lasts = {"F": forward, "I": backward_input, "W": weight, "B": backward_input + weight}
+    ranks = [[parse(action) for action in actions] for actions in told["actions"]]
+    at = {action: rank for rank, actions in enumerate(ranks) for action in actions}
+    ends = dict.fromkeys(at, 0.0)
+
+    def start(rank: int, position: int) -> float:
+        stage, op, microbatch = ranks[rank][position]
+        neighbours = [(stage - 1, "F")] if op == "F" else [(stage + 1, "I"), (stage + 1, "B")] if op != "W" else []
+        needed = [(*neighbour, microbatch) for neighbour in neighbours]
+        ready = [ends[each] + comm * (at[each] != rank) for each in needed if each in ends]
+        return max(ends[ranks[rank][position - 1]] if position else 0.0, *ready, 0.0)
+
+    for _ in range(len(at)):
+        fresh = {
+            action: start(rank, position) + lasts[action[1]]
+            for rank, actions in enumerate(ranks)
+            for position, action in enumerate(actions)
+        }
+        if fresh == ends:
+            break
+        ends = fresh
+    begins = {action: end - lasts[action[1]] for action, end in ends.items()}
+    assert told["makespan"] == pytest.approx(max(ends.values()))
+    work = 8 * told["n_stages"] / 4 * (forward + backward_input + weight)
+    cost = max(ends.values())
+    if name in ("zb-h2", "zb-v"):
+        cost = max(ends[actions[-1]] - begins[actions[0]] for actions in ranks)
+    assert told["bubble_rate"] == pytest.approx(1 - work / cost)
+    assert told["peak_in_flight"] == [most_held(actions) for actions in ranks]
+    crossings = [
+        at[stage, "F", microbatch] != at[stage + 1, "F", microbatch]
+        for stage in range(told["n_stages"] - 1)
+        for microbatch in range(8)
+    ]
+    assert told["messages"] == 2 * sum(crossings)
+    assert told["parameters_held"] == (2 if name == "dualpipe" else 1)
+
+
+def most_held(actions: list[tuple[int, str, int]]) -> int:
+    changes = [{"F": 1, "I": 0, "W": -1, "B": -1}[op] for _, op, _ in actions]
+    return max(sum(changes[: end + 1]) for end in range(len(changes)))
+
+
+def test_all_schedules_are_compared_on_one_model(tmp_path: Path):
+    told = document("--compare", *SIZES, "--draw", tmp_path / "all.svg")
+    assert [each["schedule"] for each in told["schedules"]] == list(NAMES)
+    assert told["refused"] == {}
+    for each in told["schedules"]:
+        assert each["work"] == pytest.approx([8 * 3.0] * 4), "the same work in each"
+        assert each["n_stages"] * each["times"]["forward"] == pytest.approx(4)
+    text = (tmp_path / "all.svg").read_text()
+    assert all(f">{name}: 4 ranks" in text for name in NAMES)
+
+
+def test_a_comparison_says_what_cannot_be_built_and_why():
+    result = schedule("--compare", "--pp", 3, "--microbatches", 6)
+    assert result.exit_code == 0, result.output
+    assert "not at these sizes" in result.output
+    assert "dualpipe: pp=3 is odd" in result.output
+    for name in NAMES:
+        assert name in result.output
+
+
+def test_auto_keeps_its_limit():
+    told = document("--schedule", "auto", *SIZES, "--limit", 5)
+    assert max(told["peak_in_flight"]) <= 5
+    assert told["bubble_rate"] <= document("--schedule", "zb-h1", *SIZES)["bubble_rate"] + 1e-9
+
+
+def test_a_schedule_goes_through_csv(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    told = document("--schedule", "dualpipe-v", *SIZES, "--csv", path)
+    assert path.read_text().splitlines() == [",".join(actions) for actions in told["actions"]]
+    again = document("--read", path)
+    assert again["schedule"] == "mine"
+    assert {**again, "schedule": "dualpipe-v"} == told
+
+
+def test_pictures_and_traces_are_written(tmp_path: Path):
+    result = schedule("--schedule", "zb-h1", *SIZES, "--draw", tmp_path / "a.svg")
+    assert f"written to {tmp_path / 'a.svg'}" in result.output
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    schedule("--schedule", "zb-h1", *SIZES, "--draw", tmp_path / "a.JSON")
+    assert sum(each["ph"] == "X" for each in json.loads((tmp_path / "a.JSON").read_text())["traceEvents"]) == 96
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--schedule", "zb-h3", *SIZES], ["zb-h3", "did you mean 'zb-h2'?"]),
+        (["--schedule", "xyz", *SIZES], ["'xyz'", "valid: 1f1b, afab, auto"]),
+        (["--schedule", "1f1b", "--pp", 0, "--microbatches", 8], ["--pp 0", "1 or more"]),
+        (["--schedule", "1f1b", "--pp", 4, "--microbatches", 0], ["--microbatches 0", "1 or more"]),
+        (["--schedule", "1f1b", "--pp", 4], ["--microbatches is missing"]),
+        (["--schedule", "dualpipe", "--pp", 3, "--microbatches", 8], ["pp=3 is odd", "nearest: 2 or 4", "dualpipe-v"]),
+        (["--schedule", "1f1b", *SIZES, "--virtual-stages", 2], ["virtual_stages=2", "interleaved-1f1b"]),
+        (["--schedule", "1f1b", *SIZES, "--times", "1,1"], ["--times 1,1", "three numbers", "F,I,W"]),
+        (["--schedule", "1f1b", *SIZES, "--times", "1,one,1"], ["--times 1,one,1", "three numbers"]),
+        (["--schedule", "1f1b", *SIZES, "--times", "1,-1,1"], ["--times 1,-1,1", "0 or more"]),
+        (["--schedule", "1f1b", *SIZES, "--times", "1,nan,1"], ["--times 1,nan,1", "finite"]),
+        (["--schedule", "1f1b", *SIZES, "--times", "0,0,0"], ["--times 0,0,0", "more than 0"]),
+        (["--schedule", "1f1b", *SIZES, "--comm", "-1"], ["--comm -1", "0 or more"]),
+        (["--schedule", "1f1b", *SIZES, "--limit", 3], ["--limit 3", "--schedule auto"]),
+        (["--schedule", "auto", *SIZES, "--limit", 0], ["--limit 0", "1 or more"]),
+        (["--schedule", "1f1b", *SIZES, "--draw", "a.png"], ["--draw a.png", "*.svg", "*.json"]),
+        (["--schedule", "1f1b", *SIZES, "--draw", "no/such/a.svg"], ["no folder no/such", "make it first"]),
+        (["--schedule", "1f1b", *SIZES, "--csv", "no/such/a.csv"], ["no folder no/such", "make it first"]),
+        (["--schedule", "1f1b", "--compare", *SIZES], ["--schedule and --compare", "give one of"]),
+        ([*SIZES], ["no schedule", "--compare", "--read"]),
+        (["--compare", *SIZES, "--csv", "a.csv"], ["--csv", "--schedule"]),
+        (["--read", "a.csv", "--pp", 4], ["--pp", "finds it in the file"]),
+        (["--read", "absent.csv"], ["absent.csv"]),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(arguments: list[object], said: list[str], tmp_path: Path):
+    result = schedule(*arguments, columns=400)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.output.startswith("error: ")
+    for part in said:
+        assert part in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("0F0,0B0\n1F0,1Q0\n", ["row 2 (rank 1), column 2", "'1Q0'", "F, B, I, W"]),
+        ("0F0,0B0\n1B0,1F0\n", ["rank 1, position 0", "1B0 comes before its forward 1F0"]),
+        ("0F0,0B0\n1F0\n", ["stage 1", "no backward pass"]),
+        ("0F0,0I0\n1F0,1B0\n", ["stage 0", "I without W"]),
+        ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", ["rank 0", "wait for one another"]),
+        ("0F0,0B99999999\n", ["2 actions", "100000000 microbatches", "(99999999) a mistake?"]),
+        ("", ["is empty"]),
+    ],
+)
+def test_a_csv_that_cannot_be_run_is_refused_with_the_place(rows: str, said: list[str], tmp_path: Path):
+    path = tmp_path / "impossible.csv"
+    path.write_text(rows)
+    result = schedule("--read", path, columns=400)
+    assert result.exit_code == 2, result.output
+    assert all(line.startswith(f"error: {path}") for line in result.output.splitlines())
+    for part in said:
+        assert part in result.output
+
+
+def test_help_and_a_picture_need_neither_torch_nor_matplotlib(tmp_path: Path):
+    code = (
+        "import sys; from typer.testing import CliRunner; from shardloom.cli.main import app\n"
+        "assert CliRunner().invoke(app, ['schedule', '--help']).exit_code == 0\n"
+        "arguments = ['schedule', '--schedule', '1f1b', '--pp', '2', '--microbatches', '2', '--draw', sys.argv[1]]\n"
+        "made = CliRunner().invoke(app, arguments)\n"
+        "assert made.exit_code == 0, made.output\n"
+        "sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.svg")], timeout=60).returncode == 0
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+DRAWN = {name: ["--schedule", name] for name in NAMES}
+DRAWN |= {name: ["--schedule", name, "--times", "0.5,0.5,0.5"] for name in HALVES}
+DRAWN["auto"] += ["--times", "1,1.4,0.6", "--comm", "0.2", "--limit", "6"]
+DRAWN["all"] = ["--compare", "--times", "1,1.2,0.8", "--comm", "0.1"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_pictures_of_the_docs_are_what_the_commands_there_draw(name: str, tmp_path: Path):
+    assert schedule(*SIZES, *DRAWN[name], "--draw", tmp_path / "a.svg").exit_code == 0
+    drawn = (DOCS / f"schedule-{name}.svg").read_text()
+    assert drawn == (tmp_path / "a.svg").read_text(), "run the commands of docs/schedules.md"
+
+
+def test_the_tables_of_the_docs_are_what_the_commands_there_print():
+    page = [line.rstrip() for line in (DOCS / "schedules.md").read_text().splitlines()]
+    compared = ("--compare", "--pp", "8", "--microbatches", "32")
+    for arguments in (
+        ("--schedule", "zb-h1", *SIZES),
+        compared,
+        (*compared, "--times", "1,1.2,0.8", "--comm", "0.1"),
+    ):
+        told = [line.rstrip() for line in schedule(*arguments).output.splitlines()]
+        rows = told[told.index(next(line for line in told if line.startswith(("rank ", "schedule ")))) :]
+        rows = rows[: rows.index("")]
+        assert len(rows) > 3
+        starts = [at for at, line in enumerate(page) if line == rows[0] and page[at : at + len(rows)] == rows]
+        assert starts, "\n".join(["docs/schedules.md does not show:", *rows])
