@@ -3,13 +3,13 @@
     python -m docs.measure_axes
 
 To be run in the root of the repository. The measuring is that of tests/parallel/test_tensor.py and
-tests/parallel/test_context.py: collectives and messages are counted where PyTorch is called, and so are the
+tests/parallel/test_context_traffic.py: collectives and messages are counted where PyTorch is called, and so are the
 activations that autograd keeps. What one layer has is the difference between models of three and of two.
 """
 
 import torch
 from tests.distributed import run_ranks
-from tests.parallel import test_context as context
+from tests.parallel import attention, test_context_traffic
 from tests.parallel import test_tensor as tensor
 
 from shardloom.layout import Layout
@@ -86,18 +86,18 @@ def formula_elements(layout: Layout) -> float:
 
 
 def a_layers_messages() -> None:
-    cases = [*context.ONE_OF_EACH, context.Case("zigzag", 4, 1, kv_heads=4)]
-    sent = run_ranks(context.sent_in_cases, 4, cases, torch.bfloat16)[0]
+    cases = [*attention.ONE_OF_EACH, attention.Case("zigzag", 4, 1, kv_heads=4)]
+    sent = run_ranks(test_context_traffic.sent_in_cases, 4, cases, torch.bfloat16)[0]
     print("What attention of one layer sends from a rank, in units of the bytes of its q; 4 ranks, 4 heads, bf16\n")
     print("| method | kv heads | forward | backward |")
     print("| --- | ---: | --- | --- |")
     for case, passes in zip(cases, sent, strict=True):
-        q_bytes = context.BATCH * context.SEQ_LEN // case.ranks * case.heads * context.WIDTH * 2
+        q_bytes = attention.BATCH * attention.SEQ_LEN // case.ranks * case.heads * attention.WIDTH * 2
         print(f"| {case.method} | {case.kv_heads} | {' | '.join(_messages(log, q_bytes) for log in passes)} |")
     print()
 
 
-def _messages(log: list[context.Sent], unit: int) -> str:
+def _messages(log: list[test_context_traffic.Sent], unit: int) -> str:
     sizes: dict[tuple[str, int], int] = {}
     for sent in log:
         sizes[sent] = sizes.get(sent, 0) + 1
