@@ -135,6 +135,11 @@ class Layout:
         return found + list(self._pipeline_problems())
 
     def _pipeline_problems(self) -> Iterator[str]:
+        if self.zero_pp_gather != "step" and (self.pp == 1 or self.zero != 3):
+            yield (
+                f"layout.zero_pp_gather={self.zero_pp_gather!r} is for ZeRO-3 under a pipeline, and zero={self.zero}, "
+                f"pp={self.pp}; leave it out, or set zero=3 and pp above 1"
+            )
         if self.pp == 1:
             for name, default in (("schedule", "1f1b"), ("virtual_stages", 1), ("stage_layers", None)):
                 if getattr(self, name) != default:

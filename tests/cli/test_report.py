@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from shardloom.cli.report import report
-from tests.report.runs import train_record, usual, write_run
+from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()
 app.command()(report)
@@ -48,6 +48,49 @@ def test_the_files_go_where_they_are_wanted(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<?xml")
     assert not (folder / "report.html").exists()
     assert not (folder / "curves.png").exists()
+
+
+def test_a_pipeline_is_told_measured_and_planned(tmp_path: Path) -> None:
+    done = run(usual_pipeline(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "1f1b: bubble 29.4% measured, 20.0% planned (step 50: 17 s, planned 15 s)" in done.stdout
+    assert "Measured: step 50" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_json_has_the_numbers_of_a_pipeline(tmp_path: Path) -> None:
+    told = json.loads(run(usual_pipeline(tmp_path), "--json").stdout)
+    assert told["timeline"] == str(tmp_path / "timeline.svg")
+    pipeline = told["pipeline"]
+    assert pipeline["schedule"] == "1f1b"
+    assert pipeline["bubble_planned"] == pytest.approx(0.2, abs=1e-4)
+    assert pipeline["bubble_measured"] == pytest.approx(0.294, abs=1e-3)
+    assert pipeline["makespan_s"] == pytest.approx(17.0, abs=1e-4)
+    assert [rank["peak_in_flight"] for rank in pipeline["ranks"]] == [2, 1]
+
+
+def test_a_timeline_is_written_for_a_trace_viewer_too(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    assert run(usual_pipeline(tmp_path / "run"), "--timeline", trace).exit_code == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"0F0", "1B3"} <= names
+    assert not (tmp_path / "run" / "timeline.svg").exists()
+
+
+def test_a_timeline_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    done = run(usual(tmp_path / "a"), "--timeline", tmp_path / "a.svg")
+    assert (done.exit_code, "layout.pp is 1" in done.stderr) == (2, True)
+    done = run(write_run(tmp_path / "b", [train_record(10)], *PIPELINE), "--timeline", tmp_path / "b.svg")
+    assert (done.exit_code, "no step has been recorded by all 2 ranks" in done.stderr) == (2, True)
+    done = run(usual_pipeline(tmp_path / "c"), "--timeline", tmp_path / "c.pdf")
+    assert (done.exit_code, "*.svg, a trace *.json" in done.stderr) == (2, True)
+    assert not list(tmp_path.glob("*/report.html"))
+
+
+def test_a_run_without_a_pipeline_has_no_timeline(tmp_path: Path) -> None:
+    told = json.loads(run(usual(tmp_path), "--json").stdout)
+    assert told["pipeline"] is None
+    assert "timeline" not in told
+    assert not (tmp_path / "timeline.svg").exists()
 
 
 def test_what_is_no_run_leaves_with_2_and_says_why(tmp_path: Path) -> None:

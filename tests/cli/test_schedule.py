@@ -1,6 +1,7 @@
 """Proves that `shardloom schedule` tells what a schedule costs, writes what is asked for, and refuses bad input."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -100,7 +101,11 @@ def test_json_agrees_with_a_count_of_its_own_actions(name: str):
     if name in ("zb-h2", "zb-v"):
         cost = max(ends[actions[-1]] - begins[actions[0]] for actions in ranks)
     assert told["bubble_rate"] == pytest.approx(1 - work / cost)
-    assert told["peak_in_flight"] == [most_held(actions) for actions in ranks]
+    assert told["peak_in_flight"] == [most_held(actions, 1, 0) for actions in ranks]
+    assert told["peak_waiting"] == [most_held(actions, 0, 1) for actions in ranks]
+    assert told["kept_for_weight"] == 0.375
+    assert told["peak_memory"] == [most_held(actions, 1, 0.375) for actions in ranks]
+    assert told["peak_memory_shares"] == [4 / told["n_stages"] * peak for peak in told["peak_memory"]]
     crossings = [
         at[stage, "F", microbatch] != at[stage + 1, "F", microbatch]
         for stage in range(told["n_stages"] - 1)
@@ -110,8 +115,9 @@ def test_json_agrees_with_a_count_of_its_own_actions(name: str):
     assert told["parameters_held"] == (2 if name == "dualpipe" else 1)
 
 
-def most_held(actions: list[tuple[int, str, int]]) -> int:
-    changes = [{"F": 1, "I": 0, "W": -1, "B": -1}[op] for _, op, _ in actions]
+def most_held(actions: list[tuple[int, str, int]], in_flight: float, waiting: float) -> float:
+    of = {"F": in_flight, "I": waiting - in_flight, "W": -waiting, "B": -in_flight}
+    changes = [of[op] for _, op, _ in actions]
     return max(sum(changes[: end + 1]) for end in range(len(changes)))
 
 
@@ -136,9 +142,30 @@ def test_a_comparison_says_what_cannot_be_built_and_why():
 
 
 def test_auto_keeps_its_limit():
-    told = document("--schedule", "auto", *SIZES, "--limit", 5)
-    assert max(told["peak_in_flight"]) <= 5
+    asked = ("--schedule", "auto", *SIZES, "--limit", 5)
+    told = document(*asked)
+    assert max(told["peak_memory"]) <= 5
     assert told["bubble_rate"] <= document("--schedule", "zb-h1", *SIZES)["bubble_rate"] + 1e-9
+    assert max(document(*asked, "--kept-for-weight", 1)["peak_memory"]) <= 5
+
+
+def test_the_share_that_waits_for_w_is_in_the_memory_of_every_schedule():
+    whole = document("--schedule", "zb-h1", *SIZES, "--kept-for-weight", 1)
+    assert (whole["peak_in_flight"], whole["peak_memory"]) == ([4, 3, 2, 1], [4.0] * 4)
+    told = schedule("--schedule", "zb-h1", *SIZES, "--kept-for-weight", 0.5).output
+    assert "memory: what is in flight, and 0.5 for each microbatch that waits for its W" in told
+    assert re.search(r"3 +3 +3F0 +3W7 .* 1 +2\.5\n", told)
+    compared = document("--compare", *SIZES, "--kept-for-weight", 1)["schedules"]
+    assert {each["kept_for_weight"] for each in compared} == {1}
+    assert max(compared[-1]["peak_memory"]) <= 8
+
+
+def test_auto_has_the_published_bubble_of_zb_2p():
+    """Qi et al., arXiv 2401.10241, table 5, first row, by the command of the docs."""
+    asked = ("--schedule", "auto", "--pp", 8, "--microbatches", 24, "--times", "18522,18086,9337", "--comm", 601)
+    told = document(*asked, "--limit", 16)
+    assert round(told["bubble_rate"], 4) == 0.0433
+    assert round(document(*asked, "--kept-for-weight", 1)["bubble_rate"], 4) == 0.1015
 
 
 def test_a_schedule_goes_through_csv(tmp_path: Path):
@@ -176,6 +203,8 @@ def test_pictures_and_traces_are_written(tmp_path: Path):
         (["--schedule", "1f1b", *SIZES, "--comm", "-1"], ["--comm -1", "0 or more"]),
         (["--schedule", "1f1b", *SIZES, "--limit", 3], ["--limit 3", "--schedule auto"]),
         (["--schedule", "auto", *SIZES, "--limit", 0], ["--limit 0", "1 or more"]),
+        (["--schedule", "auto", *SIZES, "--kept-for-weight", 1.5], ["--kept-for-weight 1.5", "0 to 1"]),
+        (["--schedule", "1f1b", *SIZES, "--kept-for-weight", "nan"], ["--kept-for-weight nan", "0 to 1"]),
         (["--schedule", "1f1b", *SIZES, "--draw", "a.png"], ["--draw a.png", "*.svg", "*.json"]),
         (["--schedule", "1f1b", *SIZES, "--draw", "no/such/a.svg"], ["no folder no/such", "make it first"]),
         (["--schedule", "1f1b", *SIZES, "--csv", "no/such/a.csv"], ["no folder no/such", "make it first"]),

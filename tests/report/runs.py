@@ -1,10 +1,15 @@
 """Run folders for the tests of `report`, as `shardloom train` leaves them, without training."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shardloom.config import parse, resolved_toml
+from shardloom.report.timeline import timeline_path
+from shardloom.schedule.actions import Action
+from shardloom.schedule.build import build
+from shardloom.schedule.simulate import Simulation, Times, simulate
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
@@ -54,4 +59,36 @@ def usual(folder: Path) -> Path:
     write_run(folder, [evaluation(0, 6.2), *train, evaluation(50, 5.1)])
     for name in ("step-00000050", "step-00000020", "step-00000060.partial"):
         (folder / "checkpoints" / name).mkdir(parents=True)
+    return folder
+
+
+PIPELINE = ("layout.dp_shard=1", "layout.pp=2")
+"""Of a run folder: 2 stages of 2 layers, 4 microbatches a step, 1f1b."""
+EPOCH_S = 1.7e9
+
+
+def write_timeline(
+    folder: Path, step: int, ranks: Sequence[Sequence[tuple[Action, float, float]]], zero_s: float = EPOCH_S
+) -> None:
+    """Add a step to the files of all ranks. `ranks`: of each, its actions with start and end, in seconds."""
+    for rank, spans in enumerate(ranks):
+        first = spans[0][1]
+        actions = [[str(action), start - first, end - first] for action, start, end in spans]
+        line = {"step": step, "rank": rank, "zero_s": zero_s + first, "actions": actions}
+        path = timeline_path(folder, rank)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def slow_messages(schedule: str = "1f1b") -> Simulation:
+    """What 2 ranks do with 4 microbatches when a message takes half as long as F, a second."""
+    return simulate(build(schedule, 2, 4), Times(forward=1.0, backward_input=1.0, weight=1.0, comm=0.5))
+
+
+def usual_pipeline(folder: Path) -> Path:
+    """Half of a run of a pipeline, with the actions of step 50, of which one in three seconds was spent on messages."""
+    usual(folder)
+    write_run(folder, [train_record(step) for step in range(10, 60, 10)], *PIPELINE)
+    write_timeline(folder, 50, slow_messages().spans)
     return folder

@@ -1,6 +1,7 @@
 """Proves that the page of a run is sound HTML which needs nothing but itself, and shows text as text."""
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from shardloom.errors import InputError
 from shardloom.report.page import write_page
 from shardloom.report.run import read_run
 from shardloom.report.style import COLOURS, DARK_COLOURS
-from tests.report.runs import evaluation, train_record, usual, write_run
+from tests.report.runs import PIPELINE, evaluation, train_record, usual, usual_pipeline, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -65,8 +66,32 @@ def test_a_page_is_sound_html_with_numbers_curves_layout_and_run_file(tmp_path: 
     assert f"shardloom train {tmp_path}/run.toml --resume" in text
 
 
-def test_a_page_asks_for_nothing_outside_itself(tmp_path: Path) -> None:
-    html, page = page_of(usual(tmp_path))
+def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
+    html, page = page_of(usual_pipeline(tmp_path))
+    text = " ".join(page.text)
+    assert page.tags.count("svg") == 2
+    assert text.index("Planned: 1f1b, 2 ranks, 4 microbatches") < text.index("Measured: step 50")
+    assert "In step 50 the ranks did nothing for 29.4% of the time" in text
+    assert "leaves 20.0%" in text
+    assert re.findall(r"<td>([^<]*)</td>", html)[:5] == ["0", "12,000.0", "20.0%", "29.4%", "2"]
+    assert "cut into 2 stages, run by 1f1b" in text
+    assert "clocks" not in text
+
+
+def test_a_pipeline_that_was_not_recorded_yet_is_no_error(tmp_path: Path) -> None:
+    _, page = page_of(write_run(tmp_path, [train_record(10)], *PIPELINE))
+    assert "No step has been recorded by all 2 ranks of the pipeline yet" in " ".join(page.text)
+    assert page.tags.count("svg") == 1
+
+
+def test_a_page_without_a_pipeline_does_not_speak_of_one(tmp_path: Path) -> None:
+    html, _ = page_of(usual(tmp_path))
+    assert "ipeline" not in re.sub("<style>.*</style>|<pre.*</pre>", "", html, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("folder_of", [usual, usual_pipeline])
+def test_a_page_asks_for_nothing_outside_itself(folder_of: Callable[[Path], Path], tmp_path: Path) -> None:
+    html, page = page_of(folder_of(tmp_path))
     assert not {"script", "link", "img", "iframe", "image", "object"} & set(page.tags)
     links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset")]
     assert all(link.startswith("#") for link in links)

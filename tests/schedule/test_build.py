@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from shardloom.errors import ScheduleError
 from shardloom.schedule.actions import Schedule
 from shardloom.schedule.build import NAMES, build, problems, stages_per_rank
+from shardloom.schedule.memory import KEPT_FOR_WEIGHT
 from shardloom.schedule.placement import paths
 from shardloom.schedule.simulate import Times, simulate
 from shardloom.schedule.validate import problems as wrong
@@ -90,7 +91,8 @@ def test_activations_in_flight_are_within_what_the_papers_say(data: st.DataObjec
     schedule = data.draw(schedules(name))
     p, m = schedule.n_ranks, schedule.n_microbatches
     times = data.draw(anytimes(schedule.n_stages))
-    peak = simulate(schedule, times).peak_in_flight
+    simulation = simulate(schedule, times)
+    peak = simulation.peak_in_flight
     if name == "1f1b":
         assert peak == tuple(min(m, p - rank) for rank in range(p))
     elif name == "interleaved-1f1b":
@@ -98,7 +100,7 @@ def test_activations_in_flight_are_within_what_the_papers_say(data: st.DataObjec
         assert max(peak) <= min(v * m, (v - 1) * round_ + 2 * p - 1)
     else:
         bounds = {"afab": m, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p, "dualpipe": p + 1, "dualpipe-v": 2 * p + 1}
-        assert max(peak) <= bounds[name]
+        assert max(simulation.peak_memory(1.0)) <= bounds[name], "whatever W needs"
     assert name != "afab" or peak == (m,) * p
 
 
@@ -133,13 +135,14 @@ def test_v_schedules_take_their_number_of_stages_by_default_or_by_name() -> None
 def test_auto_is_searched_for_the_times_and_keeps_to_its_limit() -> None:
     times = Times(3, 2, 1, 0.5)
     for limit in (None, 4):
-        schedule = build("auto", 4, 8, times=times, in_flight_limit=limit)
-        assert wrong(schedule) == []
-        assert max(simulate(schedule, times).peak_in_flight) <= (limit or 8)
+        for share in (KEPT_FOR_WEIGHT, 1.0):
+            schedule = build("auto", 4, 8, times=times, in_flight_limit=limit, kept_for_weight=share)
+            assert wrong(schedule) == []
+            assert max(simulate(schedule, times).peak_memory(share)) <= (limit or 8)
 
 
 def test_a_limit_of_activations_has_to_leave_room_for_one() -> None:
-    with pytest.raises(ScheduleError, match="in_flight_limit=0 microbatches alive on a rank: valid: 1 or more"):
+    with pytest.raises(ScheduleError, match="in_flight_limit=0 microbatches in flight on a rank: valid: 1 or more"):
         build("auto", 2, 4, in_flight_limit=0)
 
 

@@ -14,7 +14,7 @@ import pytest
 from shardloom.errors import InputError
 from shardloom.schedule.actions import OPS, Action
 from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.draw import LEFT, RIGHT, SHADES, Timeline, draw, in_flight, ink_on, planned, svg
+from shardloom.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, Timeline, draw, ink_on, planned, svg
 from shardloom.schedule.simulate import Simulation, Times, simulate
 from shardloom.schedule.trace import write_trace
 
@@ -46,7 +46,7 @@ def test_a_picture_of_one_rank_and_one_microbatch():
     text = svg([timeline])
     assert boxes(text) == {"F": 1, "B": 1}
     assert numbers(text) == ["0", "0"]
-    assert in_flight(timeline, 0) == [(0.0, 1.0), (3.0, 0.0)]
+    assert timeline.curve(0) == [(0.0, 1.0, 0.0), (3.0, 0.0, 0.0)]
     assert timeline.bubble(0) == 0
 
 
@@ -61,14 +61,35 @@ def test_every_action_is_a_box_with_its_microbatch(name: str):
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_what_is_in_flight_and_the_bubbles_are_those_of_the_simulation(name: str):
+def test_what_is_held_and_the_bubbles_are_those_of_the_simulation(name: str):
     simulation = simulated(name)
-    timeline = planned(simulation)
-    ranks = range(simulation.schedule.n_ranks)
-    peaks = [max(held for _, held in in_flight(timeline, rank)) for rank in ranks]
-    assert peaks == pytest.approx(simulation.peak_in_flight_shares)
-    assert [timeline.bubble(rank) for rank in ranks] == pytest.approx(simulation.bubble_rates)
-    assert all(in_flight(timeline, rank)[-1][1] == pytest.approx(0) for rank in ranks)
+    timeline = planned(simulation, kept_for_weight=0.5)
+    curves = [timeline.curve(rank) for rank in range(simulation.schedule.n_ranks)]
+    assert [max(number for _, number, _ in curve) for curve in curves] == pytest.approx(
+        simulation.peak_in_flight_shares
+    )
+    peaks = [max(number + waiting for _, number, waiting in curve) for curve in curves]
+    assert peaks == pytest.approx(simulation.peak_memory_shares(0.5))
+    assert [timeline.bubble(rank) for rank in range(len(curves))] == pytest.approx(simulation.bubble_rates)
+    assert all(curve[-1][1:] == (0, 0) for curve in curves)
+
+
+def heights(text: str, name: str) -> list[float]:
+    """How high the curve of a class rises below each row, from its floor, in pixels."""
+    [d] = [path.get("d", "") for path in ElementTree.fromstring(text).iter(f"{SVG}path") if path.get("class") == name]
+    rows = [row for row in d.split("M") if row]
+    return [float(row.split("H")[0].split()[1]) - min(map(float, re.findall(r"V([\d.]+)", row))) for row in rows]
+
+
+def test_a_curve_is_as_high_as_what_is_in_flight_with_what_waits_on_top():
+    simulation = simulated("zb-h1")
+    text = svg([planned(simulation, kept_for_weight=0.25)])
+    unit = CURVE_HEIGHT / max(simulation.peak_memory_shares(0.25))
+    assert heights(text, "in-flight") == pytest.approx([unit * peak for peak in (4, 3, 2, 1)], abs=0.02)
+    whole = [unit * peak for peak in simulation.peak_memory_shares(0.25)]
+    assert heights(text, "waiting") == pytest.approx(whole, abs=0.02)
+    assert "waiting for W, each 0.25 of one in flight" in text
+    assert "waiting" not in svg([planned(simulated("1f1b"))])
 
 
 def test_boxes_lie_where_the_times_say():
@@ -171,6 +192,16 @@ def test_a_trace_has_every_action_and_its_durations_add_up(name: str, tmp_path: 
         assert sum(each["dur"] for each in mine) == pytest.approx(1e3 * simulation.work[rank])
         assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-6 for one, other in pairwise(mine))
     assert max(each["ts"] + each["dur"] for each in events(path, "X")) == pytest.approx(1e3 * simulation.makespan)
+
+
+def test_a_trace_counts_what_is_in_flight_and_what_waits(tmp_path: Path):
+    simulation, path = simulated("zb-h1"), tmp_path / "trace.json"
+    write_trace([planned(simulation, kept_for_weight=0.25)], path)
+    for rank in range(4):
+        found = [each["args"] for each in events(path, "C") if each["name"] == f"memory, rank {rank}"]
+        assert max(each["in flight"] for each in found) == simulation.peak_in_flight[rank]
+        assert max(each["waiting for W"] for each in found) == simulation.peak_waiting[rank] / 4
+        assert max(sum(each.values()) for each in found) == simulation.peak_memory(0.25)[rank]
 
 
 @pytest.mark.parametrize("name", BUILT)

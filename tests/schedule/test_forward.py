@@ -24,8 +24,6 @@ def test_every_microbatch_goes_through_every_stage_once_on_its_rank_and_sends_ma
 ) -> None:
     (path,) = paths(name, n_ranks, virtual_stages if name == "interleaved-1f1b" else 1)
     schedule = forward_only(path, n_ranks, n_microbatches)
-    everything = [
-        (rank, Action(stage, "F", i)) for stage, rank in enumerate(path) for i in range(n_microbatches)
-    ]
+    everything = [(rank, Action(stage, "F", i)) for stage, rank in enumerate(path) for i in range(n_microbatches)]
     assert sorted(schedule.actions()) == sorted(everything)
     assert rendezvous(with_messages(schedule)) is None

@@ -81,7 +81,7 @@ def test_two_ranks_and_one_microbatch_run_in_turn() -> None:
     )
     assert simulation.makespan == 12
     assert simulation.bubble_rates == (0.5, 0.5)
-    assert simulation.memory == ([(0, 1), (12, 0)], [(2.5, 1), (8.5, 0)])
+    assert simulation.held == ([(0, 1, 0), (11, 0, 1), (12, 0, 0)], [(2.5, 1, 0), (7.5, 0, 1), (8.5, 0, 0)])
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]} ranks, {row[1]} microbatches, {row[2]} us")
@@ -112,6 +112,33 @@ def test_bubble_rates_are_those_published_by_the_zero_bubble_paper(row: tuple) -
     ]
     assert found == pytest.approx(published, abs=0.51e-4)
     assert simulate(order, layer).makespan == pytest.approx(without + p * comm)
+
+
+# In microbatches of a rank's share of the layers, with v stages a rank: the most in flight on rank r, the most waiting.
+PEAKS: dict[str, Callable[..., tuple[float, float]]] = {
+    "afab": lambda p, m, v, r: (m, 0),
+    "1f1b": lambda p, m, v, r: (p - r, 0),
+    "interleaved-1f1b": lambda p, m, v, r: (p + (p - 1 - 2 * r) / v, 0),
+    "zb-h1": lambda p, m, v, r: (p - r, r + 1),
+    "zb-h2": lambda p, m, v, r: (2 * (p - r) - 1, 2 * r + 1),
+    "zb-v": lambda p, m, v, r: (p, r + 0.5),
+    "dualpipe": lambda p, m, v, r: (p + 1, min(r, p - 1 - r) + 1),
+    "dualpipe-v": lambda p, m, v, r: (p + 0.5, (r + 1) / 2),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16), (8, 24)])
+@pytest.mark.parametrize("times", [Times(1, 1, 1), Times(5, 5, 4), Times(3, 4, 2, comm=0.5)], ids=str)
+def test_what_is_in_flight_and_what_waits_are_those_of_the_docs(name: str, p: int, m: int, times: Times) -> None:
+    for v in (2, 3) if name == "interleaved-1f1b" else (1,):
+        simulation = simulate(build(name, p, m, v), times)
+        stage = p / simulation.schedule.n_stages
+        waiting = [stage * peak for peak in simulation.peak_waiting]
+        expected = [PEAKS[name](p, m, v, rank) for rank in range(p)]
+        assert list(zip(simulation.peak_in_flight_shares, waiting, strict=True)) == [pytest.approx(e) for e in expected]
+        for share in (0.0, 0.375, 1.0):
+            assert max(simulation.peak_memory_shares(share)) == pytest.approx(expected[0][0])
 
 
 SIZES = [(2, 4), (3, 7), (4, 8), (6, 15), (8, 32)]
@@ -209,7 +236,33 @@ def test_simulation_agrees_with_a_slower_one_and_keeps_to_what_is_possible(name:
     assert simulation.makespan >= max(simulation.work)
     assert simulation.makespan >= there_and_back + 2 * times.comm * max(hops.values())
     assert all(0 <= rate <= 1 for rate in simulation.bubble_rates)
-    assert all(curve[-1][1] == 0 for curve in simulation.memory)
+    assert all(curve[-1][1:] == (0, 0) for curve in simulation.held)
+
+
+@pytest.mark.parametrize("name", FIXED)
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_what_a_rank_holds_is_the_count_of_microbatches_between_their_actions(name: str, data: st.DataObject) -> None:
+    schedule = data.draw(schedules(name))
+    simulation = simulate(schedule, Times(1.0, 1.5, 0.75, comm=0.25))
+    for rank, spans in enumerate(simulation.spans):
+        at = {action: (start, end) for action, start, end in spans}
+        counted = []
+        for instant in {instant for span in at.values() for instant in span}:
+            in_flight = waiting = 0
+            for stage, op, microbatch in at:
+                if op != "F":
+                    continue
+                begin, _ = at[Action(stage, "F", microbatch)]
+                _, gone = at.get(Action(stage, "B", microbatch)) or at[Action(stage, "I", microbatch)]
+                _, done = at.get(Action(stage, "W", microbatch), (gone, gone))
+                in_flight += begin <= instant < gone
+                waiting += gone <= instant < done
+            counted.append((in_flight, waiting))
+        assert simulation.peak_in_flight[rank] == max(f for f, _ in counted)
+        assert simulation.peak_waiting[rank] == max(w for _, w in counted)
+        for share in (0.0, 0.4, 1.0):
+            assert simulation.peak_memory(share)[rank] == pytest.approx(max(f + share * w for f, w in counted))
 
 
 def test_bubble_rates_of_uneven_ranks_differ_and_their_mean_is_the_schedules() -> None:
@@ -227,6 +280,12 @@ def test_ranks_that_wait_for_each_other_are_an_error_that_shows_the_circle() -> 
         "mine: ranks wait for one another: rank 0, position 0: 0B0 waits for 1B0, at rank 1, position 1; "
         "rank 1, position 0: 1F0 waits for 0F0, at rank 0, position 1"
     )
+
+
+@pytest.mark.parametrize("outside", [Action(2, "F", 0), Action(0, "F", 1), Action(-1, "F", 0), Action(0, "F", -1)])
+def test_an_action_of_a_stage_or_microbatch_that_is_not_there_is_an_error(outside: Action) -> None:
+    with pytest.raises(ScheduleError, match=f"mine: {outside} is outside the 2 stages and 1 microbatches"):
+        simulate(make("mine", 2, 1, [[outside], []]), Times())
 
 
 def test_times_have_to_fit_the_stages_and_be_0_or_more() -> None:

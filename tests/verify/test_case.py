@@ -2,6 +2,7 @@
 split in the ways in which the true ones can."""
 
 import itertools
+from random import Random
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 
 from shardloom.config import RunConfig, parse
 from shardloom.data.samples import IGNORE
-from shardloom.errors import InputError
+from shardloom.errors import InputError, LayoutError
 from shardloom.layout import Layout
 from shardloom.model.presets import PRESETS
+from shardloom.split import stages
 from shardloom.split.rules import problems
-from shardloom.verify import Case, cut
-from shardloom.verify.case import cut_spec
+from shardloom.verify import Case, Verifier, cut
+from shardloom.verify.case import cut_layout, cut_spec
 from shardloom.verify.matrix import layouts
 from tests.train.worlds import SPEC
 
@@ -57,7 +59,7 @@ def test_every_choice_of_the_model_is_kept(preset: str):
 def test_the_cut_model_has_the_layouts_of_the_true_one(preset: str, world_size: int):
     seq_len = min(1024, PRESETS[preset].max_seq_len)
     true = layouts(PRESETS[preset], world_size, seq_len)
-    case = cut(config(preset, seq_len), [Layout(dp_replicate=world_size)])
+    case = cut(config(preset, seq_len), true)
     assert set(layouts(case.spec, world_size, case.seq_len)) == set(true)
 
 
@@ -103,6 +105,91 @@ def test_a_run_without_accumulation_is_compared_with_it_where_the_batch_allows()
     layout = Layout(dp_replicate=4)
     assert cut(config(micro_batch=16), [layout]).accumulation(layout) == 2
     assert cut(config(global_batch=4), [layout]).accumulation(layout) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_layers", "accumulation"),
+    [
+        (Layout(pp=2), 3, 3),
+        (Layout(pp=4, dp_shard=2, zero=2), 5, 5),
+        (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=3), 7, 7),
+        (Layout(pp=4, schedule="zb-v"), 9, 9),
+        (Layout(pp=4, schedule="dualpipe"), 5, 6),  # half of them enter at each end
+    ],
+    ids=str,
+)
+def test_a_pipeline_has_uneven_stages_and_is_filled(layout: Layout, n_layers: int, accumulation: int):
+    case = cut(config(), [layout])
+    assert (case.spec.n_layers, case.accumulation(layout)) == (n_layers, accumulation)
+    assert not problems(case.spec, layout, case.seq_len)
+    counts = {len(layers) for layers in stages.stage_layers(case.spec, layout, case.seq_len)}
+    assert len(counts) == 2, "all stages have as many layers"
+
+
+def test_layers_and_microbatches_that_are_not_there_are_not_made_up():
+    layout = Layout(pp=4)
+    case = cut(config("debug", 128, global_batch=3), [layout])  # a model of 4 layers
+    assert (case.spec.n_layers, case.accumulation(layout)) == (4, 3)
+
+
+def test_without_a_pipeline_nothing_has_become_larger():
+    case = cut(config(), [Layout(dp_shard=2, zero=3)])
+    assert (case.spec.n_layers, case.global_batch) == (2, 4)
+
+
+def test_stages_without_a_layer_are_refused_in_the_same_words_as_at_the_true_size():
+    for layout in (Layout(pp=5), Layout(pp=3, schedule="dualpipe-v"), Layout(pp=6, schedule="dualpipe")):
+        whole = config("debug", 128)
+        case = cut(whole, [layout, Layout(pp=2)])
+        assert list(stages.problems(case.spec, layout)) == list(stages.problems(whole.model.spec(), layout)) != []
+
+
+def cut_stage_layers(*given: tuple[int, ...]) -> list[tuple[int, ...] | None]:
+    """What becomes of `stage_layers` of layouts that are compared, whose model has as many layers as the first says."""
+    whole = config(global_batch=64).model_copy(
+        update={"model": config().model.model_copy(update={"n_layers": sum(given[0])})}
+    )
+    layouts = [Layout(pp=len(counts), stage_layers=counts) for counts in given]
+    case = cut(whole, layouts)
+    found = [cut_layout(layout, whole, case).stage_layers for layout in layouts]
+    if all(sum(counts) == sum(given[0]) for counts in given):
+        assert {sum(counts or ()) for counts in found} == {case.spec.n_layers}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([(8, 8, 8, 8)], [(1, 1, 1, 1)]),
+        ([(6, 8, 10, 8)], [(1, 2, 3, 2)]),
+        ([(30, 2)], [(2, 1)]),
+        ([(3, 1), (1, 3)], [(2, 1), (1, 2)]),
+        ([(2, 2), (1, 3)], [(2, 2), (1, 3)]),
+        ([(16, 16), (20, 12), (8, 8, 8, 8)], [(2, 2), (3, 1), (1, 1, 1, 1)]),
+    ],
+)
+def test_stage_layers_are_cut_to_the_fewest_in_the_same_order(given: list, found: list):
+    assert cut_stage_layers(*given) == found
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6).map(tuple), st.randoms())
+def test_any_stage_layers_keep_their_order(counts: tuple[int, ...], random: Random):
+    shuffled = list(counts)
+    random.shuffle(shuffled)
+    for before, after in zip((counts, tuple(shuffled)), cut_stage_layers(counts, tuple(shuffled)), strict=True):
+        assert after is not None
+        for one, other in itertools.combinations(range(len(before)), 2):
+            assert (before[one] < before[other]) == (after[one] < after[other])
+            assert (before[one] > before[other]) == (after[one] > after[other])
+
+
+def test_stage_layers_that_are_not_those_of_the_model_are_refused_and_not_mended():
+    whole, layout = config("debug", 128), Layout(pp=2, stage_layers=(1, 2))
+    case = cut(whole, [layout])
+    same = cut_layout(layout, whole, case)
+    assert same == layout
+    with pytest.raises(LayoutError, match=r"are 2 stages of 3 layers.*the model has 4 layers"), Verifier() as verifier:
+        verifier.parity(case, same)
 
 
 def test_an_unknown_dtype_names_the_nearest():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardloom.layout import Layout
 from shardloom.verify import Row, Verifier
-from shardloom.verify.compare import differing_copies, errors
+from shardloom.verify.compare import describe, differing_copies, errors
 from shardloom.verify.trace import Quantity, RankTrace, Recorder, Trace
 from tests.distributed import run_ranks
 from tests.train.worlds import case
@@ -73,3 +73,25 @@ def test_two_comparisons_give_the_same_bits():
     layout = Layout(dp_shard=2, zero=2)
     with Verifier() as one, Verifier() as two:
         assert one.parity(case(layout, 3), layout) == two.parity(case(layout, 3), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(), "one rank"),
+        (Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True), "dp_shard 2, tp 2, zero 3, sequence_parallel"),
+        (Layout(pp=2), "pp 2, 1f1b"),
+        (Layout(pp=2, schedule="zb-h1"), "pp 2, zb-h1"),
+        (
+            Layout(pp=2, cp=2, schedule="interleaved-1f1b", virtual_stages=2),
+            "pp 2, cp 2, interleaved-1f1b (2 virtual stages), zigzag",
+        ),
+        (Layout(pp=2, stage_layers=(1, 2)), "pp 2, 1f1b, stage_layers 1,2"),
+        (
+            Layout(pp=2, dp_shard=2, zero=3, zero_pp_gather="microbatch"),
+            "pp 2, dp_shard 2, 1f1b, zero 3, zero_pp_gather microbatch",
+        ),
+    ],
+)
+def test_a_layout_is_told_by_what_is_not_at_its_default(layout: Layout, words: str):
+    assert describe(layout) == words

@@ -1,26 +1,34 @@
-"""Proves that every valid layout of 2 and of 4 ranks, and chosen ones of 8, train as one process does in float64; and
-that the matrix holds every layout there is."""
+"""Proves that layouts train as one process does in float64: of 2 ranks the whole matrix, of 4 all without a pipeline
+and some with one, of 8 chosen ones; and that the matrix holds what it says it does."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
 from shardloom.config import OptimizerSection
-from shardloom.layout import CP_METHODS, Layout
+from shardloom.errors import LayoutError
+from shardloom.layout import CP_METHODS, DENSE_AXES, Layout
+from shardloom.model.presets import PRESETS
+from shardloom.schedule.build import NAMES
+from shardloom.split.rules import problems
 from shardloom.verify import Case, Verifier
 from shardloom.verify.matrix import layouts
 from tests.train.worlds import SPEC
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, max_seq_len=32)
 CASE = Case(EVEN, seq_len=16, global_batch=8, seed=1, optimizer=OptimizerSection(lr=1e-3), steps=2)
+DEEP = replace(EVEN, n_layers=5)
+"""Enough layers for two stages on each of two ranks, and for one of these to have one more."""
 ON_EIGHT = [
     Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3, sequence_parallel=True),
     Layout(dp_shard=2, cp=2, tp=2, zero=2, sequence_parallel=True),
     Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2, zero=3),
     Layout(dp_replicate=2, cp=2, tp=2, cp_method="ring"),
     Layout(dp_shard=2, tp=4, zero=1, sequence_parallel=True),  # two kv heads on four ranks: copies
+    Layout(pp=2, dp_shard=2, tp=2, zero=3, zero_pp_gather="microbatch", sequence_parallel=True, schedule="zb-h1"),
+    Layout(pp=2, dp_replicate=2, cp=2, schedule="dualpipe", zero=1),
 ]
 
 
@@ -44,7 +52,64 @@ def test_the_layouts_of_two_ranks_are_these():
     context = {(layout.cp_method, layout.zero) for layout in found if layout.cp == 2}
     assert context == set(product(("zigzag", "ring", "allgather", "ulysses"), range(4)))
     assert [layout for layout in found if layout.tp == 2] == [Layout(tp=2), Layout(tp=2, sequence_parallel=True)]
-    assert len(found) == 4 + 16 + 2
+    pipelines = [layout.schedule for layout in found if layout.pp == 2]
+    assert pipelines == ["afab", "1f1b", "zb-h1", "zb-h2", "dualpipe", "auto"], "two layers are two stages"
+    assert len(found) == 4 + 16 + 2 + 6
+    assert [layout.schedule for layout in layouts(DEEP, 2, 16) if layout.pp == 2] == list(NAMES)
+
+
+@pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 22, 9), (4, 97, 114), (8, 239, 396)])
+def test_the_debug_model_has_as_many_layouts_as_the_documentation_says(world_size: int, without: int, with_pp: int):
+    found = layouts(PRESETS["debug"], world_size, 128)
+    assert (sum(layout.pp == 1 for layout in found), sum(layout.pp > 1 for layout in found)) == (without, with_pp)
+
+
+def every_pipeline(world_size: int, seq_len: int) -> Iterator[Layout]:
+    """All there are, found by trying; without choices that change nothing."""
+    degrees = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for pp, dp_replicate, dp_shard, cp, tp in product(degrees, repeat=5):
+        if pp == 1 or pp * dp_replicate * dp_shard * cp * tp != world_size:
+            continue
+        values = dict(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+        for schedule, zero, gather, sequence_parallel, method, ulysses in product(
+            NAMES, range(4), ("step", "microbatch"), (False, True), CP_METHODS if cp > 1 else ("zigzag",), degrees
+        ):
+            dull = (
+                (zero and dp_shard * cp == 1)
+                or (gather == "microbatch" and zero < 3)
+                or (sequence_parallel and tp == 1)
+                or (method == "usp" and ulysses == cp)
+            )
+            choices = dict(schedule=schedule, zero=zero, zero_pp_gather=gather, sequence_parallel=sequence_parallel)
+            virtual = {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
+            try:
+                layout = Layout(**values, **choices, **virtual, cp_method=method, ulysses_degree=ulysses)
+            except LayoutError:
+                continue
+            if not dull and not problems(DEEP, layout, seq_len):
+                yield layout
+
+
+def pairs(layout: Layout) -> set:
+    """Every two choices of a layout, with its degrees."""
+    choices = (
+        ("schedule", layout.schedule, layout.virtual_stages),
+        ("zero", layout.zero, layout.zero_pp_gather),
+        ("tokens", layout.sequence_parallel),
+        ("context", layout.cp_method, layout.ulysses_degree),
+    )
+    degrees = tuple(layout.degree(axis) for axis in DENSE_AXES)
+    return {(degrees, two) for two in combinations(choices, 2)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_every_two_choices_of_a_pipeline_meet_in_some_layout(world_size: int):
+    possible = list(every_pipeline(world_size, 48))
+    found = [layout for layout in layouts(DEEP, world_size, 48) if layout.pp > 1]
+    assert set(found) <= set(possible)
+    assert set().union(*map(pairs, found)) == set().union(*map(pairs, possible))
+    if world_size == 8:
+        assert len(found) < len(possible) / 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -64,9 +129,39 @@ def test_a_layout_that_the_model_cannot_have_is_not_in_the_matrix():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_layout_trains_as_one_process_does(verifier: Verifier, world_size: int):
+def test_every_layout_without_a_pipeline_trains_as_one_process_does(verifier: Verifier, world_size: int):
     for layout in layouts(EVEN, world_size, CASE.seq_len):
-        check(verifier, CASE, layout)
+        if layout.pp == 1:
+            check(verifier, CASE, layout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world_size", "one_of"), [(2, 1), pytest.param(4, 6, marks=pytest.mark.slow)])
+def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int, one_of: int):
+    case = replace(CASE, spec=DEEP)
+    pipelines = [layout for layout in layouts(DEEP, world_size, case.seq_len) if layout.pp > 1]
+    chosen = pipelines[::one_of]
+    assert {layout.schedule for layout in chosen} == set(NAMES)
+    for layout in chosen:
+        check(verifier, case, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, schedule="zb-v"),
+        Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, stage_layers=(2, 1, 1, 1)),
+        Layout(pp=2, tp=2, schedule="dualpipe", sequence_parallel=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "changes",
+    [{"tied_embedding": True}, {"bias": True, "positions": "learned", "norm": "layernorm"}, {"dropout": 0.2}],
+    ids=str,
+)
+def test_every_choice_of_the_model_is_trained_by_pipelines_too(verifier: Verifier, changes: dict, layout: Layout):
+    check(verifier, replace(CASE, spec=replace(DEEP, **changes)), layout)
 
 
 @pytest.mark.parametrize("layout", ON_EIGHT, ids=str)

@@ -116,5 +116,5 @@ def _rows(told: Headline) -> dict[str, str]:
 def _bubbles(told: PipelineNumbers) -> str:
     return (
         f"{told.schedule}: bubble {told.bubble_measured:.1%} measured, {told.bubble_planned:.1%} planned "
-        f"(step {told.step:,}, {format_seconds(told.makespan_s)})"
+        f"(step {told.step:,}: {format_seconds(told.makespan_s)}, planned {format_seconds(told.makespan_planned_s)})"
     )

@@ -16,6 +16,7 @@ from shardloom.schedule.actions import Schedule
 from shardloom.schedule.build import NAMES, build
 from shardloom.schedule.compare import compare, count_messages, parameters_held
 from shardloom.schedule.draw import draw, planned
+from shardloom.schedule.memory import KEPT_FOR_WEIGHT
 from shardloom.schedule.simulate import Simulation, Times, simulate
 from shardloom.schedule.table import read_table, write_table
 from shardloom.schedule.trace import write_trace
@@ -50,9 +51,18 @@ def schedule(
     limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="the most microbatches in flight on a rank of auto; 2 P if not given", show_default=False
+            metavar="N",
+            help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given",
+            show_default=False,
         ),
     ] = None,
+    kept_for_weight: Annotated[
+        float,
+        typer.Option(
+            metavar="X",
+            help="what a microbatch that waits for its W counts in memory, 0 to 1, where one in flight counts 1",
+        ),
+    ] = KEPT_FOR_WEIGHT,
     compare_all: Annotated[
         bool,
         typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank"),
@@ -79,8 +89,9 @@ def schedule(
 ) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
 
-    A bubble is the share of the ranks' time in which they wait. Activations in flight are counted in microbatches of a
-    rank's share of the layers.
+    A bubble is the share of the ranks' time in which they wait. A microbatch is in flight on a rank from F to the end
+    of I or B, and takes some memory until the end of W. Both are counted in microbatches of a rank's share of the
+    layers.
 
     shardloom schedule --schedule zb-h1 --pp 4 --microbatches 8
 
@@ -88,25 +99,28 @@ def schedule(
 
     Exit codes: 0 shown, 2 the input cannot be used.
     """
-    _check(name, pp, microbatches, virtual_stages, limit, compare_all, read, csv, drawing)
+    _check(name, pp, microbatches, virtual_stages, limit, kept_for_weight, compare_all, read, csv, drawing)
     of_stage = _times(times, comm)
     refused: dict[str, str] = {}
     if compare_all:
         assert pp is not None
         assert microbatches is not None
-        found = compare(pp, microbatches, virtual_stages or INTERLEAVED, of_stage, limit)
+        found = compare(
+            pp, microbatches, virtual_stages or INTERLEAVED, of_stage, limit, kept_for_weight=kept_for_weight
+        )
         simulations, refused = found.simulations, found.refused
     else:
-        simulations = (simulate(_schedule(name, pp, microbatches, virtual_stages, of_stage, limit, read), of_stage),)
-    written = _write(simulations, drawing, csv, curves=not compare_all)
+        one = _schedule(name, pp, microbatches, virtual_stages, of_stage, limit, kept_for_weight, read)
+        simulations = (simulate(one, of_stage),)
+    written = _write(simulations, kept_for_weight, drawing, csv, curves=not compare_all)
     if json:
-        documents = [_document(simulation) for simulation in simulations]
+        documents = [_document(simulation, kept_for_weight) for simulation in simulations]
         print_json({"schedules": documents, "refused": refused} if compare_all else documents[0])
     else:
         if compare_all:
-            _print_all(simulations, refused)
+            _print_all(simulations, refused, kept_for_weight)
         else:
-            _print(simulations[0])
+            _print(simulations[0], kept_for_weight)
         for path in written:
             console.print(f"written to {path}", markup=False, soft_wrap=True)
 
@@ -117,6 +131,7 @@ def _check(
     microbatches: int | None,
     virtual_stages: int | None,
     limit: int | None,
+    kept_for_weight: float,
     compare_all: bool,
     read: Path | None,
     csv: Path | None,
@@ -144,6 +159,8 @@ def _check(
     ]
     if limit is not None and name != "auto" and not compare_all:
         wrong.append(f"--limit {limit} is for --schedule auto, which is built to keep it; leave it out")
+    if not 0 <= kept_for_weight <= 1:
+        wrong.append(f"--kept-for-weight {kept_for_weight:g}: a share is needed, 0 to 1")
     if compare_all and csv is not None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
     if drawing is not None and drawing.suffix.lower() not in PICTURES:
@@ -176,6 +193,7 @@ def _schedule(
     virtual_stages: int | None,
     times: Times,
     limit: int | None,
+    kept_for_weight: float,
     read: Path | None,
 ) -> Schedule:
     """The one schedule that is asked for. Raises InputError."""
@@ -188,13 +206,15 @@ def _schedule(
     assert pp is not None
     assert microbatches is not None
     stages = virtual_stages or (INTERLEAVED if name == "interleaved-1f1b" else 1)
-    return build(name, pp, microbatches, stages, times, limit)
+    return build(name, pp, microbatches, stages, times, limit, kept_for_weight=kept_for_weight)
 
 
-def _write(simulations: Sequence[Simulation], drawing: Path | None, csv: Path | None, curves: bool) -> list[Path]:
+def _write(
+    simulations: Sequence[Simulation], kept_for_weight: float, drawing: Path | None, csv: Path | None, curves: bool
+) -> list[Path]:
     """Write what is asked for; returns where to."""
     if drawing is not None:
-        timelines = [planned(simulation) for simulation in simulations]
+        timelines = [planned(simulation, kept_for_weight) for simulation in simulations]
         if drawing.suffix.lower() == ".svg":
             draw(timelines, drawing, curves)
         else:
@@ -204,7 +224,7 @@ def _write(simulations: Sequence[Simulation], drawing: Path | None, csv: Path | 
     return [path for path in (drawing, csv) if path is not None]
 
 
-def _document(simulation: Simulation) -> dict[str, Any]:
+def _document(simulation: Simulation, kept_for_weight: float) -> dict[str, Any]:
     """Everything about a schedule, for machines."""
     schedule = simulation.schedule
     return {
@@ -220,6 +240,10 @@ def _document(simulation: Simulation) -> dict[str, Any]:
         "bubble_rates": simulation.bubble_rates,
         "peak_in_flight": simulation.peak_in_flight,
         "peak_in_flight_shares": simulation.peak_in_flight_shares,
+        "peak_waiting": simulation.peak_waiting,
+        "kept_for_weight": kept_for_weight,
+        "peak_memory": simulation.peak_memory(kept_for_weight),
+        "peak_memory_shares": simulation.peak_memory_shares(kept_for_weight),
         "parameters_held": parameters_held(schedule),
         "messages": count_messages(schedule),
         "problems": problems(schedule),
@@ -228,9 +252,9 @@ def _document(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _print(simulation: Simulation) -> None:
+def _print(simulation: Simulation, kept_for_weight: float) -> None:
     schedule, times = simulation.schedule, simulation.times
-    timeline = planned(simulation)
+    timeline = planned(simulation, kept_for_weight)
     console.print(f"[bold]{timeline.title}[/]")
     console.print(
         f"a stage takes F {times.forward:g}, I {times.backward_input:g}, W {times.weight:g}; "
@@ -241,7 +265,8 @@ def _print(simulation: Simulation) -> None:
     if text is not None:
         console.print(text, no_wrap=True)
         console.print()
-    table = _table("rank", "stages", "first", "last", "starts", "ends", "bubble", "peak in flight", left=4)
+    table = _table("rank", "stages", "first", "last", "starts", "ends", "bubble", "in flight", "memory", left=4)
+    memory = simulation.peak_memory_shares(kept_for_weight)
     for rank, spans in enumerate(simulation.spans):
         table.add_row(
             str(rank),
@@ -252,6 +277,7 @@ def _print(simulation: Simulation) -> None:
             f"{spans[-1][2]:.4g}",
             f"{simulation.bubble_rates[rank]:.1%}",
             f"{simulation.peak_in_flight_shares[rank]:g}",
+            f"{memory[rank]:.4g}",
         )
     console.print(table)
     console.print()
@@ -261,18 +287,22 @@ def _print(simulation: Simulation) -> None:
         f"work of the busiest rank {max(simulation.work):.4g}"
     )
     console.print(f"{count_messages(schedule)} messages; parameters held: {_times_share(parameters_held(schedule))}")
+    if schedule.splits_backward:
+        console.print(_memory_words(kept_for_weight))
     if text is None:
         console.print("the timeline is too long for this screen; --draw FILE.svg draws it")
 
 
-def _print_all(simulations: Sequence[Simulation], refused: dict[str, str]) -> None:
+def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_for_weight: float) -> None:
     if simulations:
         schedule = simulations[0].schedule
         console.print(f"[bold]ranks: {schedule.n_ranks}, microbatches: {schedule.n_microbatches}[/]")
         console.print("the same model in each: a stage of 1/n of the layers takes 1/n of the time")
         console.print("in flight: activations of so many microbatches, of a rank's share of the layers")
+        console.print(_memory_words(kept_for_weight))
         console.print()
-        table = _table("schedule", "stages", "bubble", "makespan", "peak in flight", "parameters", "messages", left=1)
+        names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
+        table = _table(*names, left=1)
         for simulation in simulations:
             schedule = simulation.schedule
             table.add_row(
@@ -281,6 +311,7 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str]) -> No
                 f"{simulation.bubble_rate:.1%}",
                 f"{simulation.makespan:.4g}",
                 f"{max(simulation.peak_in_flight_shares):g}",
+                f"{max(simulation.peak_memory_shares(kept_for_weight)):.4g}",
                 _times_share(parameters_held(schedule)),
                 str(count_messages(schedule)),
             )
@@ -301,6 +332,10 @@ def _table(*names: str, left: int) -> Table:
     for column in table.columns[left:]:
         column.justify = "right"
     return table
+
+
+def _memory_words(kept_for_weight: float) -> str:
+    return f"memory: what is in flight, and {kept_for_weight:.4g} for each microbatch that waits for its W"
 
 
 def _times_share(parameters: float) -> str:

@@ -76,7 +76,7 @@ def verify(
     """
     configs = _configs(run_file, overrides or [], against, overrides_b, matrix)
     from shardloom.verify import Verifier, cut
-    from shardloom.verify.case import whole
+    from shardloom.verify.case import cut_layout, whole
     from shardloom.verify.matrix import layouts
 
     config = configs[0]
@@ -84,9 +84,8 @@ def verify(
     if matrix is not None:
         chosen = layouts(config.model.spec(), matrix, config.batch.seq_len)
         if full:
-            chosen = [
-                each for each in chosen if config.batch.global_batch % (each.data_ranks * config.batch.micro_batch) == 0
-            ]
+            true_case = whole(config)
+            chosen = [each for each in chosen if true_case.shares(each)]
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
     # Both sides train on one global batch: it is cut for the side with the larger microbatches.
@@ -96,6 +95,8 @@ def verify(
         replace(case, micro_batch=each.batch.micro_batch if full else min(each.batch.micro_batch, case.micro_batch))
         for each in configs
     ]
+    if not full:
+        chosen = [cut_layout(layout, config, case) for layout in chosen]
     with Verifier(timeout_s=timeout_s) as verifier:
         if matrix is not None:
             _matrix(verifier, cases[0], chosen, json)

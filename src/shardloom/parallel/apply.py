@@ -20,9 +20,8 @@ from shardloom.parallel.stage import StageModel, cut_stages
 from shardloom.parallel.stage_data import StageEngine, StageReplicas, StageShards
 from shardloom.parallel.tensor import plain_parameters, split_model
 from shardloom.schedule.actions import Schedule
-from shardloom.schedule.build import build
 from shardloom.schedule.placement import SPLIT_BACKWARD, held_by
-from shardloom.split.stages import stage_layers, stage_times
+from shardloom.split.stages import stage_layers, step_schedule
 
 
 def apply(
@@ -113,8 +112,7 @@ def _pipeline(
     cuts = layout.tp if layout.token_shards else 1
 
     def schedule(n_microbatches: int) -> Schedule:
-        times = stage_times(spec, layout, seq_len)
-        return build(layout.schedule, layout.pp, n_microbatches, layout.virtual_stages, times)
+        return step_schedule(spec, layout, n_microbatches, seq_len)
 
     def activation(tokens_BT: Tensor) -> Tensor:
         n_sequences, n_tokens = tokens_BT.shape

@@ -37,7 +37,8 @@ class WeightGradients:
         """dy^T x, the gradient of `weight_FD`; None if it is left for later."""
         if not self._holding:
             return dy_NF.T @ x_ND
-        self._left.append((weight_FD, dy_NF, x_ND))
+        # Detached, or the whole graph would stay, and with it the stage's input and its gradient.
+        self._left.append((weight_FD, dy_NF.detach(), x_ND.detach()))
         return None
 
     def take(self) -> Callable[[], None]:

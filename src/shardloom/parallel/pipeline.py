@@ -48,13 +48,22 @@ class Stage:
         self.has_backward = True
         self.sent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def begin_step(self, schedule: Schedule, training: bool, like_BTD: Tensor, timeline: Timeline) -> None:
-        """Before the first action. `like_BTD` has the shape and type of what goes between stages."""
-        self.schedule, self.has_backward = schedule, training
+    def begin_step(
+        self,
+        schedule: Schedule,
+        training: bool,
+        loss: Callable[[Tensor, int], Tensor],
+        like_BTD: Tensor,
+        timeline: Timeline,
+    ) -> None:
+        """Before the first action. `loss` is of logits and the number of their microbatch; `like_BTD` has the shape and
+        type of what goes between stages."""
+        self.schedule, self.has_backward, self.loss = schedule, training, loss
         self.like_BTD, self.timeline = like_BTD, timeline
+        self.total = torch.zeros((), dtype=torch.float64, device=like_BTD.device)
         self.left = sum(schedule.place[self.model.number, i] == self.group_rank for i in range(schedule.n_microbatches))
         self.inputs: dict[int, Tensor] = {}
-        self.kept: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        self.kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         self.output_gradients: dict[int, Tensor] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self.weights: dict[int, Callable[[], None]] = {}
@@ -72,13 +81,15 @@ class Stage:
         x = args[0] if self.is_first else self.inputs.pop(mb_index)
         with self.timeline.action(Action(self.model.number, "F", mb_index)):
             output: Tensor = self.model(x, **kwargs)
+            if self.is_last:
+                output = self.loss(output, mb_index)
+                self.total += output.detach()
         if self.has_backward or not self.is_last:
-            # Of logits, the largest tensor there is, the backward pass needs what the loss has kept of them.
-            self.kept[mb_index] = (None if self.is_first else x, None if self.is_last else output)
+            self.kept[mb_index] = (None if self.is_first else x, output)
         return output
 
     def backward_one_chunk(
-        self, mb_index: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+        self, mb_index: int, loss: None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         x, output = self.kept.pop(mb_index)
         with self.timeline.action(Action(self.model.number, "B" if full_backward else "I", mb_index)):
@@ -86,11 +97,7 @@ class Stage:
                 self.left -= 1
             self.engine.before_backward(complete=full_backward, last=self.left == 0)
             with nullcontext() if full_backward else self.model.gradients.hold():
-                if output is not None:
-                    torch.autograd.backward(output, self.output_gradients.pop(mb_index))
-                else:
-                    assert loss is not None
-                    torch.autograd.backward(loss)
+                torch.autograd.backward(output, self.output_gradients.pop(mb_index, None))
             if x is not None:
                 assert x.grad is not None
                 self.input_gradients[mb_index] = x.grad
@@ -148,7 +155,7 @@ class Stage:
 
 
 class _Runtime(_PipelineScheduleRuntime):
-    """PyTorch's runtime on stages of ours, whose shapes need no inference and whose losses are kept by microbatch."""
+    """PyTorch's runtime on stages of ours, which know their shapes and compute the loss themselves."""
 
     def __init__(
         self, stages: Sequence[Stage], schedule: Schedule, ways: tuple[tuple[int, ...], ...], rank: int
@@ -156,36 +163,23 @@ class _Runtime(_PipelineScheduleRuntime):
         super().__init__(list(stages), schedule.n_microbatches, scale_grads=False)
         self.stages, self.schedule = stages, schedule
         self.pipeline_order_with_comms = {rank: list(_steps(schedule, ways, rank))}
-        self.losses: dict[int, Tensor] = {}
 
-    def run(self, microbatches: Sequence[Microbatch], loss: Loss, training: bool) -> Tensor:
-        self.loss, self._has_backward = loss, training
-        self.total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
+    def run(self, microbatches: Sequence[Microbatch]) -> None:
+        """All actions of this rank."""
         self._step_microbatches(
             [(each.tokens_BT,) for each in microbatches],
             [{"positions_T": each.positions_T, "dropout_keys_B": each.dropout_keys_B} for each in microbatches],
-            [each.targets_BT for each in microbatches],
             return_outputs=False,
         )
-        return self.total
 
     def _initialize_stages(self, *_: Any, **__: Any) -> None:
         pass
 
-    def _maybe_compute_loss(
-        self, stage: Stage, output: Tensor, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
-    ) -> None:
-        if stage.is_last:
-            loss = self.loss(output, target_mbs[mb_index])
-            self.total = self.total + loss.detach()
-            if self._has_backward:
-                self.losses[mb_index] = loss
-
-    def _maybe_get_loss(self, stage: Stage, mb_index: int) -> Tensor | None:
-        return self.losses.pop(mb_index) if stage.is_last else None
-
-    def _update_losses(self, *_: Any) -> None:
+    def _maybe_compute_loss(self, *_: Any, **__: Any) -> None:
         pass
+
+    def _maybe_get_loss(self, *_: Any) -> None:
+        return None
 
 
 _OPS = {
@@ -246,14 +240,20 @@ class Pipeline:
     def _run(self, microbatches: Sequence[Microbatch], loss: Loss, training: bool) -> Tensor:
         runtime = self._runtime(training, len(microbatches))
         like_BTD = self.activation(microbatches[0].tokens_BT)
-        if training:
-            self.timeline.begin_step()
+        timeline = self.timeline if training else Timeline(self.timeline.device)  # whose marks nobody reads
+        timeline.begin_step()
         for stage in runtime.stages:
-            stage.begin_step(runtime.schedule, training, like_BTD, self.timeline)
-        total = runtime.run(microbatches, loss, training)
+            stage.begin_step(
+                runtime.schedule,
+                training,
+                lambda logits_BTV, i: loss(logits_BTV, microbatches[i].targets_BT),
+                like_BTD,
+                timeline,
+            )
+        runtime.run(microbatches)
         for stage in runtime.stages:
             stage.end_step()
-        return total
+        return torch.stack([stage.total for stage in runtime.stages]).sum()
 
     def _runtime(self, training: bool, n_microbatches: int) -> _Runtime:
         key = training, n_microbatches

@@ -1,6 +1,7 @@
 """Data parallelism of pipeline stages: when gradients that arrive microbatch by microbatch are reduced.
 
-P, G are the bytes of a stage's parameters and gradients, A its microbatches in a step, K its groups of parameters.
+P, G are the bytes of a stage's parameters and gradients, A its microbatches in a step, K its groups of parameters: L
+layers, and in the first stage and the last one more, with embedding or head.
 
 | zero              | held between microbatches    | all-gathers | reductions of gradients               |
 | ----------------- | ---------------------------- | ----------- | ------------------------------------- |
@@ -8,10 +9,11 @@ P, G are the bytes of a stage's parameters and gradients, A its microbatches in 
 | 1                 | P and G whole, P share       | K           | K reduce-scatters, with the last      |
 | 2                 | P whole, P and G share       | K           | A x K reduce-scatters                 |
 | 3, "step"         | P and G whole, P share       | K           | K reduce-scatters, with the last      |
-| 3, "microbatch"   | P and G share                | 2 A x K     | A x K reduce-scatters                 |
+| 3, "microbatch"   | P and G share                | A x (K + L) | A x K reduce-scatters                 |
 
 Under 3 `layout.zero_pp_gather` chooses: "step" gathers each parameter once and holds the stage whole until its last
-backward pass, which is a p-th of the model; "microbatch" frees it after each pass, as without a pipeline.
+backward pass, which is a p-th of the model; "microbatch" frees a layer after each pass, as without a pipeline, and
+embedding or head after each backward pass.
 """
 
 from collections.abc import Iterable
@@ -99,6 +101,7 @@ class StageShards:
         self.groups = shards.groups
         self.regather = layout.regathers
         self.each_microbatch = layout.zero == 2 or layout.regathers
+        self.partial_sums = self.each_microbatch and layout.dp_replicate > 1
 
     def begin_step(self) -> None:
         pass
@@ -116,6 +119,10 @@ class StageShards:
             for parameters in state._fsdp_param_groups:
                 # What came in the first half has been widened to the type of reduction; what came now has not.
                 for parameter in parameters.fsdp_params:
+                    none = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
+                    if none and self.partial_sums:
+                        # Until the last microbatch FSDP2 adds up one flat tensor, which has to be of all parameters.
+                        parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
                 parameters.post_backward()

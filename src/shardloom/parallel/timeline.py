@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,14 +18,11 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._marks: list[tuple[Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[Action, Mark, Mark]] = []
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self._marks.clear()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that the first event is at a time that is known
-        self._zero, self._zero_s = self._mark(), time.time()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -35,17 +33,25 @@ class Timeline:
 
     def spans(self) -> list[Span]:
         """The actions since `begin_step`; waits for the device."""
-        return [(action, self._second(start), self._second(end)) for action, start, end in self._marks]
+        now = self._mark()
+        if not isinstance(now, float):
+            now.synchronize()
+        now_s = time.time()
+        return [
+            (action, now_s - _seconds(start, now), now_s - _seconds(end, now)) for action, start, end in self._marks
+        ]
 
-    def _mark(self) -> float | torch.cuda.Event:
+    def _mark(self) -> "Mark":
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _second(self, mark: float | torch.cuda.Event) -> float:
-        if isinstance(mark, float):
-            return self._zero_s + mark - self._zero  # type: ignore[operator]
-        mark.synchronize()
-        return self._zero_s + self._zero.elapsed_time(mark) / 1000  # type: ignore[union-attr]
+
+Mark = float | torch.cuda.Event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Between two marks of one device."""
+    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

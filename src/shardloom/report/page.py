@@ -28,8 +28,7 @@ dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabul
 dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
 figure { margin: 1.5rem 0; }
 figure svg { display: block; width: 100%; height: auto; }
-figure .timeline { overflow-x: auto; }
-figure .timeline svg { width: auto; max-width: none; }
+figure div { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem 1.5rem .2rem 0; text-align: right; font-weight: 400; }
 th { color: var(--quiet); font-size: .875rem; border-bottom: 1px solid var(--grid); }
@@ -40,7 +39,7 @@ ul { margin: .4rem 0; padding-left: 1.25rem; }
 footer { margin-top: 3rem; }
 @media print { body { max-width: none; padding: 0; font-size: 10pt; } pre { white-space: pre-wrap; }
   code, pre { font-size: 8.5pt; }
-  figure .timeline svg { width: 100%; }
+  figure svg { min-width: 0 !important; }
   dl, figure, pre, table { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 
@@ -105,6 +104,13 @@ def _curves(run: RunRecord) -> str:
     return _in_roles(svg.replace("xlink:href", "href"))
 
 
+def _timelines(pipeline: PipelineRecord) -> str:
+    """The picture of a step, as wide as the page, and wider where its numbers could not be read; one then scrolls."""
+    svg = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
+    svg = re.sub(r' width="(\d+)" height="[^"]*"', r' style="min-width: calc(.9 * \1px)"', svg, count=1)
+    return _in_roles(svg)
+
+
 def _in_roles(svg: str) -> str:
     """A picture whose colours are those of the page's roles."""
     for role, colour in COLOURS.items():
@@ -162,7 +168,10 @@ def _pipeline(run: RunRecord) -> str:
     if layout.pp == 1:
         return ""
     if run.pipeline is None:
-        told = f"<p>No step has been recorded by all {layout.pp} ranks of the pipeline yet.</p>"
+        told = (
+            f"<p>No step has been recorded by all {layout.pp} ranks of the pipeline yet, or their clocks are further "
+            f"apart than a step is long.</p>"
+        )
     else:
         told = _step_of_pipeline(run.pipeline)
     return f"<h2>Pipeline</h2>\n{told}\n"
@@ -170,9 +179,8 @@ def _pipeline(run: RunRecord) -> str:
 
 def _step_of_pipeline(pipeline: PipelineRecord) -> str:
     told = pipeline.numbers
-    picture = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     rows = "\n".join(
-        f"<tr><td>{each.rank}</td><td>{1000 * each.busy_s:.4g}</td><td>{each.bubble_planned:.1%}</td>"
+        f"<tr><td>{each.rank}</td><td>{1000 * each.busy_s:,.1f}</td><td>{each.bubble_planned:.1%}</td>"
         f"<td>{each.bubble_measured:.1%}</td><td>{each.peak_in_flight:g}</td></tr>"
         for each in told.ranks
     )
@@ -187,8 +195,8 @@ def _step_of_pipeline(pipeline: PipelineRecord) -> str:
 what was needed next; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, it was on its way, or the rank was
 late to begin.</p>
 {apart}<figure>
-<div class="timeline">
-{_in_roles(picture)}
+<div>
+{_timelines(pipeline)}
 </div>
 <figcaption>{READING}</figcaption>
 </figure>
@@ -201,7 +209,7 @@ late to begin.</p>
 </tbody>
 </table>
 <p class="quiet">A bubble is the share of the time from the first start of any rank to the last end of any. In flight:
-activations of a microbatch, of a rank's share of the layers.</p>"""
+microbatches between their F and the end of their B or I, each of a rank's share of the layers.</p>"""
 
 
 def _layout(run: RunRecord) -> str:

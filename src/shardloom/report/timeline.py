@@ -12,26 +12,27 @@ OUT/timeline/rank-R.jsonl is of rank R of `pp`, and has a JSON object for each o
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from shardloom.config import RunConfig
 from shardloom.errors import InputError
 from shardloom.schedule.actions import OPS, Action, Op, Schedule
-from shardloom.schedule.build import build
-from shardloom.schedule.draw import Timeline, in_flight
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.split.stages import stage_times
+from shardloom.schedule.draw import Timeline
+from shardloom.schedule.simulate import Simulation, Times, simulate
+from shardloom.split.stages import KEPT_FOR_WEIGHT, step_schedule
+from shardloom.units import format_seconds
 
 Spans = list[tuple[Action, float, float]]
+Typical = Callable[[Sequence[float]], float]
 
 READING = (
-    "Above is the schedule, with every action as long as the median of its op and stage was in this step and messages "
-    "that take no time; below is when the same actions really ran, so that what is longer below was spent on messages, "
-    "on waiting, and on actions that took longer than others of their kind."
+    "Above is the schedule, with every action as long as its op and stage took on average in this step and messages "
+    "that take no time; below is when the same actions really ran: the work is the same, and what is longer below went "
+    "to messages, to waiting, and to actions that took longer than others of their kind."
 )
 
 
@@ -42,8 +43,11 @@ def timeline_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """What a rank of `pp` did in the step. `peak_in_flight` counts activations of one microbatch and 1/`pp` of the
-    layers, from the start of F to the end of B or W."""
+    """What a rank of `pp` did in the step.
+
+    `peak_in_flight` is that of `Simulation.peak_in_flight_shares`: the rank ran its actions one after another in the
+    order of the schedule, and how long they took does not change what is in flight between them.
+    """
 
     rank: int
     busy_s: float
@@ -64,8 +68,12 @@ class PipelineNumbers:
     `bubble_waiting` is the part of the measured bubble in which what a rank needs next has not been made on another
     rank yet, or the rank is done; in the rest of it what it needs is under way, or the rank is late to begin.
 
-    `action_s`: op -> median of each stage, 0 where the stage has no such action. `clocks_apart_s`: by so much at least
-    the clocks of the ranks differ, as an action was seen to start before what it needs was made.
+    The planned timeline is simulated with the means of this step, and not with medians, so that the ranks together
+    work as long in it as they did: a few long actions would else leave less of a bubble than was planned.
+
+    `action_mean_s`, `action_median_s`: op -> of each stage, 0 where the stage has no such action.
+    `clocks_apart_s`: by so much at least the clocks of the ranks differ, as an action was seen to start before what it
+    needs was made.
     """
 
     step: int
@@ -79,7 +87,8 @@ class PipelineNumbers:
     makespan_s: float
     clocks_apart_s: float
     ranks: tuple[RankNumbers, ...]
-    action_s: dict[str, tuple[float, ...]]
+    action_mean_s: dict[str, tuple[float, ...]]
+    action_median_s: dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -98,21 +107,21 @@ class PipelineRecord:
         return [
             self._timeline(
                 f"Planned: {name}",
-                self._planned,
-                f"bubble {told.bubble_planned:.1%}, {1000 * told.makespan_planned_s:.4g} ms; an action takes the "
-                f"measured median of its op and stage, a message nothing",
+                self._simulation.spans,
+                f"bubble {told.bubble_planned:.1%}, {format_seconds(told.makespan_planned_s)}; an action takes the "
+                f"measured mean of its op and stage, a message nothing",
             ),
             self._timeline(
                 f"Measured: step {self.step:,}",
                 self.spans,
-                f"bubble {told.bubble_measured:.1%}, {1000 * told.makespan_s:.4g} ms",
+                f"bubble {told.bubble_measured:.1%}, {format_seconds(told.makespan_s)}",
             ),
         ]
 
     @cached_property
     def numbers(self) -> PipelineNumbers:
         """What the two timelines come to."""
-        measured, planned = self._timeline("", self.spans), self._timeline("", self._planned)
+        measured, planned = self._timeline("", self.spans), self._timeline("", self._simulation.spans)
         ranks = tuple(
             RankNumbers(
                 rank,
@@ -120,7 +129,7 @@ class PipelineRecord:
                 bubble_planned=planned.bubble(rank),
                 bubble_measured=measured.bubble(rank),
                 bubble_waiting=self._waiting_ms(spans, measured.end) / measured.end,
-                peak_in_flight=max(held for _, held in in_flight(measured, rank)),
+                peak_in_flight=self._simulation.peak_in_flight_shares[rank],
             )
             for rank, spans in enumerate(self.spans)
         )
@@ -136,28 +145,34 @@ class PipelineRecord:
             makespan_s=measured.end / 1000,
             clocks_apart_s=self._clocks_apart_ms() / 1000,
             ranks=ranks,
-            action_s={
-                op: tuple(ms / 1000 for ms in each)
-                for op, each in self._medians_ms.of_stages(self.schedule.n_stages).items()
-                if any(each)
-            },
+            action_mean_s=self._action_s(fmean),
+            action_median_s=self._action_s(median),
         )
 
     def _timeline(self, title: str, spans: Sequence[Spans], note: str = "") -> Timeline:
-        return Timeline(title, spans, self.schedule.n_stages, unit="ms", note=note)
+        return Timeline(title, spans, self.schedule.n_stages, "ms", note, kept_for_weight=KEPT_FOR_WEIGHT)
 
     @cached_property
-    def _medians_ms(self) -> "_MeasuredTimes":
-        taken: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    def _lengths_ms(self) -> dict[tuple[Op, int], list[float]]:
+        """(op, stage) -> how long each such action took."""
+        lengths: dict[tuple[Op, int], list[float]] = defaultdict(list)
         for spans in self.spans:
             for action, start, end in spans:
-                taken[action.op, action.stage].append(end - start)
-        of = {op: tuple(median(taken[op, s] or [0.0]) for s in range(self.schedule.n_stages)) for op in OPS}
-        return _MeasuredTimes(forward=of["F"], backward_input=of["I"], weight=of["W"], both=of["B"])
+                lengths[action.op, action.stage].append(end - start)
+        return dict(lengths)
+
+    def _of_stages(self, op: Op, typical: Typical) -> tuple[float, ...]:
+        return tuple(typical(self._lengths_ms.get((op, stage), [0.0])) for stage in range(self.schedule.n_stages))
+
+    def _action_s(self, typical: Typical) -> dict[str, tuple[float, ...]]:
+        used = {op for op, _ in self._lengths_ms}
+        return {op: tuple(ms / 1000 for ms in self._of_stages(op, typical)) for op in OPS if op in used}
 
     @cached_property
-    def _planned(self) -> tuple[Spans, ...]:
-        return simulate(self.schedule, self._medians_ms).spans
+    def _simulation(self) -> Simulation:
+        of = {op: self._of_stages(op, fmean) for op in OPS}
+        times = _MeasuredTimes(forward=of["F"], backward_input=of["I"], weight=of["W"], both=of["B"])
+        return simulate(self.schedule, times)
 
     @cached_property
     def _made_ms(self) -> dict[tuple[int, int, bool], float]:
@@ -210,8 +225,7 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
     steps = set.intersection(*(set(each.steps) for each in recorded))
     if not steps:
         return None
-    times = stage_times(config.model.spec(), layout, config.batch.seq_len)
-    schedule = build(layout.schedule, layout.pp, config.accumulation, layout.virtual_stages, times)
+    schedule = step_schedule(config.model.spec(), layout, config.accumulation, config.batch.seq_len)
     for step in sorted(steps, reverse=True):
         spans = [each.spans(step, actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
         whole = [each for each in spans if each is not None]

@@ -2,7 +2,7 @@
 
 With p ranks, m microbatches, v virtual stages a rank, and F, B the times of a whole rank's share of a microbatch:
 
-| schedule         | idle time of a rank | microbatches alive on rank r      | source                          |
+| schedule         | idle time of a rank | microbatches in flight on rank r  | source                          |
 | ---------------- | ------------------- | --------------------------------- | ------------------------------- |
 | afab             | (p-1)(F+B)          | m                                 | GPipe, arXiv 1811.06965         |
 | 1f1b             | (p-1)(F+B)          | min(m, p-r)                       | Megatron, arXiv 2104.04473, 2.2 |

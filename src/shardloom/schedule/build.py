@@ -6,6 +6,7 @@ from shardloom.errors import ScheduleError, nearest
 from shardloom.schedule.actions import Schedule
 from shardloom.schedule.basic import afab, interleaved, one_f_one_b
 from shardloom.schedule.dualpipe import dualpipe, dualpipe_v, zb_v
+from shardloom.schedule.memory import KEPT_FOR_WEIGHT
 from shardloom.schedule.placement import V_SHAPED
 from shardloom.schedule.simulate import Times
 from shardloom.schedule.zero_bubble import zb_h1, zb_h2
@@ -29,24 +30,27 @@ def build(
     virtual_stages: int = 1,
     times: Times | None = None,
     in_flight_limit: int | None = None,
+    *,
+    kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Schedule:
     """The schedule of that name, one of `NAMES`, for one step of n_microbatches on n_ranks ranks of `pp`.
 
     `virtual_stages`: stages a rank holds, for interleaved-1f1b; the others have a fixed number (`stages_per_rank`).
-    `times` and `in_flight_limit` (microbatches alive on a rank, by default 2 x n_ranks) are what "auto" searches a
-    schedule for; the others do not depend on them.
+    `times`, `in_flight_limit` (in microbatches in flight on a rank, by default 2 x n_ranks) and `kept_for_weight`
+    (what one that waits for its W counts, 0 to 1) are what "auto" searches a schedule for; the others do not depend on
+    them.
 
     Raises ScheduleError with every one of `problems`.
     """
     found = problems(name, n_ranks, n_microbatches, virtual_stages)
     if in_flight_limit is not None and in_flight_limit < 1:
-        found.append(f"in_flight_limit={in_flight_limit} microbatches alive on a rank: valid: 1 or more")
+        found.append(f"in_flight_limit={in_flight_limit} microbatches in flight on a rank: valid: 1 or more")
     if found:
         raise ScheduleError(*found)
     if name == "auto":
         from shardloom.schedule.search import search
 
-        return search(n_ranks, n_microbatches, times or Times(), in_flight_limit or 2 * n_ranks)
+        return search(n_ranks, n_microbatches, times or Times(), in_flight_limit, kept_for_weight=kept_for_weight)
     if name == "interleaved-1f1b":
         return interleaved(n_ranks, n_microbatches, virtual_stages)
     return _BUILDERS[name](n_ranks, n_microbatches)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from shardloom.errors import ScheduleError
 from shardloom.schedule.actions import Schedule
 from shardloom.schedule.build import NAMES, build
+from shardloom.schedule.memory import KEPT_FOR_WEIGHT
 from shardloom.schedule.messages import Message, with_messages
 from shardloom.schedule.simulate import PerStage, Simulation, Times, simulate
 
@@ -25,19 +26,23 @@ def compare(
     times: Times = Times(),  # noqa: B008  (frozen)
     in_flight_limit: int | None = None,
     names: Iterable[str] = NAMES,
+    *,
+    kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Comparison:
     """Build and simulate every schedule for one model on `n_ranks` ranks.
 
     `times` are those of a schedule with one stage a rank. Where layers are cut into more stages than there are ranks,
     a stage has fewer of them: its times are scaled by n_ranks / n_stages, so that the work of all is the same. `comm`
     is a message of one microbatch's activations between two layers, and is not scaled. `virtual_stages`: of
-    interleaved-1f1b; `in_flight_limit`: of auto.
+    interleaved-1f1b; `in_flight_limit` and `kept_for_weight`: of auto.
     """
     simulations, refused = [], {}
     for name in names:
         try:
             stages = virtual_stages if name == "interleaved-1f1b" else 1
-            schedule = build(name, n_ranks, n_microbatches, stages, times, in_flight_limit)
+            schedule = build(
+                name, n_ranks, n_microbatches, stages, times, in_flight_limit, kept_for_weight=kept_for_weight
+            )
             simulations.append(simulate(schedule, scaled(times, n_ranks / schedule.n_stages)))
         except ScheduleError as error:
             refused[name] = "; ".join(error.problems)

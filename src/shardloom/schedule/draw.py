@@ -1,4 +1,4 @@
-"""Timelines of pipelines as one SVG picture: a row a rank, a box an action, what is in flight below each row.
+"""Timelines of pipelines as one SVG picture: a row a rank, a box an action, what the rank holds below each row.
 
 The same drawing serves planned timelines, in units of the simulator, and measured ones, in seconds. The file is
 written by hand and not by matplotlib: boxes of one colour are one path, so that 32 ranks of 256 microbatches take a
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardloom.files import write_whole
 from shardloom.schedule.actions import OPS, Action, Op
+from shardloom.schedule.memory import KEPT_FOR_WEIGHT, held
 from shardloom.schedule.simulate import Simulation
 
 Spans = Sequence[Sequence[tuple[Action, float, float]]]
@@ -33,12 +34,12 @@ SHADES: dict[Op, tuple[str, str]] = {
 }
 # Those of the report's page, which finds them by their values and has others for a dark screen.
 PAPER, INK, QUIET, IDLE = "#ffffff", "#1f2430", "#667080", "#e6e8ec"
-CURVE = "#b9bfca"
+IN_FLIGHT, WAITING = "#aab1be", "#a5d3c1"
 # Boxes keep their colours on a dark screen, and so do the numbers in them: these are not of the page's roles.
 DARK_DIGITS, LIGHT_DIGITS = "#1c212c", "#fefefe"
 
 NARROW, WIDE = 960, 1800
-LEFT, RIGHT, MARGIN = 62, 132, 16
+LEFT, RIGHT, MARGIN = 62, 152, 16
 ROW, CURVE_HEIGHT, GAP = 18, 14, 10
 HEADING, AXIS, BETWEEN, LEGEND = 44, 22, 18, 26
 DIGIT = 6.0  # width of a digit of 10 px
@@ -50,7 +51,8 @@ class Timeline:
 
     `spans[r]`: of rank r, each action with its start and end, in `unit`; starts are counted from the beginning of the
     step. `n_stages` as in the schedule. `note`: a second line, in quieter type. `staggered` as in the schedule: time
-    before a rank's first action is no bubble.
+    before a rank's first action is no bubble. `kept_for_weight`: what a microbatch that waits for its W counts of one
+    in flight.
     """
 
     title: str
@@ -59,6 +61,7 @@ class Timeline:
     unit: str = ""
     note: str = ""
     staggered: bool = False
+    kept_for_weight: float = KEPT_FOR_WEIGHT
 
     @cached_property
     def end(self) -> float:
@@ -87,8 +90,19 @@ class Timeline:
         work = sum(end - start for _, start, end in self.spans[rank])
         return (self.cost - work) / self.cost if self.cost else 0.0
 
+    def curve(self, rank: int) -> list[tuple[float, float, float]]:
+        """What a rank holds: (time, microbatches in flight from then on, what those count that wait for their W).
 
-def planned(simulation: Simulation) -> Timeline:
+        The unit is one microbatch of 1/`pp` of the layers, so that a stage of a rank that has two counts half.
+        """
+        stage = len(self.spans) / self.n_stages
+        return [
+            (time, stage * number, stage * self.kept_for_weight * waiting)
+            for time, number, waiting in held(self.spans[rank])
+        ]
+
+
+def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) -> Timeline:
     """The timeline of a simulation."""
     schedule = simulation.schedule
     stages = f", {schedule.n_stages} stages" if schedule.n_stages != schedule.n_ranks else ""
@@ -100,8 +114,10 @@ def planned(simulation: Simulation) -> Timeline:
         simulation.spans,
         schedule.n_stages,
         note=f"bubble {simulation.bubble_rate:.1%}, makespan {simulation.makespan:g}, "
-        f"at most {max(simulation.peak_in_flight_shares, default=0):g} activations in flight; {words}",
+        f"at most {max(simulation.peak_in_flight_shares, default=0):g} in flight, "
+        f"memory {max(simulation.peak_memory_shares(kept_for_weight), default=0):.4g}; {words}",
         staggered=schedule.staggered,
+        kept_for_weight=kept_for_weight,
     )
 
 
@@ -109,32 +125,10 @@ def _count(n: int, word: str) -> str:
     return f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word.endswith('ch') else 's'}"
 
 
-def in_flight(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """(time, what a rank holds from then on): activations of microbatches between F and the end of B or W.
-
-    The unit is one microbatch of 1/`pp` of the layers, so that a stage of a rank that has two counts half.
-    """
-    held: dict[tuple[int, int], tuple[float, float]] = {}
-    for action, start, end in timeline.spans[rank]:
-        key = action.stage, action.microbatch
-        first, last = held.get(key, (start, end))
-        held[key] = min(first, start), max(last, end)
-    size = len(timeline.spans) / timeline.n_stages
-    steps: dict[float, float] = {}
-    for first, last in held.values():
-        steps[first] = steps.get(first, 0.0) + size
-        steps[last] = steps.get(last, 0.0) - size
-    curve, now = [], 0.0
-    for time in sorted(steps):
-        now += steps[time]
-        curve.append((time, now))
-    return curve
-
-
 def draw(timelines: Sequence[Timeline], path: str | Path, curves: bool = True) -> None:
     """Write timelines, one below the other, as an SVG file, in place of what is there.
 
-    `curves`: what is in flight, below the row of each rank. Raises InputError for a place that cannot be written.
+    `curves`: what a rank holds, below its row. Raises InputError for a place that cannot be written.
     """
     write_whole(Path(path), svg(timelines, curves).encode("utf-8"))
 
@@ -142,16 +136,13 @@ def draw(timelines: Sequence[Timeline], path: str | Path, curves: bool = True) -
 def svg(timelines: Sequence[Timeline], curves: bool = True) -> str:
     """The picture as the text of an SVG file. Timelines of one unit have one scale of time; all have one of memory."""
     width = _width(timelines)
-    peaks = [
-        [max((held for _, held in in_flight(each, rank)), default=0.0) for rank in _ranks(each)] for each in timelines
-    ]
-    highest = max((peak for of_ranks in peaks for peak in of_ranks), default=0.0)
+    highest = max((sum(at[1:]) for each in timelines for rank in _ranks(each) for at in each.curve(rank)), default=0.0)
     parts: list[str] = []
     top = float(MARGIN)
-    for timeline, of_ranks in zip(timelines, peaks, strict=True):
+    for timeline in timelines:
         longest = max(each.reach for each in timelines if each.unit == timeline.unit)
         canvas = _Canvas(top, (width - LEFT - RIGHT) / (longest or 1.0), curves, highest)
-        parts += canvas.timeline(timeline, of_ranks, width)
+        parts += canvas.timeline(timeline, width)
         top = canvas.bottom(timeline) + BETWEEN
     legend, height = _legend(timelines, top, curves, width)
     parts += legend
@@ -180,8 +171,8 @@ def _width(timelines: Sequence[Timeline]) -> int:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where one timeline is drawn: `top` in pixels, `scale` in pixels a unit of time, `highest` activations in flight
-    that fill the height of a curve."""
+    """Where one timeline is drawn: `top` in pixels, `scale` in pixels a unit of time, `highest` what fills the height
+    of a curve."""
 
     top: float
     scale: float
@@ -201,21 +192,23 @@ class _Canvas:
     def x(self, time: float) -> float:
         return LEFT + time * self.scale
 
-    def timeline(self, timeline: Timeline, peaks: Sequence[float], width: int) -> list[str]:
+    def timeline(self, timeline: Timeline, width: int) -> list[str]:
+        columns = width - RIGHT + 40, width - RIGHT + 87, width - MARGIN
         parts = [
             _text(MARGIN, self.top + 12, timeline.title, size=14, weight="bold"),
             _text(MARGIN, self.top + 30, timeline.note, size=11, colour=QUIET),
-            _text(width - RIGHT + 42, self.top + 30, "bubble", colour=QUIET, anchor="end"),
-            _text(width - MARGIN, self.top + 30, "peak in flight", colour=QUIET, anchor="end"),
         ]
+        for x, words in zip(columns, ("bubble", "in flight", "memory"), strict=True):
+            parts.append(_text(x, self.top + 30, words, colour=QUIET, anchor="end"))
         for rank in _ranks(timeline):
             middle = self.row(rank) + ROW / 2 + 3.5
             bubble = f"{timeline.bubble(rank) + 1e-9:.1%}"  # equal ranks look equal, however their sums were rounded
-            parts += [
-                _text(LEFT - 8, middle, f"rank {rank}", colour=QUIET, anchor="end"),
-                _text(width - RIGHT + 42, middle, bubble, anchor="end"),
-                _text(width - MARGIN, middle, f"{peaks[rank]:g}", anchor="end"),
-            ]
+            curve = timeline.curve(rank)
+            in_flight = max((at[1] for at in curve), default=0.0)
+            memory = max((sum(at[1:]) for at in curve), default=0.0)
+            parts.append(_text(LEFT - 8, middle, f"rank {rank}", colour=QUIET, anchor="end"))
+            for x, words in zip(columns, (bubble, f"{in_flight:g}", f"{memory:.4g}"), strict=True):
+                parts.append(_text(x, middle, words, anchor="end"))
         return [*parts, *self._idle(timeline), *self._curves(timeline), *self._boxes(timeline), *self._axis(timeline)]
 
     def _idle(self, timeline: Timeline) -> list[str]:
@@ -228,14 +221,22 @@ class _Canvas:
     def _curves(self, timeline: Timeline) -> list[str]:
         if not self.curves or not self.highest:
             return []
-        d: list[str] = []
+        whole: list[str] = []
+        lower: list[str] = []
         for rank in _ranks(timeline):
             floor = self.row(rank) + ROW + 2 + CURVE_HEIGHT
-            d.append(f"M{_n(self.x(0))} {_n(floor)}H{_n(self.x(timeline.reach))}v.6H{_n(self.x(0))}v-.6")
-            for time, held in in_flight(timeline, rank):
-                d.append(f"H{_n(self.x(time))}V{_n(floor - CURVE_HEIGHT * held / self.highest)}")
-            d.append("z")
-        return [f'<path class="in-flight" fill="{CURVE}" d="{"".join(d)}"/>']
+            begin = f"M{_n(self.x(0))} {_n(floor)}"
+            whole.append(begin)
+            lower.append(f"{begin}H{_n(self.x(timeline.reach))}v.6H{_n(self.x(0))}v-.6")
+            for time, number, waiting in timeline.curve(rank):
+                for d, height in ((whole, number + waiting), (lower, number)):
+                    d.append(f"H{_n(self.x(time))}V{_n(floor - CURVE_HEIGHT * height / self.highest)}")
+            whole.append("z")
+            lower.append("z")
+        parts = [f'<path class="in-flight" fill="{IN_FLIGHT}" d="{"".join(lower)}"/>']
+        if _waits(timeline):
+            parts.insert(0, f'<path class="waiting" fill="{WAITING}" d="{"".join(whole)}"/>')
+        return parts
 
     def _boxes(self, timeline: Timeline) -> list[str]:
         shade_of = shades(timeline)
@@ -281,7 +282,10 @@ def _legend(timelines: Sequence[Timeline], top: float, curves: bool, width: int)
     ]
     items.append(((IDLE,), "bubble"))
     if curves:
-        items.append(((CURVE,), "activations in flight"))
+        items.append(((IN_FLIGHT,), "in flight"))
+    if any(map(_waits, timelines)):
+        words = _waiting_words(timelines)
+        items.append(((WAITING,), words) if curves else ((), f"memory counts what is {words}"))
     if many:
         items.append(((), _shade_words(timelines)))
     parts, x = [], float(LEFT)
@@ -295,6 +299,15 @@ def _legend(timelines: Sequence[Timeline], top: float, curves: bool, width: int)
         parts.append(_text(start, top + 9.5, words, colour=INK if colours else QUIET))
         x += long + 14
     return parts, top + LEGEND
+
+
+def _waits(timeline: Timeline) -> bool:
+    return any(action.op == "W" for spans in timeline.spans for action, _, _ in spans)
+
+
+def _waiting_words(timelines: Iterable[Timeline]) -> str:
+    shares = sorted({timeline.kept_for_weight for timeline in timelines if _waits(timeline)})
+    return f"waiting for W, each {' or '.join(f'{share:.4g}' for share in shares)} of one in flight"
 
 
 def _is_shaded(timeline: Timeline) -> bool:

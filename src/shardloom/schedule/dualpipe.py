@@ -13,11 +13,13 @@ serves two lines of work, 0 and 1, each with a stage and an order of microbatche
 With p ranks, F = I >= W the times of a rank's share of a microbatch, no time for messages, nothing overlapped, and 2p
 microbatches or more:
 
-| schedule   | idle time of a rank | alive, in microbatches of a share | source                                    |
-| ---------- | ------------------- | --------------------------------- | ----------------------------------------- |
-| zb-v       | 0, for F = I = W    | p                                 | Qi et al., arXiv 2401.10241 v2, section 6 |
-| dualpipe-v | (p-1)(F+I-W)/2      | p + 1/2                           | DeepSeek's DualPipe repository            |
-| dualpipe   | (p/2-1)(F+I-W)      | p + 1                             | DeepSeek-V3, arXiv 2412.19437, s. 3.2.1   |
+| schedule   | idle time of a rank | in flight | waiting for W on rank r | source                                    |
+| ---------- | ------------------- | --------- | ----------------------- | ----------------------------------------- |
+| zb-v       | 0, for F = I = W    | p         | r + 1/2                 | Qi et al., arXiv 2401.10241 v2, section 6 |
+| dualpipe-v | (p-1)(F+I-W)/2      | p + 1/2   | (r + 1)/2               | DeepSeek's DualPipe repository            |
+| dualpipe   | (p/2-1)(F+I-W)      | p + 1     | min(r, p-1-r) + 1       | DeepSeek-V3, arXiv 2412.19437, s. 3.2.1   |
+
+Both are the most at once, in microbatches of a rank's share of the layers (as `memory` counts them).
 
 DeepSeek-V3 gives (p/2-1)(F&B + B - 3W) for DualPipe, with F&B the time of a forward and a backward pass run as one and
 B = I + W. Run one after the other, F&B takes F + I + W, but F need not wait for what B needs, nor its result for the

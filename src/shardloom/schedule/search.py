@@ -4,22 +4,25 @@ Every rank follows a policy of three numbers (`Policy`) that says what to run ne
 clock gives the lists of actions, which cannot deadlock and keep to the limit. The search starts from a grid of simple
 policies, then changes those of single ranks or runs of ranks at random and keeps what does not cost more; the
 hand-made schedules have the last word. It ends early at a schedule that costs `least_cost`, below which none can be:
-with equal stages and a limit of p or 2p, that is the rule.
+with equal stages and a limit of p or 2p, that is the rule if a microbatch that waits for its W keeps everything.
 
 The problem and the idea of a greedy schedule per rank: Qi et al., arXiv 2401.10241, section 3.1. Policies, bound and
 search are our own.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import count, product
+from itertools import product
 from math import inf
 from random import Random
 from typing import NamedTuple, TypeVar
 
 from shardloom.errors import ScheduleError
 from shardloom.schedule.actions import Action, Op, Schedule, make
+from shardloom.schedule.memory import KEPT_FOR_WEIGHT
 from shardloom.schedule.simulate import Times, simulate
+from shardloom.schedule.zero_bubble import deferred
 
 _T = TypeVar("_T")
 
@@ -37,14 +40,12 @@ def search(
     times: Times,
     in_flight_limit: int | None = None,
     *,
-    kept_for_weight: float = 1.0,
+    kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Schedule:
     """The schedule "auto": stage s on rank s, backward passes in I and W, ranks staggered.
 
-    `in_flight_limit`: the most microbatches whose activations a rank may hold at once, each from the start of its F
-    to the end of its W; 2 * n_ranks unless given. `kept_for_weight`: the share of a microbatch's activations that is
-    still held from the end of its I to the end of its W, 0 to 1. 1 is safe; the paper's automatic schedules (ZB-1p,
-    ZB-2p) count 32 / (34 + 5 * heads * tokens / d_model), less than half where attention matrices are stored.
+    `in_flight_limit`: the most that a rank may hold at once, in microbatches in flight; 2 * n_ranks unless given. One
+    that waits for its W counts `kept_for_weight` of one in flight, 0 to 1 (see `memory.KEPT_FOR_WEIGHT`; 1 is safe).
 
     The same arguments give the same schedule in every process: nothing depends on clocks or hashes. The cost is never
     above that of 1f1b, zb-h1 or zb-h2 where these stay within the limit. Takes about a second, some for ten thousands
@@ -61,7 +62,8 @@ def search(
     problem = Problem.of(n_ranks, n_microbatches, times, limit, kept_for_weight)
     enough = least_cost(problem) * (1 + _SAME)
     found = _climb(problem, _best_uniform(problem, enough), enough)
-    candidates = map(_schedule, (found.ops, *_hand_made(problem)))
+    ranks = (_in_order(rank, ops) for rank, ops in enumerate(found.ops))
+    candidates = (make("auto", n_ranks, n_microbatches, ranks, staggered=True), *_hand_made(problem))
     return min(candidates, key=lambda schedule: simulate(schedule, times).cost)
 
 
@@ -291,7 +293,7 @@ def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
     return best
 
 
-def _hand_made(problem: Problem) -> Iterator[list[list[Op]]]:
+def _hand_made(problem: Problem) -> Iterator[Schedule]:
     """1f1b, zb-h1, zb-h2 and a third step of the same stairs, cut to the limit: rank r runs F up to k(p-1-r)
     microbatches ahead of I, and W up to kr behind it."""
     p, m = problem.n_ranks, problem.n_microbatches
@@ -300,17 +302,8 @@ def _hand_made(problem: Problem) -> Iterator[list[list[Op]]]:
         ranks = []
         for rank in range(p):
             ahead = min(room, m, ahead_step * (p - 1 - rank))
-            behind = min(room - ahead, m, behind_step * rank)
-            ops: list[Op] = []
-            for step in range(-ahead, m + behind):
-                if step + ahead < m:
-                    ops.append("F")
-                if 0 <= step < m:
-                    ops.append("I")
-                if step >= behind:
-                    ops.append("W")
-            ranks.append(ops)
-        yield ranks
+            ranks.append(deferred(rank, m, ahead=ahead, behind=min(room - ahead, m, behind_step * rank)))
+        yield make("auto", p, m, ranks, staggered=True)
 
 
 def _pick(random: Random, choices: Sequence[_T]) -> _T:
@@ -318,10 +311,11 @@ def _pick(random: Random, choices: Sequence[_T]) -> _T:
     return choices[int(random.random() * len(choices))]
 
 
-def _schedule(ranks: list[list[Op]]) -> Schedule:
-    """Each op of a rank on one microbatch after the other."""
-    lists = []
-    for rank, ops in enumerate(ranks):
-        microbatch: dict[Op, Iterator[int]] = {"F": count(), "I": count(), "W": count()}
-        lists.append([Action(rank, op, next(microbatch[op])) for op in ops])
-    return make("auto", len(ranks), ranks[0].count("F"), lists, staggered=True)
+def _in_order(stage: int, ops: list[Op]) -> list[Action]:
+    """Each op on one microbatch after the other."""
+    done: Counter[Op] = Counter()
+    actions = []
+    for op in ops:
+        actions.append(Action(stage, op, done[op]))
+        done[op] += 1
+    return actions

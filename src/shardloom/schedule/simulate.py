@@ -1,4 +1,4 @@
-"""When every action of a schedule starts and ends, and what that says: makespan, bubbles, activations in flight.
+"""When every action of a schedule starts and ends, and what that says: makespan, bubbles, activations held.
 
 An action starts as soon as the one before it on its rank has ended and what it needs is there; a result that another
 rank made is there `comm` after the action that made it. Messages take no time from the ranks that send and receive,
@@ -11,6 +11,7 @@ from functools import cached_property
 
 from shardloom.errors import ScheduleError
 from shardloom.schedule.actions import Action, Op, Schedule
+from shardloom.schedule.memory import Held, held
 from shardloom.schedule.validate import deadlock
 
 PerStage = float | tuple[float, ...]
@@ -55,8 +56,9 @@ class Times:
 def simulate(schedule: Schedule, times: Times) -> "Simulation":
     """Run a schedule on paper; the time this takes grows with the number of actions.
 
-    The schedule has to be complete (`validate.problems`). Raises ScheduleError where every rank that is not done waits
-    for another, or for what nobody makes.
+    The schedule has to be complete: validate one from outside first (`validate.problems`). Raises ScheduleError for an
+    action of a stage or microbatch that is not there, and where every rank that is not done waits for another, or for
+    what nobody makes.
     """
     needs, makes, durations = _numbered(schedule, times)
     n_ranks = schedule.n_ranks
@@ -111,6 +113,11 @@ def _numbered(schedule: Schedule, times: Times) -> tuple[list[list[int]], list[l
     for actions in schedule.ranks:
         my_needs, my_makes, my_durations = [], [], []
         for stage, op, microbatch in actions:
+            if not (0 <= stage < n_stages and 0 <= microbatch < m):
+                raise ScheduleError(
+                    f"{schedule.name}: {stage}{op}{microbatch} is outside the {n_stages} stages and {m} microbatches, "
+                    f"which are counted from 0"
+                )
             at = stage * m + microbatch
             if op == "F":
                 my_needs.append(at - m if stage else -1)
@@ -186,31 +193,36 @@ class Simulation:
         return sum(rates) / len(rates) if rates else 0.0
 
     @cached_property
-    def memory(self) -> tuple[list[tuple[float, int]], ...]:
-        """Of every rank, (time, activations in flight from then on), the activations of one stage and microbatch
-        counting 1: from the start of its F until the end of its W or B."""
-        curves = []
-        for spans in self.spans:
-            curve: list[tuple[float, int]] = []
-            alive = 0
-            for action, start, end in spans:
-                if action.op == "F":
-                    alive += 1
-                    curve.append((start, alive))
-                elif action.op != "I":
-                    alive -= 1
-                    curve.append((end, alive))
-            curves.append(curve)
-        return tuple(curves)
+    def held(self) -> tuple[list[Held], ...]:
+        """Of every rank, how what it holds changes with time."""
+        return tuple(map(held, self.spans))
 
-    @cached_property
+    @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Of every rank, the most activations alive at once, each of one stage and one microbatch."""
-        return tuple(max((alive for _, alive in curve), default=0) for curve in self.memory)
+        """Of every rank, the most microbatches in flight at once, each of one stage."""
+        return tuple(max((each.in_flight for each in curve), default=0) for curve in self.held)
+
+    @property
+    def peak_waiting(self) -> tuple[int, ...]:
+        """Of every rank, the most microbatches that wait for their W at once, each of one stage."""
+        return tuple(max((each.waiting for each in curve), default=0) for curve in self.held)
+
+    def peak_memory(self, kept_for_weight: float) -> tuple[float, ...]:
+        """Of every rank, the most that it holds at once, in units of one microbatch in flight in one stage.
+
+        `kept_for_weight`: what one that waits for its W counts, 0 to 1.
+        """
+        return tuple(max((each.memory(kept_for_weight) for each in curve), default=0.0) for curve in self.held)
 
     @property
     def peak_in_flight_shares(self) -> tuple[float, ...]:
-        """`peak_in_flight` in units of what one microbatch leaves on a rank when layers are dealt evenly: n_stages /
+        """`peak_in_flight` in units of what one microbatch has on a rank when layers are dealt evenly: n_stages /
         n_ranks stages. Comparable between schedules; 1f1b has n_ranks on rank 0."""
-        per_rank = self.schedule.n_stages / self.schedule.n_ranks
-        return tuple(peak / per_rank for peak in self.peak_in_flight)
+        return self._shares(self.peak_in_flight)
+
+    def peak_memory_shares(self, kept_for_weight: float) -> tuple[float, ...]:
+        """`peak_memory` in the same units."""
+        return self._shares(self.peak_memory(kept_for_weight))
+
+    def _shares(self, peaks: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(peak * self.schedule.n_ranks / self.schedule.n_stages for peak in peaks)

@@ -1,7 +1,7 @@
 """Timelines in the trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
 A pipeline is a process, a rank a thread in it, an action a complete event (`X`) with its stage and microbatch, a
-message a flow (`s` to `f`), and what a rank holds in flight a counter (`C`).
+message a flow (`s` to `f`), and what a rank holds a counter (`C`) of two series, as high together as its memory.
 Source: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardloom.files import write_whole
-from shardloom.schedule.draw import OP_WORDS, Timeline, in_flight
+from shardloom.schedule.draw import OP_WORDS, Timeline
 
 US_PER_UNIT = {"s": 1e6, "ms": 1e3, "us": 1.0}
 US_PER_OTHER_UNIT = 1e3
@@ -45,8 +45,9 @@ def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
                 "dur": (end - start) * us,
                 "args": {"stage": action.stage, "microbatch": action.microbatch},
             }
-        for time, held in in_flight(timeline, rank):
-            yield {"ph": "C", "name": f"in flight, rank {rank}", **at, "ts": time * us, "args": {"activations": held}}
+        for time, in_flight, waiting in timeline.curve(rank):
+            series = {"in flight": in_flight, "waiting for W": waiting}
+            yield {"ph": "C", "name": f"memory, rank {rank}", **at, "ts": time * us, "args": series}
     yield from _flows(timeline, process, us)
 
 

@@ -6,7 +6,13 @@ from itertools import accumulate, pairwise
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
 from shardloom.schedule import build
+from shardloom.schedule.actions import Schedule
 from shardloom.schedule.simulate import Times
+
+
+KEPT_FOR_WEIGHT = 1.0
+"""What a microbatch that waits for its W keeps, as a share of what its forward pass kept (`schedule.memory`): here each
+product keeps its input and the gradient of its output, which without the scores of attention is as much."""
 
 
 def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
@@ -29,10 +35,14 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         f", layout.virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
     )
     if n > spec.n_layers:
-        per_rank = n // layout.pp if layout.schedule != "dualpipe" else 1
+        most = spec.n_layers // (n // layout.pp)
         yield (
             f"{what} make {n} stages, more than the {spec.n_layers} layers (model.n_layers), and each needs one; "
-            f"valid: layout.pp from 1 to {spec.n_layers // per_rank} with this schedule"
+            + (
+                f"valid: layout.pp from 1 to {most} with this schedule"
+                if most > 1
+                else f"valid: layout.pp=1, or up to {spec.n_layers} with layout.schedule='1f1b'"
+            )
         )
     counts = layout.stage_layers
     if counts is not None and (len(counts) != n or sum(counts) != spec.n_layers or min(counts) < 1):
@@ -71,6 +81,17 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
         forward=tuple(p + s for p, s in zip(products, squares, strict=True)),
         backward_input=tuple(p + 2 * s for p, s in zip(products, squares, strict=True)),
         weight=tuple(products),
+    )
+
+
+def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len: int) -> Schedule:
+    """The schedule of a step of a layout with pp; every rank comes to the same.
+
+    Raises ScheduleError (`schedule_problems`).
+    """
+    times = stage_times(spec, layout, seq_len)
+    return build.build(
+        layout.schedule, layout.pp, n_microbatches, layout.virtual_stages, times, kept_for_weight=KEPT_FOR_WEIGHT
     )
 
 

@@ -12,6 +12,13 @@ from shardloom.verify.verifier import Verifier
 
 Setting = tuple[Case, Layout]
 
+_PLAIN_PIPELINE: dict[str, Any] = {
+    "schedule": "1f1b",
+    "virtual_stages": 1,
+    "stage_layers": None,
+    "zero_pp_gather": "step",
+}
+
 
 def find_culprit(verifier: Verifier, report: Report, tell: Callable[[str], None] = lambda line: None) -> str:
     """The smallest setting that still is not equal to one process, and what is left in it, in a sentence.
@@ -68,6 +75,8 @@ def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     no_zero: dict[str, Any] = {} if layout.dp_shard > 1 else {"zero": 0}
     if layout.recompute != "none":
         yield "recompute", {"recompute": "none"}
+    if layout.pp > 1:
+        yield f"pp={layout.pp}", {"pp": 1} | _PLAIN_PIPELINE
     if layout.cp > 1:
         off = {"cp": 1, "cp_method": "zigzag", "ulysses_degree": 1}
         yield f"cp={layout.cp} ({layout.cp_method})", off | no_zero
@@ -80,6 +89,15 @@ def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"dp_replicate={layout.dp_replicate}", {"dp_replicate": 1}
     if layout.token_shards:
         yield "sequence_parallel", {"sequence_parallel": False}
+    if layout.schedule != "1f1b":
+        yield f"schedule={layout.schedule}", _PLAIN_PIPELINE | {"zero_pp_gather": layout.zero_pp_gather}
+    if layout.schedule == "interleaved-1f1b" and layout.virtual_stages > 2:
+        fewer = {"virtual_stages": 2, "stage_layers": None}
+        yield f"virtual_stages={layout.virtual_stages}, not virtual_stages=2", fewer
+    if layout.stage_layers:
+        yield f"stage_layers={list(layout.stage_layers)}", {"stage_layers": None}
+    if layout.pp > 1 and layout.regathers:
+        yield "zero_pp_gather=microbatch", {"zero_pp_gather": "step"}
     if layout.zero:
         copies = {"dp_replicate": layout.dp_replicate * layout.dp_shard, "dp_shard": 1}
         yield f"zero={layout.zero}", {"zero": 0} | copies

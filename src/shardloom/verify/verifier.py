@@ -36,12 +36,14 @@ class Verifier:
         self._stack = ExitStack()
         self._kept: dict[Any, Trace] = {}
         self._alone_errors: dict[Case, Errors] = {}
+        self._noise: dict[Trace, frozenset[str]] = {}
 
     def __enter__(self) -> "Verifier":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kept.clear()
+        self._noise.clear()
         self._stack.close()
 
     def parity(self, case: Case, layout: Layout, against: tuple[Case, Layout] | None = None) -> Report:
@@ -57,7 +59,7 @@ class Verifier:
             else:
                 expected = self._keep(against, self.train, against[1].world_size, *against)
                 sides, name = 2, compare.describe(against[1])
-            tolerance = compare.with_adams_noise(self._tolerance(case, sides), case, expected)
+            tolerance = compare.with_adams_noise(self._tolerance(case, sides), case, self._noise_of(expected))
             rows = compare.rows(compare.errors(found, expected), tolerance)
             if case.dtype == "bfloat16" and layout.data_ranks > 1:
                 rows += self._dealing(case, layout, found)
@@ -81,6 +83,11 @@ class Verifier:
             exact = self._alone(replace(case, dtype="float64"))
             self._alone_errors[plain] = compare.errors(self._alone(case), exact)
         return compare.of_one_process(case, self._alone_errors[plain], sides * compare.MULTIPLE)
+
+    def _noise_of(self, expected: Trace) -> frozenset[str]:
+        if expected not in self._noise:
+            self._noise[expected] = compare.rounding_alone(expected)
+        return self._noise[expected]
 
     def _alone(self, case: Case) -> Trace:
         case = replace(case, micro_batch=1)  # the reference has no microbatches
