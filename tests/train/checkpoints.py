@@ -29,7 +29,7 @@ def logical(trainer: Trainer) -> Logical:
 
 
 def take_step(trainer: Trainer, layout: Layout, step: int) -> None:
-    batch = local_batch(step, layout.data_rank(dist.get_rank()), layout.data_ranks, 1)
+    batch = local_batch(step, layout.data_rank(dist.get_rank()), layout.data_ranks, accumulation=2)
     trainer.forward_backward(batch, step)
     trainer.update(RATE)
 

@@ -1,7 +1,7 @@
 """Proves that bugs which shipped elsewhere in silence do not pass here: put into our code, `verify` sees each; and on
 healthy code, in the same layouts, it reports nothing.
 
-Numbers are those of the list of known silent bugs. 18 is in tests/data, 23 and 24 in tests/train/test_checkpoint.py.
+Numbers are those of the list of known silent bugs. 18 is in tests/data, 22 to 24 in test_checkpoint*.py too.
 To add one: a row of BUGS, with the line as it is, the line as the bug has it, and the layouts in which it shows.
 """
 
@@ -30,6 +30,9 @@ HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
 ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="ulysses")
 
+STAGE, COPIES = "shardloom.parallel.pipeline:Stage", "shardloom.parallel.stage_copies"
+PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h1", "zb-v", "dualpipe"))
+
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32)  # splits over two ranks of tp or cp
 LONG = replace(CASE, spec=EVEN, seq_len=12)  # and so does the sequence
 
@@ -44,12 +47,12 @@ class Bug:
     spec: dict[str, Any] = field(default_factory=dict)
 
     def case(self, layout: Layout) -> Case:
-        """Three microbatches a step."""
+        """Three microbatches a step; four for DualPipe, which wants an even number."""
         base = CASE if layout.cp * layout.tp == 1 else LONG
         return replace(
             base,
             spec=replace(base.spec, **self.spec),
-            micro_batch=base.global_batch // (3 * layout.data_ranks),
+            micro_batch=base.global_batch // ((4 if layout == DUALPIPE else 3) * layout.data_ranks),
             dtype=self.dtype,
         )
 
@@ -68,6 +71,15 @@ BUGS = {
          NORMALISED.replace("n_targets", "(targets_BT != -100).sum().clamp(min=1) / 6")),
         [ZIGZAG, RING, ULYSSES],
     ),
+    "4: gradients of a pipeline too large by the number of microbatches": Bug(
+        (STAGE, "backward_one_chunk", "torch.autograd.backward(loss)",
+         "torch.autograd.backward(loss * self.schedule.n_microbatches)"),
+        [PP, ZB],
+    ),
+    "5: a stage forgets its gradients when the next microbatch comes": Bug(
+        (STAGE, "forward_one_chunk", "x = args[0]", "self.model.zero_grad(); x = args[0]"),
+        [PP, ZB],
+    ),
     "6: the mean is taken again by FSDP": Bug(
         (APPLY, "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
         [ZERO_1, ZERO_2, ZERO_3],
@@ -80,6 +92,15 @@ BUGS = {
     "6: only the outermost group is told to sum": Bug(
         (APPLY, "shard", "for group in (root, *ordered):", "for group in (root,):"),
         [ZERO_1, ZERO_2, ZERO_3],
+    ),
+    "9: the norm is of the own stage": Bug(
+        ("shardloom.train.step", "gradient_norm", "if stages is not None:", "if False:"),
+        [PP, ZB],
+    ),
+    "9: what two stages hold counts twice": Bug(
+        ("shardloom.train.step", "gradient_norm", ".sum() / shared_by", ".sum()"),
+        [PP, DUALPIPE],
+        spec={"tied_embedding": True},
     ),
     "10: the gradient of what every tp rank reads is not summed": Bug(
         ("shardloom.parallel.tensor:_ColumnProducts", "backward",
@@ -116,6 +137,21 @@ BUGS = {
         [SP],
         spec={"dropout": 0.2},
     ),
+    "17: gradients of copies on other stages are not summed": Bug(
+        (COPIES + ":StageCopies", "sum_gradients", "dist.all_reduce(flat, group=group)", "pass"),
+        [PP, DUALPIPE],
+        spec={"tied_embedding": True},
+    ),
+    "17: the gradient of the copy on the same rank is not added": Bug(
+        (COPIES + ":Twins", "sum_gradients", "local_part(first.grad).add_(local_part(second.grad))", "pass"),
+        [ZB_V],
+        spec={"tied_embedding": True, "n_layers": 4},
+    ),
+    "17: the copy on the same rank does not follow": Bug(
+        (COPIES + ":Twins", "follow", "local_part(second).copy_(local_part(first))", "pass"),
+        [ZB_V],
+        spec={"tied_embedding": True, "n_layers": 4},
+    ),
     "20: gradients are reduced in bf16": Bug(
         (APPLY, "shard", "reduce_dtype=param_dtype", "reduce_dtype=compute_dtype"),
         [ZERO_1, ZERO_2, ZERO_3, HYBRID],
@@ -124,6 +160,10 @@ BUGS = {
     "21: gradients of copied kv heads are not summed": Bug(
         NO_SUM_OF_COPIES, [TP, Layout(tp=4)], spec={"n_kv_heads": 1}
     ),
+    "22: layers are numbered from the start of their stage": Bug(
+        ("shardloom.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"),
+        [PP],
+    ),
     "25: with one data rank, gradients are not reduced over cp": Bug(
         (APPLY, "_engine", "groups.tokens is None else", "groups.data is None else"),
         [ZIGZAG, ULYSSES],
@@ -131,6 +171,24 @@ BUGS = {
     "26: the last microbatch does not reshard": Bug(
         (DATA + ":Sharded", "begin_microbatch", "last or self.zero == 3", "self.zero == 3"),
         [ZERO_1, ZERO_2],
+    ),
+    "26: the last microbatch of a stage does not reshard": Bug(
+        ("shardloom.parallel.stage_data:StageShards", "_set", "last or self.regather", "self.regather"),
+        [Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1")],
+    ),
+    "gradients of weights left for later are dropped for one microbatch": Bug(
+        (STAGE, "backward_weight_one_chunk", "self.weights.pop(mb_index)()",
+         "self.weights.pop(mb_index)() if mb_index else None"),
+        [ZB, ZB_V],
+        spec={"n_layers": 4},
+    ),
+    "a message carries the output of another microbatch": Bug(
+        (STAGE, "get_fwd_send_ops", "self.kept[mb_index][1]", "self.kept[min(self.kept)][1]"),
+        [PP, ZB],
+    ),
+    "gradients of a stage are not reduced": Bug(
+        ("shardloom.parallel.stage_data:StageReplicas", "after_backward", "if last and", "if False and"),
+        [Layout(pp=2, dp_replicate=2)],
     ),
     "gradients are not reduced over replicas": Bug(
         (APPLY, "shard", 'replicas = "replicas" in (mesh.mesh_dim_names or ())', "replicas = False"),

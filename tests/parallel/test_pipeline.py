@@ -1,0 +1,341 @@
+"""Proves what a rank of a pipeline holds, computes, keeps and sends, against what its schedule says.
+
+What it computes is proven by tests/train/test_pipeline.py, what ZeRO adds by test_stage_data.py. On gloo, worlds of 2
+and 4, float64.
+
+B, T, D as in the model; X bytes of what goes between two stages.
+"""
+
+import time
+import weakref
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardloom.layout import Layout
+from shardloom.model.spec import ModelSpec
+from shardloom.model.transformer import Transformer
+from shardloom.parallel.pipeline import Pipeline, Stage
+from shardloom.schedule.actions import Action, Schedule
+from shardloom.schedule.build import build as build_schedule
+from shardloom.schedule.messages import Message, with_messages
+from shardloom.schedule.simulate import Times, simulate
+from shardloom.split.stages import stage_layers
+from shardloom.train.step import Trainer
+from shardloom.verify.compare import describe
+from tests.distributed import run_ranks
+from tests.traffic import Traffic
+from tests.train.worlds import GLOBAL_BATCH, RATE, SEQ_LEN, SPEC, build, local_batch
+
+EVEN = replace(SPEC, n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, d_ffn=48, vocab_size=32)
+MICROBATCHES = 6
+B, T, ELEMENT = GLOBAL_BATCH // MICROBATCHES, SEQ_LEN, 8
+X = B * T * EVEN.d_model * ELEMENT
+
+
+def pipeline(trainer: Trainer) -> Pipeline:
+    assert isinstance(trainer.model.runner, Pipeline)
+    return trainer.model.runner
+
+
+def take_step(trainer: Trainer, step: int = 0, microbatches: int = MICROBATCHES) -> None:
+    trainer.step(local_batch(step, 0, 1, microbatches), step, RATE)
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    return build_schedule(layout.schedule, layout.pp, MICROBATCHES, layout.virtual_stages)
+
+
+# --- what it holds
+
+
+def sizes(layout: Layout, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters on this rank, whole if they are cut by other axes."""
+    return {name: tuple(p.shape) for name, p in build(layout, torch.float64, spec).model.named_parameters.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=4, schedule="zb-h1"),
+        Layout(pp=2, stage_layers=(3, 1)),
+        Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2),
+        Layout(pp=2, schedule="zb-v"),
+        Layout(pp=2, schedule="dualpipe"),
+        Layout(pp=2, tp=2),
+        Layout(pp=2, dp_shard=2, zero=3),
+    ],
+    ids=describe,
+)
+def test_a_rank_holds_its_layers_under_their_names_in_the_whole_model(layout: Layout, tied: bool):
+    spec = replace(EVEN, tied_embedding=tied)
+    with torch.device("meta"):
+        whole = {name: tuple(p.shape) for name, p in Transformer(spec).named_parameters()}
+    layers = stage_layers(spec, layout, T)
+    for rank, held in enumerate(run_ranks(sizes, layout.world_size, layout, spec)):
+        expected = set()
+        for stage in schedule_of(layout).stages_of(layout.coordinates(rank)["pp"]):
+            starts = [f"layers.{i}." for i in layers[stage]]
+            starts += ["embedding."] if stage == 0 or (tied and stage == layout.n_stages - 1) else []
+            starts += ["norm.", "head."] if stage == layout.n_stages - 1 else []
+            expected |= {name for name in whole if name.startswith(tuple(starts))}
+        assert held == {name: whole[name] for name in expected}
+
+
+def test_the_ranks_together_hold_every_parameter_once():
+    held = run_ranks(sizes, 2, Layout(pp=2, schedule="zb-v"), EVEN)
+    counts = Counter(name for names in held for name in names)
+    assert set(counts.values()) == {1}
+    assert sum(torch.Size(shape).numel() for names in held for shape in names.values()) == EVEN.n_parameters
+
+
+# --- what it computes
+
+
+class Products(TorchDispatchMode):
+    """FLOPs of products of two matrices, a multiply-add counting 2; those of attention are in ops of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func._schema.name) in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            left, right = args[-2:]
+            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        else:
+            assert name not in ("aten::bmm", "aten::baddbmm", "aten::linear"), name
+        return func(*args, **(kwargs or {}))
+
+
+def flops_of_actions(layout: Layout) -> Counter[Action]:
+    """Of each action of a step on this rank, the FLOPs of its products."""
+    trainer = build(layout, torch.float64, EVEN)
+    take_step(trainer)
+    found: Counter[Action] = Counter()
+
+    def counted(method: str) -> None:
+        original = getattr(Stage, method)
+
+        def run(self: Stage, mb_index: int, *args: Any, **named: Any) -> Any:
+            op = {"f": "F", "b": "B" if named.get("full_backward") else "I"}[method[0]]
+            with Products() as products:
+                result = original(self, mb_index, *args, **named)
+            found[Action(self.model.number, "W" if "weight" in method else op, mb_index)] = products.flops  # type: ignore[arg-type]
+            return result
+
+        setattr(Stage, method, run)
+
+    for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        counted(method)
+    take_step(trainer, 1)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("schedule", "tp"), [("1f1b", 1), ("zb-h1", 1), ("dualpipe", 1), ("zb-h1", 2), ("zb-v", 2)])
+def test_i_computes_the_gradients_of_inputs_alone_and_w_those_of_weights_alone(schedule: str, tp: int, recompute: str):
+    layout = Layout(pp=2, tp=tp, schedule=schedule, recompute=recompute)
+    layer = (EVEN.n_matmul_parameters - EVEN.vocab_size * EVEN.d_model) // EVEN.n_layers
+    layers = stage_layers(EVEN, layout, T)
+    run_on = Counter[Action]()
+    for found in run_ranks(flops_of_actions, layout.world_size, layout):
+        for action, flops in found.items():
+            blocks = len(layers[action.stage]) * layer
+            head = EVEN.vocab_size * EVEN.d_model if action.stage == layout.n_stages - 1 else 0
+            product = 2 * B * T * (blocks + head) // tp
+            # Computing a block again stops where its last product has its input, if that is a plain linear.
+            last = EVEN.d_model * EVEN.d_ffn * len(layers[action.stage]) if schedule == "1f1b" else 0
+            again = 2 * B * T * (blocks - last) // tp if recompute == "full" and action.op in "BI" else 0
+            assert flops == {"F": 1, "I": 1, "W": 1, "B": 2}[action.op] * product + again, action
+        run_on.update(found.keys())
+    assert run_on == Counter({action: tp for _, action in schedule_of(layout).actions()})
+
+
+# --- what it keeps
+
+
+class Kept:
+    """What the graph of a microbatch holds in the place of a saved tensor; gone when the graph lets it go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def peaks(layout: Layout) -> tuple[int, int, int]:
+    """The most that was alive at once on this rank in a step, in whatever hands: microbatches x stages of which
+    something was saved for the backward pass; of which something was left for W; and tensors received into."""
+    trainer = build(layout, torch.float64, EVEN)
+    take_step(trainer)
+    graphs: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+    waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+    seen: list[tuple[int, int, int]] = []
+
+    def look() -> None:
+        alive = sum(buffer() is not None for buffer in buffers)
+        seen.append((len(set(graphs.values())), len(waiting), alive))
+
+    def forward(self: Stage, mb_index: int, *args: Any, **named: Any) -> Any:
+        def keep(tensor: Tensor) -> Kept:
+            graphs[kept := Kept(tensor)] = self.model.number, mb_index
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+            output = original["forward_one_chunk"](self, mb_index, *args, **named)
+        look()
+        return output
+
+    def backward(self: Stage, mb_index: int, *args: Any, **named: Any) -> None:
+        original["backward_one_chunk"](self, mb_index, *args, **named)
+        if mb_index in self.weights:
+            waiting.add(self.weights[mb_index])
+        look()
+
+    def receive(held: str, method: str) -> Any:
+        def run(self: Stage, mb_index: int) -> Any:
+            ops = original[method](self, mb_index)
+            buffers.append(weakref.ref(getattr(self, held)[mb_index].untyped_storage()))
+            look()
+            return ops
+
+        return run
+
+    changed = {
+        "forward_one_chunk": forward,
+        "backward_one_chunk": backward,
+        "get_fwd_recv_ops": receive("inputs", "get_fwd_recv_ops"),
+        "get_bwd_recv_ops": receive("output_gradients", "get_bwd_recv_ops"),
+    }
+    original = {name: getattr(Stage, name) for name in changed}
+    for name, function in changed.items():
+        setattr(Stage, name, function)
+    take_step(trainer, 1)
+    look()
+    assert seen[-1] == (0, 0, 0), "nothing is left when the step is over"
+    in_flight, left, received = (max(each) for each in zip(*seen, strict=True))
+    return in_flight, left, received
+
+
+def most_buffers(entries: list[Action | Message]) -> int:
+    """What a rank that runs this list needs: an input from its receipt until its gradient is there, and a gradient
+    until that of the weights is, as it is a factor of the last product."""
+    alive: set[tuple[str, int, int]] = set()
+    most = 0
+    for entry in entries:
+        if isinstance(entry, Message):
+            alive |= {(entry.op, entry.stage, entry.microbatch)} if entry.way == "receive" else set()
+        else:
+            ends = {"F": "", "B": "FB", "I": "F", "W": "B"}[entry.op]
+            alive -= {(op, entry.stage, entry.microbatch) for op in ends}
+        most = max(most, len(alive))
+    return most
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=4),
+        Layout(pp=2, schedule="afab"),
+        Layout(pp=4, schedule="zb-h1"),
+        Layout(pp=2, schedule="zb-v"),
+        Layout(pp=2, schedule="dualpipe"),
+    ],
+    ids=describe,
+)
+def test_no_more_microbatches_are_alive_than_the_schedule_says(layout: Layout):
+    schedule = schedule_of(layout)
+    in_flight, waiting, buffers = zip(*run_ranks(peaks, layout.pp, layout), strict=True)
+    simulated = simulate(schedule, Times())
+    assert in_flight == simulated.peak_in_flight
+    assert waiting == simulated.peak_waiting
+    assert buffers == tuple(map(most_buffers, with_messages(schedule)))
+
+
+def test_1f1b_holds_no_more_microbatches_than_there_are_ranks_from_here_on_and_their_inputs_and_two_more_buffers():
+    schedule = schedule_of(Layout(pp=4))
+    assert simulate(schedule, Times()).peak_in_flight == (4, 3, 2, 1)
+    # Two more are the next input and a gradient; the first rank has no inputs to receive, the last no gradients.
+    assert [most_buffers(entries) for entries in with_messages(schedule)] == [1, 5, 4, 2]
+
+
+# --- what it sends
+
+
+def traffic_of_two_steps(layout: Layout, spec: ModelSpec) -> list[dict[str, tuple[int, int]]]:
+    """Calls and bytes of the first step after the model was built, and of the second."""
+    trainer = build(layout, torch.float64, spec)
+    found = []
+    for step in range(2):
+        with Traffic() as traffic:
+            take_step(trainer, step)
+        found.append({name: (traffic.calls[name], traffic.bytes[name]) for name in traffic.calls})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "copies"),
+    [
+        (Layout(pp=4), False, 0),
+        (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2), False, 0),
+        (Layout(pp=2, schedule="zb-v"), True, 0),  # both copies on one rank
+        (Layout(pp=2, schedule="zb-h1"), True, EVEN.vocab_size * EVEN.d_model),
+        (Layout(pp=2, schedule="dualpipe"), False, EVEN.n_parameters),
+    ],
+    ids=lambda value: describe(value) if isinstance(value, Layout) else str(value),
+)
+def test_every_step_sends_the_messages_of_its_schedule_and_the_gradients_of_copies_and_the_first_no_more(
+    layout: Layout, tied: bool, copies: int
+):
+    entries = with_messages(schedule_of(layout))
+    found = run_ranks(traffic_of_two_steps, layout.pp, layout, replace(EVEN, tied_embedding=tied))
+    for (first, second), own in zip(found, entries, strict=True):
+        ways = Counter(entry.way for entry in own if isinstance(entry, Message))
+        expected = {
+            "send": (ways["send"], ways["send"] * X),
+            "recv": (ways["receive"], ways["receive"] * X),
+            "small": (1, ELEMENT),  # the sum of squares
+        }
+        assert first == second == expected | ({"allreduce": (1, copies * ELEMENT)} if copies else {})
+
+
+def test_token_shards_make_messages_smaller():
+    layout = Layout(pp=2, tp=2, sequence_parallel=True)
+    (first, _), *_ = run_ranks(traffic_of_two_steps, 4, layout, EVEN)
+    assert first["send"] == first["recv"] == (MICROBATCHES, MICROBATCHES * X // 2)
+
+
+# --- when it computed
+
+
+def timelines(layout: Layout) -> list[list[tuple[Action, float, float]]]:
+    """Of two steps, in seconds since each began, with an evaluation after each."""
+    trainer = build(layout, torch.float64, EVEN)
+    found = []
+    for step in range(2):
+        begin = time.time()
+        take_step(trainer, step)
+        found.append(
+            [(Action(*action), start - begin, end - begin) for action, start, end in pipeline(trainer).timeline.spans()]
+        )
+        trainer.evaluate([local_batch(step, 0, 1, MICROBATCHES)])
+        assert len(pipeline(trainer).timeline.spans()) == len(found[-1]), "an evaluation leaves it alone"
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
+def test_the_timeline_of_a_step_has_every_action_of_the_rank_once_in_order_and_one_after_another(schedule: str):
+    layout = Layout(pp=2, schedule=schedule)
+    ranks = schedule_of(layout).ranks
+    for rank, steps in enumerate(run_ranks(timelines, 2, layout)):
+        for spans in steps:
+            assert [action for action, _, _ in spans] == list(ranks[rank])
+            moments = [moment for _, start, end in spans for moment in (start, end)]
+            assert moments == sorted(moments)
+            assert moments[0] > -1e-3, "the clocks of start and of spans differ by less than a millisecond"

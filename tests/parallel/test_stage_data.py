@@ -1,0 +1,144 @@
+"""Proves what data parallelism of pipeline stages gathers, reduces and holds, against the table in
+parallel/stage_data.py. That gradients are right: tests/train/test_pipeline.py.
+
+P, G are the bytes of a stage's parameters and gradients, A its microbatches in a step, K its groups of parameters, of
+which L are layers.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardloom.layout import Layout
+from shardloom.parallel.pipeline import Pipeline, Stage
+from shardloom.parallel.stage_data import StageShards
+from shardloom.split.stages import stage_layers
+from tests.distributed import run_ranks
+from tests.traffic import Traffic
+from tests.train.worlds import RATE, SEQ_LEN, SPEC, build, local_batch
+
+# Every dim that FSDP cuts is even, so that nothing is padded.
+EVEN = replace(SPEC, n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, d_ffn=48, vocab_size=32)
+A, ELEMENT = 6, 8
+ENGINES = {
+    "zero 0": {"dp_replicate": 2},
+    "zero 1": {"dp_shard": 2, "zero": 1},
+    "zero 2": {"dp_shard": 2, "zero": 2},
+    "zero 3, step": {"dp_shard": 2, "zero": 3},
+    "zero 3, microbatch": {"dp_shard": 2, "zero": 3, "zero_pp_gather": "microbatch"},
+}
+
+
+def collectives_of_steps(layout: Layout, accumulation: int) -> list[dict[str, tuple[int, int]]]:
+    """Calls and bytes of the collectives of the first two steps."""
+    trainer = build(layout, torch.float64, EVEN)
+    found = []
+    for step in range(2):
+        batch = local_batch(step, layout.data_rank(dist.get_rank()), layout.data_ranks, accumulation)
+        with Traffic() as traffic:
+            trainer.step(batch, step, RATE)
+        kinds = traffic.calls.keys() - {"send", "recv", "small"}
+        found.append({kind: (traffic.calls[kind], traffic.bytes[kind]) for kind in kinds})
+    return found
+
+
+def expected(layout: Layout, pp_rank: int) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of one step by the table, over the stages of a rank."""
+    total: Counter[str] = Counter()
+    for stage, layers in enumerate(stage_layers(EVEN, layout, SEQ_LEN)):
+        if layout.ways[0][stage] != pp_rank:
+            continue
+        of = EVEN.parameters_by_module()
+        ends = (of["embedding"] if stage == 0 else 0) + (
+            of["final_norm"] + of["head"] if stage == layout.n_stages - 1 else 0
+        )
+        blocks = EVEN.n_parameters - of["embedding"] - of["final_norm"] - of["head"]
+        each = {"layers": blocks * len(layers) // EVEN.n_layers * ELEMENT, "ends": ends * ELEMENT}
+        groups = {"layers": len(layers), "ends": int(ends > 0)}
+        for part in each:
+            gathers, reductions = {0: (0, 0), 1: (1, 1), 2: (1, A), 3: (1, 1)}[layout.zero]
+            if layout.zero == 3 and layout.zero_pp_gather == "microbatch":
+                gathers, reductions = {"layers": 2 * A, "ends": A}[part], A
+            total["allgather_base"] += gathers * groups[part]
+            total["allgather_base bytes"] += gathers * each[part]
+            total["reduce_scatter_base"] += reductions * groups[part]
+            total["reduce_scatter_base bytes"] += reductions * each[part]
+            total["allreduce bytes"] += each[part] if layout.zero == 0 else 0
+        total["allreduce"] += layout.zero == 0
+    kinds = ("allgather_base", "reduce_scatter_base", "allreduce")
+    return {kind: (total[kind], total[f"{kind} bytes"]) for kind in kinds if total[kind]}
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_gathers_and_reduces_what_the_table_says_for_each_stage(engine: str, virtual_stages: int):
+    layout = Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=virtual_stages, **ENGINES[engine])
+    for rank, (first, second) in enumerate(run_ranks(collectives_of_steps, 4, layout, A)):
+        assert first == second == expected(layout, layout.coordinates(rank)["pp"])
+
+
+def test_where_weights_come_later_norms_may_be_reduced_with_those_of_another_microbatch():
+    layout = Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=2)
+    first, last = (expected(layout, pp_rank) for pp_rank in (0, 1))
+    found = run_ranks(collectives_of_steps, 4, layout, A)
+    assert found[0][0] == first  # whose W follow their I
+    calls, sent = found[2][0]["reduce_scatter_base"]
+    assert calls == last["reduce_scatter_base"][0]
+    # The last rank runs one W behind, so that one microbatch of A comes without gradients of its 2 x 2 + 1 norms.
+    assert last["reduce_scatter_base"][1] - sent == 5 * EVEN.d_model * ELEMENT
+
+
+def test_replicas_of_shards_are_summed_once_a_step():
+    layout = Layout(pp=2, schedule="zb-h1", dp_replicate=2, dp_shard=2, zero=2)
+    single = replace(layout, dp_replicate=1)
+    for rank, (found, _) in enumerate(run_ranks(collectives_of_steps, 8, layout, A)):
+        table = expected(single, layout.coordinates(rank)["pp"])
+        calls, sent = table["allgather_base"]
+        assert found == table | {"allreduce": (calls, sent // 2)}
+
+
+def gathered_layers(layout: Layout) -> tuple[list[int], int]:
+    """How many layers of a rank are whole after each action of a step, and after the step."""
+    trainer = build(layout, torch.float64, EVEN)
+    runner = trainer.model.runner
+    assert isinstance(runner, Pipeline)
+    counts: list[int] = []
+
+    def gathered() -> int:
+        found = 0
+        for stage in runner.stages:
+            assert isinstance(stage.engine, StageShards)
+            for group in stage.engine.groups[1:]:
+                (parameters,) = group._get_fsdp_state()._fsdp_param_groups
+                found += not parameters.is_sharded
+        return found
+
+    def looked(method: str) -> None:
+        original = getattr(Stage, method)
+
+        def run(self: Stage, *args: Any, **named: Any) -> Any:
+            result = original(self, *args, **named)
+            counts.append(gathered())
+            return result
+
+        setattr(Stage, method, run)
+
+    for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        looked(method)
+    trainer.step(local_batch(0, layout.data_rank(dist.get_rank()), 2, A), 0, RATE)
+    return counts, gathered()
+
+
+@pytest.mark.parametrize(
+    ("engine", "between"), [("zero 1", 2), ("zero 2", 2), ("zero 3, step", 2), ("zero 3, microbatch", 0)]
+)
+def test_layers_are_whole_until_the_last_backward_pass_or_never_between_two(engine: str, between: int):
+    layout = Layout(pp=2, schedule="zb-h1", **ENGINES[engine])
+    for counts, after in run_ranks(gathered_layers, 4, layout):
+        assert counts == [between] * (len(counts) - 1) + [0]
+        assert len(counts) == 3 * A
+        assert after == 0
