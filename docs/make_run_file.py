@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from shardloom.config import Key, RunConfig, keys
 from shardloom.model.presets import PRESETS
-from shardloom.model.spec import RopeScaling, descriptions
 from shardloom.units import format_count
 
 PAGE = Path(__file__).with_name("run-file.md")
@@ -39,7 +38,9 @@ seq_len = 128
 global_batch = 16
 ```
 
-A key without a default shows `-`. For the keys of `[model]` this means: the value of the preset.
+A key without a default shows `-`. For the keys of `[model]` this means: the value of the preset. A key of a table in
+`[model]` may be given alone where the preset has that table, as in `--set model.moe.top_k=4`; where it has not, those
+without a default are all needed.
 """
 
 
@@ -53,7 +54,7 @@ def page() -> str:
             parts += [f"## [{name}]\n", f"{section.__doc__}\n"]
             parts.append(_table([key for key in every if key.path.startswith(f"{name}.")]))
             if name == "model":
-                parts += [_rope_scaling(), _presets()]
+                parts.append(_presets())
     return "\n".join(parts)
 
 
@@ -63,25 +64,19 @@ def _table(rows: list[Key]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rope_scaling() -> str:
-    lines = [
-        "`model.rope_scaling` is a table of four keys, all required:\n",
-        "| key | meaning |",
-        "| --- | --- |",
-        *(f"| `{name}` | {_sentence(text)} |" for name, text in descriptions(RopeScaling).items()),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _presets() -> str:
     lines = [
         "### Presets\n",
-        "| preset | parameters | layers | d_model | heads | kv heads | d_ffn | vocabulary | max_seq_len |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| preset | parameters | active | layers | d_model | heads | kv heads | d_ffn | experts | vocabulary | "
+        "max_seq_len |",
+        f"| --- |{' ---: |' * 10}",
     ]
     for name, s in PRESETS.items():
-        sizes = (s.n_layers, s.d_model, s.n_heads, s.n_kv_heads, s.d_ffn, s.vocab_size, s.max_seq_len)
-        lines.append(f"| `{name}` | {format_count(s.n_parameters)} | {' | '.join(f'{size:,}' for size in sizes)} |")
+        counts = format_count(s.n_parameters), format_count(s.n_active_parameters)
+        sizes = [f"{size:,}" for size in (s.n_layers, s.d_model, s.n_heads, s.n_kv_heads, s.d_ffn)]
+        experts = "-" if s.moe is None else f"{s.moe.top_k} of {s.moe.n_experts}, {s.moe.d_ffn:,} wide"
+        cells = (f"`{name}`", *counts, *sizes, experts, f"{s.vocab_size:,}", f"{s.max_seq_len:,}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

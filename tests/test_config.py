@@ -1,7 +1,9 @@
 """Proves that a run file is read strictly: unknown keys name the nearest one, all problems come at once, what is
 resolved reads back the same."""
 
+import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from hypothesis import strategies as st
 
 from shardloom.config import RunConfig, keys, load, parse, resolved_toml
 from shardloom.errors import ConfigError
+from shardloom.model.presets import resolve
+from shardloom.model.sections import MoESpec
+from shardloom.model.spec import ModelSpec
 
 SMALLEST = """
 out = "runs/x"
@@ -60,7 +65,6 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("layout.dp_shards=2", "layout.dp_shards: there is no such key; did you mean 'dp_shard'?"),
         ("optimiser.lr=1", "optimiser: there is no such key; did you mean 'optimizer'?"),
         ("model.presett=debug", "model.presett: there is no such key; did you mean 'preset'?"),
-        ("layout.ep=2", "layout.ep: there is no such key; "),
         ("layout.tp=3", "layout.tp=3 does not divide 4 query heads (model.n_heads) (4 = 3*1 + 1); valid: 1, 2, 4"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
         ("steps=ten", "steps='ten': input should be a valid integer"),
@@ -128,8 +132,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
     st.booleans(),
 )
 def test_a_resolved_file_reads_back_as_the_same_configuration(out: str, lr: float, zero: int, scaled: bool):
-    import tomllib
-
     table = {
         "out": out,
         "steps": 3,
@@ -156,11 +158,22 @@ def test_sequence_parallel_is_on_with_tp_unless_it_is_set():
 def test_every_key_is_documented():
     listed = list(keys())
     assert all(key.description for key in listed)
-    assert {key.path for key in listed} >= {"layout.zero", "optimizer.lr", "model.n_layers", "steps"}
+    assert {key.path for key in listed} >= {"layout.zero", "optimizer.lr", "model.n_layers", "model.moe.top_k", "steps"}
 
 
-def test_axes_that_are_not_built_are_not_in_the_schema():
-    assert "ep" not in set(RunConfig.model_fields["layout"].annotation.model_fields)
+def test_a_table_of_the_model_changes_that_of_the_preset_or_is_given_whole():
+    def spec(preset: str, **model: object) -> ModelSpec:
+        table = {"out": "x", "steps": 1, "data": {"path": "x"}, "batch": {"seq_len": 4, "global_batch": 4}}
+        config = parse(table | {"model": {"preset": preset, **model}})
+        assert parse(tomllib.loads(resolved_toml(config))).model == config.model
+        return config.model.spec()
+
+    moe = resolve("mixtral-8x7b").moe
+    assert moe is not None
+    assert spec("mixtral-8x7b", moe={"top_k": 4}).moe == dataclasses.replace(moe, top_k=4)
+    whole = {"n_experts": 4, "top_k": 2, "d_ffn": 32}
+    assert spec("debug", moe=whole).moe == MoESpec(n_experts=4, top_k=2, d_ffn=32)
+    assert spec("debug").moe is None
 
 
 def test_the_examples_are_valid():
@@ -175,6 +188,10 @@ def test_the_examples_are_valid():
         ("out=", "out='': string should have at least 1 character"),
         ("schedule.shape=wsd", "schedule.decay_steps=0 with schedule.shape='wsd' never falls"),
         ("model.rope_scaling={factor = 8.0}", "model.rope_scaling.low_freq_factor: missing"),
+        ("model.moe.top_k=2", "model.moe.n_experts: missing, and model.preset='debug' has no moe to take it from"),
+        ("model.moe.top_q=2", "model.moe.top_q: there is no such key; did you mean 'top_k'?"),
+        ("model.moe={n_experts = 4, top_k = 8, d_ffn = 16}", "model.moe.top_k=8 is more than moe.n_experts=4"),
+        ("model.latent_attention.kv_rank=wide", "model.latent_attention.kv_rank='wide'"),
     ],
 )
 def test_a_value_that_would_fail_later_or_do_nothing_is_refused_now(tmp_path: Path, override: str, said: str):

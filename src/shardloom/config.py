@@ -8,6 +8,7 @@ back as a run file with every default filled in; it is saved with each run.
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from shardloom.errors import ConfigError, LayoutError, nearest
 from shardloom.layout import Layout, accumulation
 from shardloom.model.presets import resolve
-from shardloom.model.spec import ModelSpec, RopeScaling, descriptions
+from shardloom.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
+from shardloom.model.spec import ModelSpec
 from shardloom.split.rules import problems as split_problems
 from shardloom.split.stages import schedule_problems
 
@@ -34,28 +36,27 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-_SCALING = descriptions(RopeScaling)
+# The tables inside [model], by the field of ModelSpec that they change.
+_MODEL_TABLES: dict[str, type[Described]] = {
+    "rope_scaling": RopeScaling,
+    "moe": MoESpec,
+    "latent_attention": LatentAttentionSpec,
+}
 
 
-class RopeScalingSection(Section):
-    """Llama-3's stretching of the rotary frequencies."""
+def _overrides(name: str, spec: type[Described]) -> Any:
+    """A section in which every field of `spec` may be given, and none has to be."""
 
-    factor: float = Field(description=_SCALING["factor"])
-    low_freq_factor: float = Field(description=_SCALING["low_freq_factor"])
-    high_freq_factor: float = Field(description=_SCALING["high_freq_factor"])
-    original_max_seq_len: int = Field(description=_SCALING["original_max_seq_len"])
+    def override(field: dataclasses.Field[Any]) -> Any:
+        table = _MODEL_TABLES.get(field.name)
+        kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
+        return (kind | None, Field(None, description=field.metadata["help"]))
 
-
-def _model_override(field: dataclasses.Field[Any]) -> Any:
-    kind: Any = RopeScalingSection if field.name == "rope_scaling" else field.type
-    return (kind | None, Field(None, description=field.metadata["help"]))
+    changes = {field.name: override(field) for field in dataclasses.fields(spec)}
+    return create_model(name, __base__=Section, __doc__=spec.__doc__, **changes)
 
 
-_ModelOverrides: Any = create_model(
-    "_ModelOverrides",
-    __base__=Section,
-    **{field.name: _model_override(field) for field in dataclasses.fields(ModelSpec)},
-)
+_ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
 
 
 class ModelSection(_ModelOverrides):
@@ -64,11 +65,28 @@ class ModelSection(_ModelOverrides):
     preset: str = Field("debug", description="a named model to start from; every other key here changes it")
 
     def spec(self) -> ModelSpec:
-        """The preset with the changes. Raises ConfigError for an unknown preset."""
+        """The preset with the changes. Raises ConfigError for an unknown preset, or for a table that the preset does
+        not have and that is not given whole."""
+        preset = resolve(self.preset)
         changes = {k: v for k in self.model_fields_set - {"preset"} if (v := getattr(self, k)) is not None}
-        if scaling := changes.get("rope_scaling"):
-            changes["rope_scaling"] = RopeScaling(**scaling.model_dump())
-        return dataclasses.replace(resolve(self.preset), **changes)
+        problems: list[str] = []
+        for name in changes.keys() & _MODEL_TABLES.keys():
+            inner = changes[name].model_dump(exclude_none=True)
+            if (base := getattr(preset, name)) is not None:
+                changes[name] = dataclasses.replace(base, **inner)
+                continue
+            required = [f for f in dataclasses.fields(_MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
+            missing = [field for field in required if field.name not in inner]
+            problems += [
+                f"model.{name}.{field.name}: missing, and model.preset={self.preset!r} has no {name} to take it from; "
+                f"it is {field.metadata['help'][0].lower()}{field.metadata['help'][1:].rstrip('.')}"
+                for field in missing
+            ]
+            if not missing:
+                changes[name] = _MODEL_TABLES[name](**inner)
+        if problems:
+            raise ConfigError(*problems)
+        return dataclasses.replace(preset, **changes)
 
 
 class DataSection(Section):
@@ -95,7 +113,7 @@ class BatchSection(Section):
 
 
 class LayoutSection(Section):
-    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp."""
+    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
 
     dp_replicate: Positive = Field(1, description="replicas; each reads its own samples and holds a full copy")
     dp_shard: Positive = Field(1, description="ranks that read their own samples and, under ZeRO, shard the state")
@@ -119,6 +137,10 @@ class LayoutSection(Section):
     ulysses_degree: Positive = Field(1, description="usp only: the part of cp that deals out heads")
     recompute: Literal["none", "full"] = Field(
         "none", description="full: keep only each block's input and compute the block again in the backward pass"
+    )
+    ep: Positive = Field(
+        1,
+        description="ranks of dp_shard x cp x tp that deal out the experts of a mixture; tokens travel to them",
     )
     pp: Positive = Field(1, description="ranks that deal out the layers, in stages; each microbatch goes through all")
     schedule: Literal[
@@ -339,7 +361,11 @@ def _sentence(entry: Any) -> str:
         return f"{key}: missing, and there is no default; it is {_description(path)}"
     if entry["type"] in ("model_type", "model_attributes_type"):
         return f"{key}={entry['input']!r}: this is a section, written [{key}]"
-    return f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+    said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+    if entry["type"] == "literal_error":
+        hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
+        return f"{said}; {hint}" if hint.startswith("did") else said
+    return said
 
 
 def _model_of(annotation: Any) -> Any:
@@ -388,10 +414,19 @@ def keys() -> Iterable[Key]:
     """Every key of the run file in order."""
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            for below, inner in field.annotation.model_fields.items():
-                yield _key(f"{name}.{below}", inner)
+            yield from _section_keys(name, field.annotation)
         else:
             yield _key(name, field)
+
+
+def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
+    for name, field in section.model_fields.items():
+        yield _key(f"{path}.{name}", field)
+        if name in _MODEL_TABLES:
+            defaults = {field.name: field.default for field in dataclasses.fields(_MODEL_TABLES[name])}
+            for key in _section_keys(f"{path}.{name}", _model_of(field.annotation)):
+                default = defaults[key.path.rpartition(".")[2]]
+                yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=_toml(default))
 
 
 def _key(path: str, field: Any) -> Key:

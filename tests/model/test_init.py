@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 
 from shardloom.model.init import initial_std, initial_values, initialise
 from shardloom.model.presets import PRESETS
+from shardloom.model.sections import MoESpec
+from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
 
 torch.set_num_threads(1)
 SPEC = replace(PRESETS["debug"], qk_norm=True, bias=True)
+EXPERTS = replace(
+    PRESETS["debug-moe"],
+    moe=MoESpec(n_experts=8, top_k=2, d_ffn=24, n_shared=1, first_dense=1, aux_loss=0.1, aux_scope="batch"),
+)
 
 
 def test_the_shard_of_a_parameter_is_that_part_of_the_initialised_model() -> None:
@@ -27,25 +33,35 @@ def test_the_shard_of_a_parameter_is_that_part_of_the_initialised_model() -> Non
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_cut_of_any_parameter_gives_the_bits_of_the_whole(data: st.DataObject) -> None:
+    spec = data.draw(st.sampled_from([SPEC, EXPERTS]))
     with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Transformer(SPEC).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in Transformer(spec).named_parameters()}
     name = data.draw(st.sampled_from(sorted(shapes)))
     shape = shapes[name]
     dim = data.draw(st.integers(0, len(shape) - 1))
     origin = [0] * len(shape)
-    whole = initial_values(SPEC, 1, name, shape, origin, shape, torch.float32)
+    whole = initial_values(spec, 1, name, shape, origin, shape, torch.float32)
     cuts = sorted(data.draw(st.lists(st.integers(0, shape[dim]), max_size=4)))
     parts = []
     for start, end in zip([0, *cuts], [*cuts, shape[dim]], strict=True):
         offsets, size = [0] * len(shape), list(shape)
         offsets[dim], size[dim] = start, end - start
-        parts.append(initial_values(SPEC, 1, name, shape, offsets, size, torch.float32))
+        parts.append(initial_values(spec, 1, name, shape, offsets, size, torch.float32))
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
-@pytest.mark.parametrize("preset", ["debug", "gpt2"])
-def test_variances_are_those_of_gpt2(preset: str) -> None:
-    spec = replace(PRESETS[preset], n_layers=4, vocab_size=512, max_seq_len=256, init_std=0.03)
+def test_an_expert_starts_like_a_network_whoever_holds_it() -> None:
+    model = Transformer(EXPERTS)
+    initialise(model, EXPERTS, seed=5)
+    name = "layers.2.ffn.experts.down"
+    held = initial_values(EXPERTS, 5, name, (8, 64, 24), (6, 0, 0), (2, 64, 24), torch.float32)
+    assert torch.equal(held, model.get_parameter(name)[6:])
+    assert torch.equal(model.get_parameter("layers.2.ffn.router.load"), torch.ones(8))
+
+
+@pytest.mark.parametrize("preset", [PRESETS["debug"], PRESETS["gpt2"], EXPERTS], ids=["debug", "gpt2", "experts"])
+def test_variances_are_those_of_gpt2(preset: ModelSpec) -> None:
+    spec = replace(preset, n_layers=4, vocab_size=512, max_seq_len=256, init_std=0.03)
     model = Transformer(spec)
     initialise(model, spec, seed=0)
     for name, p in model.named_parameters():
@@ -53,7 +69,7 @@ def test_variances_are_those_of_gpt2(preset: str) -> None:
             assert torch.equal(p, torch.full_like(p, 0.0 if name.endswith("bias") else 1.0))
             assert initial_std(spec, name) == 0
             continue
-        residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
+        residual = name.endswith(("attention.o.weight", "ffn.down.weight", "shared.down.weight", "experts.down"))
         std = 0.03 / math.sqrt(8) if residual else 0.03
         assert initial_std(spec, name) == std
         # the standard deviation of n normal values scatters by 1 / sqrt(2 n)

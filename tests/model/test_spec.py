@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardloom.errors import ConfigError
 from shardloom.model.presets import PRESETS, resolve
-from shardloom.model.spec import ModelSpec, RopeScaling, descriptions
+from shardloom.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, descriptions
+from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
 
 PUBLISHED_PARAMETERS = {
@@ -54,13 +55,19 @@ def test_the_built_model_has_the_parameters_the_spec_counts(name: str) -> None:
     spec = resolve(name)
     with torch.device("meta"):
         model = Transformer(spec)
-    counted = {name: p.numel() for name, p in model.named_parameters()}
+    # The load that a router remembers from the step before is no part of the model as others use it.
+    counted = {name: p.numel() for name, p in model.named_parameters() if not name.endswith("router.load")}
     assert sum(counted.values()) == spec.n_parameters
+    last = f"layers.{spec.n_layers - 1}."
+    experts = spec.n_expert_layers > 0
     prefixes = {
         "embedding": ("embedding.",),
         "positions": ("position_embedding.",),
         "layer.attention": ("layers.0.attention.",),
-        "layer.ffn": ("layers.0.ffn.",),
+        "layer.ffn": ("layers.0.ffn.",) if not spec.has_experts(0) else (),
+        "layer.router": (f"{last}ffn.router.",) if experts else (),
+        "layer.experts": (f"{last}ffn.experts.",) if experts else (),
+        "layer.shared": (f"{last}ffn.shared.",) if experts else (),
         "layer.norms": ("layers.0.attention_norm.", "layers.0.ffn_norm."),
         "final_norm": ("norm.",),
         "head": ("head.",),
@@ -70,6 +77,18 @@ def test_the_built_model_has_the_parameters_the_spec_counts(name: str) -> None:
     }
 
 
+LATENT = LatentAttentionSpec(q_rank=24, kv_rank=20, nope_dim=12, rope_dim=8, v_dim=16)
+EXPERTS = MoESpec(n_experts=8, top_k=3, d_ffn=24, n_shared=1, first_dense=1)
+
+
+def _rows_flops(x: tuple, weight: tuple, *_: object, **__: object) -> int:
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+def _weights_flops(dy: tuple, x: tuple, *_: object, **__: object) -> int:
+    return 2 * dy[0] * dy[1] * x[1]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -77,6 +96,10 @@ def test_the_built_model_has_the_parameters_the_spec_counts(name: str) -> None:
         {"tied_embedding": True},
         {"qk_norm": True, "head_dim": 24},
         {"activation": "gelu_tanh", "norm": "layernorm", "positions": "learned", "bias": True},
+        {"moe": EXPERTS},
+        {"moe": EXPERTS, "activation": "gelu_tanh"},
+        {"latent_attention": LATENT, "n_kv_heads": 4},
+        {"latent_attention": replace(LATENT, q_rank=0), "n_kv_heads": 4},
     ],
 )
 def test_training_flops_are_those_counted_in_a_real_forward_and_backward(change: dict) -> None:
@@ -85,9 +108,14 @@ def test_training_flops_are_those_counted_in_a_real_forward_and_backward(change:
     model, seq_len = Transformer(spec), 32
     tokens_BT = torch.zeros(3, seq_len, dtype=torch.long)
     # The plain kernel is counted as the formula counts; a fused one computes QK^T again in the backward pass.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    ours = {torch.ops.shardloom.rows_product: _rows_flops, torch.ops.shardloom.weights_product: _weights_flops}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=ours) as counter:
         model(tokens_BT).sum().backward()
-    assert counter.get_total_flops() / tokens_BT.numel() == spec.train_flops_per_token(seq_len)
+    # Weighing and adding up what experts give is written as a product, and so are its two gradients.
+    sums = 0 if spec.moe is None else 3 * 2 * spec.n_expert_layers * spec.moe.top_k * spec.d_model
+    # Values narrower than keys are filled up with zeros for the kernel.
+    zeros = 6 * spec.n_layers * spec.n_heads * (spec.qk_dim - spec.head_dim) * seq_len
+    assert counter.get_total_flops() / tokens_BT.numel() == spec.train_flops_per_token(seq_len) + sums + zeros
 
 
 def test_causal_flops_halve_the_attention_term_only() -> None:
@@ -144,6 +172,57 @@ def test_rope_needs_even_heads_and_a_base_above_one(change: dict, word: str) -> 
     assert not replace(resolve("debug"), **change, positions="learned").problems()
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"top_k": 9}, "moe.top_k=9 is more than moe.n_experts=8; valid: 1 to 8"),
+        ({"top_k": 0}, "moe.top_k=0 is not positive; valid: 1 or more"),
+        ({"top_k": 1}, "moe.top_k=1 with moe.normalise=true makes every weight 1"),
+        ({"n_groups": 3}, "moe.n_groups=3 does not divide moe.n_experts=8 (8 = 3*2 + 2); valid: 1, 2, 4, 8"),
+        ({"n_groups": 2, "groups_per_token": 3}, "moe.groups_per_token=3 is more than moe.n_groups=2; valid: 1 to 2"),
+        (
+            {"n_groups": 4, "groups_per_token": 1},
+            "moe.groups_per_token=1 leaves a token 1 x 2 = 2 experts, fewer than moe.top_k=3; valid: 2 to 4",
+        ),
+        ({"first_dense": 4}, "moe.first_dense=4 leaves none of n_layers=4 layers with experts; valid: 0 to 3"),
+        (
+            {"capacity_factor": -1.0},
+            "moe.capacity_factor=-1 is negative, and a capacity below one token drops everything; valid: 0 (off)",
+        ),
+        (
+            {"capacity_factor": 0.01},
+            "moe.capacity_factor=0.01 gives an expert room for 0.96 tokens of the longest sequence (0.01 * 256 * 3",
+        ),
+        ({"aux_loss": -0.1}, "moe.aux_loss=-0.1 is negative; valid: 0 (off) or more"),
+        ({"score": "relu"}, "moe.score='relu' is not known; valid: softmax, sigmoid"),
+        ({"weight_scale": 0.0}, "moe.weight_scale=0 is not positive"),
+    ],
+    ids=str,
+)
+def test_experts_that_do_not_fit_are_named_with_their_arithmetic(change: dict, said: str) -> None:
+    [problem] = replace(resolve("debug"), moe=replace(EXPERTS, **change)).problems()
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_kv_heads": 2}, "n_kv_heads=2 with latent_attention, which makes keys and values for every query head"),
+        ({"head_dim": 12}, "head_dim=12 is not latent_attention.v_dim=16; valid: 16"),
+        ({"positions": "learned"}, "latent_attention needs positions='rope'; positions is 'learned'"),
+        ({"qk_norm": True}, "qk_norm=true goes with plain attention"),
+        ({"bias": True}, "bias=true goes with plain attention and networks"),
+        ({"latent_attention": replace(LATENT, rope_dim=7)}, "latent_attention.rope_dim=7 is odd"),
+        ({"latent_attention": replace(LATENT, kv_rank=0)}, "latent_attention.kv_rank=0 is not positive"),
+        ({"latent_attention": replace(LATENT, rope_dim=2)}, "v_dim=16 is more than nope_dim + rope_dim = 14"),
+    ],
+    ids=str,
+)
+def test_latent_attention_that_does_not_fit_is_named(change: dict, said: str) -> None:
+    [problem] = replace(resolve("debug"), **{"latent_attention": LATENT, "n_kv_heads": 4} | change).problems()
+    assert said in problem
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_valid_model(name: str) -> None:
     assert resolve(name).problems() == []
@@ -155,7 +234,7 @@ def test_a_misspelt_preset_is_answered_with_the_nearest() -> None:
 
 
 def test_every_field_says_what_it_means() -> None:
-    for spec in (ModelSpec, RopeScaling):
+    for spec in (ModelSpec, RopeScaling, MoESpec, LatentAttentionSpec):
         assert all(text.endswith(".") for text in descriptions(spec).values())
     assert descriptions(ModelSpec)["d_model"] == "Width of the residual stream."
 

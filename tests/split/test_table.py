@@ -23,8 +23,9 @@ SPEC = replace(resolve("debug"), n_heads=12, n_kv_heads=4, d_ffn=120, vocab_size
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_table_has_a_row_for_every_parameter_of_every_preset(preset: str):
+    spec = resolve(preset)
     with torch.device("meta"):
-        model = Transformer(replace(resolve(preset), n_layers=1))
+        model = Transformer(replace(spec, n_layers=1 if spec.moe is None else spec.moe.first_dense + 1))
     for name, parameter in model.named_parameters():
         dim = split_dim(name)
         assert dim is None or dim < parameter.dim(), name
@@ -100,6 +101,29 @@ def test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic(layout: Layou
     assert any(problem.startswith(complaint) for problem in problems(SPEC, layout, seq_len)), problems(
         SPEC, layout, seq_len
     )
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "complaint"),
+    [
+        (
+            "deepseek-v3",
+            Layout(tp=2, sequence_parallel=True),
+            "layout.tp=2 with model.latent_attention, whose heads cannot be dealt out yet; valid: tp=1",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_yet_is_refused(preset: str, layout: Layout, complaint: str):
+    assert complaint in problems(resolve(preset), layout, 4096)
+
+
+def test_experts_that_look_at_whole_sequences_are_refused_with_cp_and_others_are_not():
+    spec = resolve("debug-moe")
+    assert spec.moe is not None
+    whole = {"capacity_factor": 1.0}, {"aux_loss": 0.1}
+    for change in ({}, {"aux_loss": 0.1, "aux_scope": "batch"}, {"z_loss": 0.1}, *whole):
+        found = problems(replace(spec, moe=replace(spec.moe, **change)), Layout(cp=2), 64)
+        assert ("look at the whole of it" in "".join(found)) == (change in whole)
 
 
 def test_a_vocabulary_too_small_for_tp_is_refused():

@@ -1,5 +1,6 @@
 """Proves what a run says about itself: JSON lines that survive a kill, the screen line, extras, known peaks only."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -10,7 +11,11 @@ import torch
 
 from shardloom.config import RunConfig, parse
 from shardloom.errors import InputError
+from shardloom.model.presets import resolve
+from shardloom.model.sections import MoESpec
+from shardloom.parallel.model import ExpertLoad
 from shardloom.train.device import peak_flops_per_s, peak_of_name
+from shardloom.train.load import expert_numbers
 from shardloom.train.metrics import JsonLines, line, missing_extras, open_writers
 from shardloom.train.start import start
 
@@ -60,6 +65,39 @@ def test_a_line_says_all_that_was_asked_for():
     for part in ("MFU n/a", "1 GiB", "data 1 ms", "fwd+bwd 150 ms", "opt 49 ms"):
         assert part in text
     assert "MFU 51.2%" in line({**RECORD, "mfu": 0.512}, 9)
+
+
+def moe(**changes: object) -> MoESpec:
+    debug = resolve("debug-moe").moe
+    assert debug is not None
+    return dataclasses.replace(debug, n_experts=4, **changes)  # type: ignore[arg-type]
+
+
+# Layer 0 is dense; a quarter of the pairs of layer 2 is dropped.
+LOAD = ExpertLoad(
+    torch.tensor([[0, 0, 0, 0], [2, 2, 2, 2], [8, 0, 0, 0]]),
+    torch.tensor([0, 0, 4]),
+    torch.tensor([[0.0, 0.0], [0.1, 0.01], [0.4, 0.02]], dtype=torch.float64),
+)
+
+
+def test_the_load_of_experts_is_a_mean_over_the_layers_that_have_some():
+    assert expert_numbers(LOAD, moe(first_dense=1)) == {
+        "load_max_over_mean": 2.5,
+        "load_entropy": pytest.approx(0.5),
+        "load_by_layer": [1.0, 4.0],
+    }
+
+
+def test_losses_and_dropped_pairs_are_told_where_the_run_file_has_them():
+    told = expert_numbers(LOAD, moe(first_dense=1, capacity_factor=1.0, aux_loss=0.1, z_loss=0.001))
+    assert told["dropped_fraction"] == 0.25
+    assert (told["balance_loss"], told["z_loss"]) == (pytest.approx(0.5), pytest.approx(0.03))
+
+
+def test_the_line_has_the_load_beside_the_loss_where_there_are_experts():
+    assert "| loss 2.5000 | load 1.14 | grad_norm" in line({**RECORD, "load_max_over_mean": 1.138}, 9)
+    assert "load" not in line(RECORD, 9)
 
 
 def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(tmp_path: Path):

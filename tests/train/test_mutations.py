@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from shardloom.layout import Layout
+from shardloom.model.sections import MoESpec
 from shardloom.verify import Case, Verifier
 from tests.mutation import Mutation, mutated
 from tests.train.worlds import CASE, SPEC, train_mutated
 
 TRAINER, APPLY, DATA = "shardloom.train.step:Trainer", "shardloom.parallel.apply", "shardloom.parallel.data"
+MODEL, EXCHANGE = "shardloom.parallel.model:ParallelModel", "shardloom.parallel.expert:Exchange"
 NORMALISED = "self.loss_sum(logits_BTV, targets_BT) / n_targets"
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_replicate=2),
@@ -32,6 +34,11 @@ ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=
 
 STAGE, COPIES = "shardloom.parallel.pipeline:Stage", "shardloom.parallel.stage_copies"
 PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h1", "zb-v", "dualpipe"))
+
+EP, EP_OF_4 = Layout(dp_shard=2, zero=2, ep=2), Layout(dp_shard=4, zero=1, ep=2)
+SP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
+EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch", z_loss=0.01)
+NORM = ("shardloom.train.step", "gradient_norm")
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32)  # splits over two ranks of tp or cp
 LONG = replace(CASE, spec=EVEN, seq_len=12)  # and so does the sequence
@@ -93,6 +100,27 @@ BUGS = {
         (APPLY, "shard", "for group in (root, *ordered):", "for group in (root,):"),
         [ZERO_1, ZERO_2, ZERO_3],
     ),
+    "7: gradients of experts are divided by the degree of ep": Bug(
+        (APPLY, "shard", "set_gradient_divide_factor(1.0)",
+         "set_gradient_divide_factor(layout.ep if type(group).__name__ == 'FSDPExpertPart' else 1.0)"),
+        [EP, EP_OF_4, SP_EP],
+        spec={"moe": EXPERTS},
+    ),
+    "7: gradients of experts are not summed over the ranks that share them": Bug(
+        (APPLY, "shard", 'group_of(experts, expert_mesh, "expert_",', 'group_of(experts, mesh, "",'),
+        [Layout(tp=2, sequence_parallel=True)],
+        spec={"moe": EXPERTS},
+    ),
+    "8: the norm omits experts": Bug(
+        (*NORM, "groups.items():", "[(key, found) for key, found in groups.items() if 'ep' not in str(key[0])]:"),
+        [EP, SP_EP],
+        spec={"moe": EXPERTS},
+    ),
+    "8: the norm is of the own experts": Bug(
+        (*NORM, "for axis in sharded:", "for axis in [a for a in sharded if mesh.mesh_dim_names[a] != 'ep']:"),
+        [EP, EP_OF_4, SP_EP],
+        spec={"moe": EXPERTS},
+    ),
     "9: the norm is of the own stage": Bug(
         ("shardloom.train.step", "gradient_norm", "if stages is not None:", "if False:"),
         [PP, ZB],
@@ -107,7 +135,33 @@ BUGS = {
          "return summing.wait(), None,", "return (summing.wait(), _input_gradient(dys_BTF, weights))[1], None,"),
         [TP],
     ),
+    "10: the gradient of the router on token shards is not summed": Bug(
+        ("shardloom.parallel.copies", "summed_over", 'copied = how == "tokens"',
+         'copied = (how == "tokens" and "router" not in name)'),
+        [Layout(tp=2, sequence_parallel=True), SP_EP],
+        spec={"moe": EXPERTS},
+    ),
     "11: gradients of norms on token shards are not summed": Bug(NO_SUM_OF_COPIES, [SP]),
+    "12: the balance losses are those of one rank": Bug(
+        (MODEL, "set_batch", "1 / (n_microbatches * ranks)", "1 / n_microbatches"),
+        [ZERO_0, EP, SP_EP],
+        spec={"moe": EXPERTS},
+    ),
+    "12: the balance losses are counted once for every token shard": Bug(
+        (MODEL, "set_batch", "(layout.tp if layout.token_shards else 1)", "1"),
+        [SP_EP],
+        spec={"moe": EXPERTS},
+    ),
+    "12: the balance losses are those of one microbatch": Bug(
+        (MODEL, "set_batch", "n_microbatches * ranks", "ranks"),
+        [ZERO_0, Layout(pp=2, schedule="zb-h1")],
+        spec={"moe": EXPERTS},
+    ),
+    "12: the balance losses are dropped": Bug(
+        ("shardloom.model.moe:MoE", "forward", "y_BTD = attach(y_BTD, loss)", "pass"),
+        [EP, SP_EP],
+        spec={"moe": EXPERTS},
+    ),
     "13: attention's gradient from the keys of other ranks is left out": Bug(
         ("shardloom.parallel.ring:RingAttention", "backward", "dq_BHTC[:, :, rows] += dq_block", "pass"),
         [ZIGZAG, RING],
@@ -175,6 +229,26 @@ BUGS = {
     "26: the last microbatch of a stage does not reshard": Bug(
         ("shardloom.parallel.stage_data:StageShards", "_set", "last or self.regather", "self.regather"),
         [Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1")],
+    ),
+    "biases of routers go by the tokens of the own rank": Bug(
+        (MODEL, "learn_from_load", "for group in (self.groups.tokens, shards,", "for group in (shards,"),
+        [ZERO_0, EP],
+        spec={"moe": EXPERTS},
+    ),
+    "biases of routers go by the tokens of the own shard": Bug(
+        (MODEL, "learn_from_load", "(self.groups.tokens, shards, self", "(self.groups.tokens, self"),
+        [SP_EP],
+        spec={"moe": EXPERTS},
+    ),
+    "rows come back from the experts in another order": Bug(
+        (EXCHANGE, "__call__", "out_SD.index_select(0, order_S.argsort())", "out_SD.index_select(0, order_S)"),
+        [EP, SP_EP],
+        spec={"moe": EXPERTS},
+    ),
+    "gradients go back to the senders of other rows": Bug(
+        ("shardloom.parallel.expert:_Arrived", "backward", "_start(grads[0], ", "_start(grads[0].flip(0), "),
+        [EP],
+        spec={"moe": EXPERTS},
     ),
     "gradients of weights left for later are dropped for one microbatch": Bug(
         (STAGE, "backward_weight_one_chunk", "self.weights.pop(mb_index)()",

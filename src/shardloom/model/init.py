@@ -9,17 +9,18 @@ from torch import Tensor, nn
 from shardloom.model.random import normal
 from shardloom.model.spec import ModelSpec
 
-_RESIDUAL_PROJECTIONS = ("attention.o.weight", "ffn.down.weight")
+_RESIDUAL_PROJECTIONS = ("attention.o.weight", "ffn.down.weight", "ffn.shared.down.weight", "ffn.experts.down")
+_CONSTANT = (".bias", "norm.weight", "router.load")
 
 
 def initial_std(spec: ModelSpec, name: str) -> float:
-    """Standard deviation of the first values of parameter `name`; 0 for norms and biases (constant).
+    """Standard deviation of the first values of parameter `name`; 0 for what begins constant.
 
-    Matrices and embeddings get `init_std`; the two projections that add to the residual stream get
+    Matrices and embeddings get `init_std`; the projections that add to the residual stream get
     init_std / sqrt(2 L), L layers, so that the sum over the 2 L of them keeps its variance (GPT-2,
     Radford et al. 2019, section 2.3).
     """
-    if name.endswith((".bias", "norm.weight")):
+    if name.endswith(_CONSTANT):
         return 0.0
     if name.endswith(_RESIDUAL_PROJECTIONS):
         return spec.init_std / math.sqrt(2 * spec.n_layers)
@@ -38,8 +39,8 @@ def initial_values(
 ) -> Tensor:
     """The box [offsets, offsets + shape) of the initial value of the whole parameter `name`.
 
-    Norm weights are 1, biases 0, all else normal with `initial_std`; bit-equal for every way of cutting
-    the parameter into boxes.
+    Norm weights and a router's load are 1, biases 0, all else normal with `initial_std`; bit-equal for every way of
+    cutting the parameter into boxes.
     """
     std = initial_std(spec, name)
     if std == 0:

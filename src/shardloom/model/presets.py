@@ -1,11 +1,18 @@
 """Named model sizes: a debug model, open models, and the GPT family of published runs; no torch.
 
-Sources: the `config.json` of each Hugging Face model; for `gpt-*` table 1 of Narayanan et al. (SC21, arXiv
-2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests hold the totals to the published ones.
+Sources: the `config.json` of each Hugging Face model, for `deepseek-v3` also sections 2.1, 4.1 and 4.2 of its report
+(arXiv 2412.19437); it is the model as pretrained on sequences of 4096, without the later stretching of its context
+and without the module that predicts a second token. Coefficients of balance losses are the published ones; the loss
+itself is defined as in `balance.py`, whatever the code they were published with. For `gpt-*` table 1 of Narayanan et
+al. (SC21, arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests hold the totals to the
+published ones.
 """
 
+from dataclasses import replace
+
 from shardloom.errors import ConfigError, nearest
-from shardloom.model.spec import ModelSpec, RopeScaling
+from shardloom.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
+from shardloom.model.spec import ModelSpec
 
 
 def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: float, tied: bool) -> ModelSpec:
@@ -41,6 +48,12 @@ def _qwen3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, tied: bool)
     )
 
 
+def _qwen3_moe(n_layers: int, d_model: int, n_heads: int, d_ffn: int, d_expert: int) -> ModelSpec:
+    dense = _qwen3(n_layers, d_model, n_heads, d_ffn, tied=False)
+    experts = MoESpec(n_experts=128, top_k=8, d_ffn=d_expert, bias_rate=0.0, aux_loss=0.001, aux_scope="batch")
+    return replace(dense, n_kv_heads=4, moe=experts)
+
+
 def _gpt(n_layers: int, d_model: int, n_heads: int, *, vocab: int = 51200, seq: int = 2048) -> ModelSpec:
     return ModelSpec(
         n_layers=n_layers,
@@ -69,6 +82,17 @@ PRESETS: dict[str, ModelSpec] = {
         d_ffn=176,
         vocab_size=512,
         max_seq_len=256,
+    ),
+    "debug-moe": ModelSpec(
+        n_layers=4,
+        d_model=64,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        d_ffn=176,
+        vocab_size=512,
+        max_seq_len=256,
+        moe=MoESpec(n_experts=8, top_k=2, d_ffn=88, score="sigmoid", bias_rate=0.01),  # runs of hundreds of steps
     ),
     "smollm2-135m": ModelSpec(
         n_layers=30,
@@ -102,6 +126,46 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, tied=False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, tied=False),
+    "mixtral-8x7b": ModelSpec(
+        n_layers=32,
+        d_model=4096,
+        n_heads=32,
+        n_kv_heads=8,
+        head_dim=128,
+        d_ffn=14336,
+        vocab_size=32000,
+        max_seq_len=32768,
+        rope_theta=1000000.0,
+        moe=MoESpec(n_experts=8, top_k=2, d_ffn=14336, bias_rate=0.0, aux_loss=0.02, aux_scope="batch"),
+    ),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, d_expert=768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, d_expert=1536),
+    "deepseek-v3": ModelSpec(
+        n_layers=61,
+        d_model=7168,
+        n_heads=128,
+        n_kv_heads=128,
+        head_dim=128,
+        d_ffn=18432,
+        vocab_size=129280,
+        max_seq_len=4096,
+        norm_eps=1e-6,
+        latent_attention=LatentAttentionSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+        moe=MoESpec(
+            n_experts=256,
+            top_k=8,
+            d_ffn=2048,
+            n_shared=1,
+            first_dense=3,
+            score="sigmoid",
+            weight_scale=2.5,
+            n_groups=8,
+            groups_per_token=4,
+            bias_rate=0.001,
+            aux_loss=0.0001,
+        ),
+        init_std=0.006,
+    ),
     "gpt2": _gpt(12, 768, 12, vocab=50257, seq=1024),
     "gpt-1.7b": _gpt(24, 2304, 24),
     "gpt-3.6b": _gpt(30, 3072, 32),

@@ -2,7 +2,7 @@
 
 Element i of a head is paired with element i + C/2, the order of Hugging Face's weights.
 
-Shapes: B batch, T tokens, H heads, C width of one head.
+Shapes: B batch, T tokens, H heads, C width of what is rotated of one head: `rope_dim`, mostly all of it.
 """
 
 import math
@@ -20,7 +20,7 @@ def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
     context are slowed by `factor`, those above `high_freq_factor` are not, and between the two it is linear
     in the turns (Llama 3.1 reference code).
     """
-    exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float64) / spec.head_dim
+    exponents = torch.arange(0, spec.rope_dim, 2, device=device, dtype=torch.float64) / spec.rope_dim
     turning = spec.rope_theta**-exponents
     scaling = spec.rope_scaling
     if scaling is None:

@@ -1,48 +1,19 @@
 """The sizes and choices that define a decoder, and what follows from them by arithmetic; no torch.
 
 Notation of the formulas: L layers, h d_model, H heads, K kv heads, c head_dim, f d_ffn, V vocab_size,
-s sequence length.
+s sequence length; of mixtures E experts, k experts per token, g d_ffn of an expert, S shared experts; of latent
+attention r ranks, n and p the parts of a head without and with rotation, v its values.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from shardloom.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
+
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu_tanh"]
 Positions = Literal["rope", "learned"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama-3's change of the rotary frequencies for contexts longer than the pretraining one."""
-
-    factor: float = field(metadata={"help": "How many times slower the slowest pairs of elements turn."})
-    low_freq_factor: float = field(
-        metadata={"help": "Pairs with fewer turns than this in original_max_seq_len are slowed by factor."}
-    )
-    high_freq_factor: float = field(
-        metadata={"help": "Pairs with more turns than this in original_max_seq_len stay as they are."}
-    )
-    original_max_seq_len: int = field(
-        metadata={"help": "Sequence length of the pretraining before the extension, in tokens."}
-    )
-
-    def problems(self) -> list[str]:
-        """Every broken rule, one a line; empty if there is none."""
-        found = []
-        if self.factor < 1:
-            found.append(f"rope_scaling.factor={self.factor:g} is less than 1; valid: 1 or more")
-        if self.low_freq_factor <= 0:
-            found.append(f"rope_scaling.low_freq_factor={self.low_freq_factor:g} is not positive")
-        if self.high_freq_factor <= self.low_freq_factor:
-            found.append(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not greater than "
-                f"low_freq_factor={self.low_freq_factor:g}"
-            )
-        if self.original_max_seq_len < 1:
-            found.append(f"rope_scaling.original_max_seq_len={self.original_max_seq_len} is not positive")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +62,12 @@ class ModelSpec:
         default=0.0,
         metadata={"help": "Probability of dropping an element of the embedding and of each residual branch."},
     )
+    moe: MoESpec | None = field(
+        default=None, metadata={"help": "Experts in the place of the feed-forward network, or none."}
+    )
+    latent_attention: LatentAttentionSpec | None = field(
+        default=None, metadata={"help": "Keys and values from a narrow vector a token (DeepSeek), or none."}
+    )
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial matrices."})
 
     def problems(self) -> list[str]:
@@ -124,6 +101,12 @@ class ModelSpec:
             if self.positions == "learned":
                 yield "rope_scaling needs positions='rope'; with positions='learned' nothing is rotated"
             yield from self.rope_scaling.problems()
+        if self.moe is not None:
+            yield from self.moe.problems(self.n_layers, self.max_seq_len)
+        if self.latent_attention is not None:
+            yield from self._latent_problems(self.latent_attention)
+        if self.bias and (self.moe or self.latent_attention):
+            yield "bias=true goes with plain attention and networks; experts and latent attention have no biases"
         if not 0 <= self.dropout < 1:
             yield f"dropout={self.dropout:g} is not a probability below 1; valid: 0 <= dropout < 1"
         if not self.norm_eps > 0:
@@ -131,28 +114,80 @@ class ModelSpec:
         if not self.init_std > 0:
             yield f"init_std={self.init_std:g} is not positive; usual: 0.02"
 
+    def _latent_problems(self, latent: LatentAttentionSpec) -> Iterator[str]:
+        yield from latent.problems()
+        if self.positions != "rope":
+            yield f"latent_attention needs positions='rope'; positions is {self.positions!r}"
+        if self.n_kv_heads != self.n_heads:
+            yield (
+                f"n_kv_heads={self.n_kv_heads} with latent_attention, which makes keys and values for every query "
+                f"head; valid: {self.n_heads} (n_heads)"
+            )
+        if self.head_dim != latent.v_dim:
+            yield f"head_dim={self.head_dim} is not latent_attention.v_dim={latent.v_dim}; valid: {latent.v_dim}"
+        if self.qk_norm:
+            yield "qk_norm=true goes with plain attention; latent_attention has norms of its own"
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` has a mixture of experts in the place of its feed-forward network."""
+        return self.moe is not None and layer >= self.moe.first_dense
+
+    @property
+    def n_expert_layers(self) -> int:
+        """Layers with a mixture of experts."""
+        return 0 if self.moe is None else self.n_layers - self.moe.first_dense
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query or key head."""
+        latent = self.latent_attention
+        return self.head_dim if latent is None else latent.nope_dim + latent.rope_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a query or key head that are rotated."""
+        return self.head_dim if self.latent_attention is None else self.latent_attention.rope_dim
+
     @property
     def n_parameters(self) -> int:
-        """All trained numbers; a tied embedding counts once."""
+        """All trained numbers, with the biases by which experts are picked; a tied embedding counts once."""
         modules = self.parameters_by_module()
-        layer = sum(count for name, count in modules.items() if name.startswith("layer."))
+        layer = modules["layer.attention"] + modules["layer.norms"]
+        mixture = modules["layer.router"] + modules["layer.experts"] + modules["layer.shared"]
         rest = sum(count for name, count in modules.items() if not name.startswith("layer."))
-        return self.n_layers * layer + rest
+        n_dense = self.n_layers - self.n_expert_layers
+        return self.n_layers * layer + n_dense * modules["layer.ffn"] + self.n_expert_layers * mixture + rest
+
+    @property
+    def n_active_parameters(self) -> int:
+        """Those that one token meets: all, less the experts that it does not go to."""
+        idle = 0 if self.moe is None else self.moe.n_experts - self.moe.top_k
+        return self.n_parameters - self.n_expert_layers * idle * self._expert_matrices
 
     def parameters_by_module(self) -> dict[str, int]:
         """Parameters of each part; the `layer.` entries are those of ONE layer, and a tied `head` is 0.
 
-        The per-head norms of `qk_norm` belong to `layer.attention`, as their names in the model do.
+        `layer.ffn` is the network of a layer without experts and `layer.router`, `layer.experts` and `layer.shared`
+        are the parts of one with experts, 0 where the model has no such layer. Norms inside attention belong to
+        `layer.attention`, as their names in the model do.
         """
         h, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         norm = h * (2 if self.norm == "layernorm" else 1)
         biases = q + 2 * kv + h if self.bias else 0
         ffn_biases = (self._ffn_inputs * self.d_ffn + h) if self.bias else 0
+        latent, moe = self.latent_attention, self.moe
+        inner_norms = 2 * self.head_dim if self.qk_norm else 0
+        if latent is not None:
+            inner_norms = latent.q_rank + latent.kv_rank
+        any_dense = self.n_expert_layers < self.n_layers
         return {
             "embedding": self.vocab_size * h,
             "positions": self.max_seq_len * h if self.positions == "learned" else 0,
-            "layer.attention": self._attention_matrices + biases + (2 * self.head_dim if self.qk_norm else 0),
-            "layer.ffn": self._ffn_matrices + ffn_biases,
+            "layer.attention": self._attention_matrices + biases + inner_norms,
+            "layer.ffn": self._ffn_matrices(self.d_ffn) + ffn_biases if any_dense else 0,
+            "layer.router": 0 if moe is None else moe.n_experts * (h + (moe.bias_rate > 0)),
+            "layer.experts": 0 if moe is None else moe.n_experts * self._expert_matrices,
+            "layer.shared": 0 if moe is None else moe.n_shared * self._expert_matrices,
             "layer.norms": 2 * norm,
             "final_norm": norm,
             "head": 0 if self.tied_embedding else self.vocab_size * h,
@@ -160,25 +195,34 @@ class ModelSpec:
 
     @property
     def n_matmul_parameters(self) -> int:
-        """Elements of the matrices a token is multiplied by: those of the layers, and the head even if tied.
+        """Elements of the matrices a token is multiplied by: those of the layers, of top_k experts where there are
+        experts, and of the head even if tied.
 
         Embedding lookup, learned positions, norms and biases are no matrix products and are left out.
         """
-        return self.n_layers * (self._attention_matrices + self._ffn_matrices) + self.vocab_size * self.d_model
+        layers = sum(self.layer_matmul_parameters(layer) for layer in range(self.n_layers))
+        return layers + self.vocab_size * self.d_model
+
+    def layer_matmul_parameters(self, layer: int) -> int:
+        """The same of layer number `layer` alone."""
+        if self.moe is None or not self.has_experts(layer):
+            return self._attention_matrices + self._ffn_matrices(self.d_ffn)
+        active = (self.moe.top_k + self.moe.n_shared) * self._expert_matrices
+        return self._attention_matrices + self.moe.n_experts * self.d_model + active
 
     def train_flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Model FLOPs of forward and backward for one token, without recomputation.
 
-        flops = 6 N + 12 L H c s, or 6 N + 6 L H c s with `causal`
+        flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
 
-        N `n_matmul_parameters`, L layers, H query heads, c head_dim, s `seq_len` in tokens. A multiply-add
-        is 2 FLOPs, and the backward pass costs two forwards. The second term is QK^T and the product with
-        V: 2 * 2 H c s a token forward over the full square of positions; `causal` counts the half that is
-        not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the full square,
-        Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,
-        optimizer, and what a fused attention computes again in its backward pass.
+        N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention),
+        s `seq_len` in tokens. A multiply-add is 2 FLOPs, and the backward pass costs two forwards. The second term is
+        QK^T and the product with V: 2 H (q + c) s a token forward over the full square of positions; `causal` counts
+        the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the full
+        square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,
+        optimizer, adding up what experts give, and what a fused attention computes again in its backward pass.
         """
-        square = 12 * self.n_layers * self.n_heads * self.head_dim * seq_len
+        square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
 
     @property
@@ -188,13 +232,17 @@ class ModelSpec:
 
     @property
     def _attention_matrices(self) -> int:
-        return 2 * self.d_model * self.head_dim * (self.n_heads + self.n_kv_heads)
+        h, heads, latent = self.d_model, self.n_heads, self.latent_attention
+        if latent is None:
+            return 2 * h * self.head_dim * (heads + self.n_kv_heads)
+        queries = latent.q_rank * (h + heads * self.qk_dim) if latent.q_rank else h * heads * self.qk_dim
+        keys_values = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * heads * (latent.nope_dim + latent.v_dim)
+        return queries + keys_values + heads * latent.v_dim * h
+
+    def _ffn_matrices(self, d_ffn: int) -> int:
+        return (self._ffn_inputs + 1) * self.d_model * d_ffn
 
     @property
-    def _ffn_matrices(self) -> int:
-        return (self._ffn_inputs + 1) * self.d_model * self.d_ffn
-
-
-def descriptions(spec: type[ModelSpec] | type[RopeScaling]) -> dict[str, str]:
-    """Field name -> what it means, in the order of definition; the run-file reference is made from it."""
-    return {each.name: each.metadata["help"] for each in fields(spec)}
+    def _expert_matrices(self) -> int:
+        """Of one expert."""
+        return 0 if self.moe is None else self._ffn_matrices(self.moe.d_ffn)

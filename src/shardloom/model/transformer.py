@@ -1,9 +1,10 @@
 """The decoder: embedding, layers of attention and feed-forward network, norm, head.
 
 Parameter names are global and stay the same however the model is cut later: `embedding.weight`,
-`layers.7.attention.q.weight`, `layers.7.ffn.down.weight`, `norm.weight`, `head.weight`.
+`layers.7.attention.q.weight`, `layers.7.ffn.down.weight`, `norm.weight`, `head.weight`; with experts
+`layers.7.ffn.router.weight`, `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`.
 
-Shapes: B batch, T tokens, D model, F ffn, V vocab, C width of one head.
+Shapes: B batch, T tokens, D model, V vocab, C width of one head.
 """
 
 from typing import cast
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from shardloom.errors import InputError
 from shardloom.model.attention import Attention
 from shardloom.model.dropout import KeyedDropout
+from shardloom.model.feed_forward import FeedForward
+from shardloom.model.latent_attention import LatentAttention
+from shardloom.model.moe import MoE
 from shardloom.model.random import site_keys
 from shardloom.model.rotary import rotary_table
 from shardloom.model.spec import ModelSpec
@@ -31,32 +35,15 @@ def _norm(spec: ModelSpec) -> nn.Module:
     return nn.RMSNorm(spec.d_model, eps=spec.norm_eps)
 
 
-class FeedForward(nn.Module):
-    """down(silu(gate x) * up x) (SwiGLU, Shazeer, arXiv 2002.05202), or down(gelu(up x)) as GPT-2 has it."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        gated = spec.activation == "swiglu"
-        self.gate = nn.Linear(spec.d_model, spec.d_ffn, bias=spec.bias) if gated else None
-        self.up = nn.Linear(spec.d_model, spec.d_ffn, bias=spec.bias)
-        self.down = nn.Linear(spec.d_ffn, spec.d_model, bias=spec.bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        if self.gate is None:
-            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
-
-
 class Block(nn.Module):
     """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors only, so it compiles alone."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = _norm(spec)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec) if spec.latent_attention is None else LatentAttention(spec)
         self.ffn_norm = _norm(spec)
-        self.ffn = FeedForward(spec)
+        self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
         self.dropout = KeyedDropout(spec.dropout)
 
     def forward(
@@ -87,7 +74,7 @@ class Transformer(nn.Module):
         learned = spec.positions == "learned"
         self.position_embedding = nn.Embedding(spec.max_seq_len, spec.d_model) if learned else None
         self.dropout = KeyedDropout(spec.dropout)
-        self.layers = nn.ModuleDict({str(i): Block(spec) for i in range(spec.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.n_layers)})
         self.norm = _norm(spec)
         self.head = None if spec.tied_embedding else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
 
@@ -132,6 +119,10 @@ class Transformer(nn.Module):
         rotary_2TC = rotary_table(self.spec, positions_T, x_BTD.dtype) if uses_rope else None
         for name, block in self.layers.items():
             x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(dropout_keys_B, int(name)))
+            # Outside the block, which may be compiled, or run a second time in the backward pass.
+            ffn = block.ffn
+            if isinstance(ffn, MoE) and ffn.last_load is not None and self.training:
+                ffn.tally.record(x_BTD, ffn.last_load)
         return x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:

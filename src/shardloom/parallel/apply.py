@@ -11,8 +11,9 @@ from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Block, Transformer
 from shardloom.parallel.context import ContextAttention
 from shardloom.parallel.data import DataEngine, Replicas, Sharded, Single, needs_sharding, shard
+from shardloom.parallel.expert import split_experts
 from shardloom.parallel.initialise import materialise
-from shardloom.parallel.mesh import Groups, build_groups, build_mesh
+from shardloom.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh
 from shardloom.parallel.model import ParallelModel
 from shardloom.parallel.pipeline import Pipeline, Stage
 from shardloom.parallel.run import OneByOne, Runner
@@ -44,7 +45,9 @@ def apply(
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
     parts = _parts(spec, layout, groups, param_dtype, seq_len or spec.max_seq_len)
-    sharded = needs_sharding(layout, compute_dtype, param_dtype)
+    experts_apart = spec.moe is not None and layout.ep * layout.tp > 1
+    expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
+    sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
     shards: list[Sharded] = []
     for part in parts:
         blocks = [block for block in part.layers.values() if isinstance(block, Block)]
@@ -54,6 +57,8 @@ def apply(
         if layout.cp > 1:
             for block in blocks:
                 block.attention.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
+        if groups.ep is not None and expert_mesh is not None:
+            split_experts(part, expert_mesh, groups.ep)
         if layout.recompute == "full":
             for block in blocks:
                 _recompute(block)
@@ -61,7 +66,7 @@ def apply(
             for block in blocks:
                 block.compile()
         if sharded:
-            shards.append(shard(part, blocks, layout, mesh, compute_dtype, param_dtype))
+            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compute_dtype, param_dtype))
         materialise(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]

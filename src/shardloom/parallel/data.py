@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardloom.layout import Layout
@@ -129,22 +130,43 @@ def shard(
     blocks: Iterable[nn.Module],
     layout: Layout,
     mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
 ) -> Sharded:
     """Make the parameters DTensors sharded over dp_shard x cp (in place), a group of them for each block and the rest.
 
     Parameters are held in `param_dtype`, computed with in `compute_dtype`; gradients are reduced and accumulated in
-    `param_dtype`. Called on a model on the meta device, before it has values.
+    `param_dtype`. Experts are a group of their own where they lie on a mesh of their own. What is not trained stays
+    whole, and in the type it is held in. Called on a model on the meta device, before it has values.
     """
-    replicas = "replicas" in (mesh.mesh_dim_names or ())
-    data_mesh = mesh["replicas", "share"] if replicas else mesh["share"]
     # Inputs are not cast: the model makes its tables, and its activations, in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
-    ordered = [
-        fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=layout.regathers) for block in blocks
-    ]
-    root = fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    untrained = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+
+    def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
+        replicas = f"{prefix}replicas"
+        share = f"{prefix}share"
+        replicated = replicas in (along.mesh_dim_names or ())
+        return fully_shard(
+            module,
+            mesh=along[replicas, share] if replicated else along[share],
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
+            ignored_params=untrained,
+        )
+
+    ordered = []
+    for block in blocks:
+        experts = getattr(block.ffn, "experts", None) if expert_mesh is not None else None
+        if experts is not None and expert_mesh is not None:
+            few = layout.zero > 0 and next(experts.parameters()).shape[0] % (layout.expert_dp_shard * layout.ep)
+            inner = [group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0)]
+        else:
+            inner = []
+        ordered += [group_of(block, mesh, "", layout.regathers), *inner]
+    root = group_of(model, mesh, "", False)
     for group in (root, *ordered):  # neither setting reaches the groups below
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_gradient_divide_factor(1.0)

@@ -9,8 +9,17 @@ Parameters lie on a DeviceMesh, whose axes say along which ranks they are cut or
 | `share`                | dp_shard x cp: those among which ZeRO shares out the state; under ZeRO-0 one rank  |
 | `tp_kv`, `tp_copies`   | tp in two, with fewer kv heads than ranks: heads are dealt out, and copied         |
 
-Axes of one rank are left out, for each costs a process group; but `share` is always there, and `tp_kv` where
-`tp_copies` is.
+Experts lie on a mesh of their own, wherever ep or tp is above 1: with tp each rank sends other tokens to them, so to an
+expert all of dp_shard x cp x tp are data ranks, except as ep deals out whole experts.
+
+| axis                   | its ranks                                                                          |
+| ---------------------- | ---------------------------------------------------------------------------------- |
+| `pp`, `ep`             | those of the layout                                                                |
+| `expert_replicas`      | dp_replicate; under ZeRO-0 of all that have the same experts                       |
+| `expert_share`         | what ep leaves of dp_shard x cp x tp; under ZeRO-0 one rank                        |
+
+Axes of one rank are left out, for each costs a process group; but `share` and `expert_share` are always there, and
+`tp_kv` where `tp_copies` is.
 """
 
 from dataclasses import dataclass
@@ -19,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardloom.layout import DENSE_AXES, Layout
+from shardloom.layout import DENSE_AXES, EXPERT_AXES, Layout
 from shardloom.split.table import kv_copies
 
 
@@ -36,6 +45,22 @@ def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(kept))
 
 
+def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh on which experts lie. Every rank of the world has to call this, after `build_mesh`."""
+    degrees = {
+        "pp": layout.pp,
+        "expert_replicas": layout.dp_replicate,
+        "expert_share": layout.expert_dp_shard,
+        "ep": layout.ep,
+    }
+    if layout.zero == 0:
+        degrees |= {"expert_replicas": layout.dp_replicate * layout.expert_dp_shard, "expert_share": 1}
+    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "expert_share"}
+    world = layout.groups(*EXPERT_AXES)[0]
+    ranks = torch.tensor(world, dtype=torch.int).view(list(kept.values()))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(kept))
+
+
 @dataclass(frozen=True)
 class Groups:
     """The groups of the calling rank over which a step communicates; None where it would be alone."""
@@ -44,6 +69,7 @@ class Groups:
     tp: dist.ProcessGroup | None
     tp_copies: dist.ProcessGroup | None
     """Ranks of tp with the same key and value heads."""
+    ep: dist.ProcessGroup | None
     cp_ring: dist.ProcessGroup | None
     cp_ulysses: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
@@ -72,6 +98,7 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
         pp=along("pp"),
         tp=along("tp"),
         tp_copies=copies,
+        ep=along("ep"),
         cp_ring=along("cp_ring"),
         cp_ulysses=along("cp_ulysses"),
         data=along("dp_replicate", "dp_shard"),

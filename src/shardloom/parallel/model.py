@@ -1,6 +1,7 @@
 """A model laid over the ranks, as the training step sees it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardloom.layout import Layout
+from shardloom.model.moe import expert_layers, learn_from_load, set_share, take_load
 from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
 from shardloom.parallel.copies import sum_copies
@@ -17,6 +19,17 @@ from shardloom.parallel.run import Runner
 from shardloom.parallel.stage_copies import StageCopies, Twins
 from shardloom.split.sequence import spans
 from shardloom.split.table import vocabulary_rows
+
+
+class ExpertLoad(NamedTuple):
+    """What the experts of every layer (L; dense ones have zeros) were given in the global batch, on every rank."""
+
+    counts_LE: Tensor
+    """Tokens that picked each expert; int64."""
+    dropped_L: Tensor
+    """Pairs of a token and an expert beyond its capacity; int64."""
+    losses_L2: Tensor
+    """Balance loss and z-loss, with their coefficients; float64."""
 
 
 class ParallelModel:
@@ -44,6 +57,8 @@ class ParallelModel:
         block is gathered, `named_parameters()` of a part gives the whole tensors in their place."""
         self.plain_parameters: dict[str, nn.Parameter] = self.twins.held(plain)
         """Where the parts work with plain tensors in the place of DTensors: those, over the same memory."""
+        self.load: ExpertLoad | None = None
+        """Of the experts in the last step; None before the first, and without experts."""
         self.copies = StageCopies(layout, groups, list(self.named_parameters))
 
     @property
@@ -125,6 +140,37 @@ class ParallelModel:
             return
         for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.twins.seconds):
             parameter.grad = None
+
+    def set_batch(self, n_microbatches: int) -> None:
+        """Before a step: tell layers with experts what share of the tokens of the global batch a forward pass has."""
+        layout = self.layout
+        ranks = layout.data_ranks * layout.cp * (layout.tp if layout.token_shards else 1)
+        for part in self.parts:
+            set_share(part, 1 / (n_microbatches * ranks))
+
+    @torch.no_grad()
+    def learn_from_load(self) -> None:
+        """After a step: let routers follow the load of their experts in the whole global batch, which is left in
+        `load`."""
+        moe = self.spec.moe
+        if moe is None:
+            return
+        found = [(int(layer), load) for part in self.parts for layer, load in take_load(part).items()]
+        device = next(self.parts[0].parameters()).device
+        counts_LE = torch.zeros(self.spec.n_layers, moe.n_experts + 1, dtype=torch.int64, device=device)
+        losses_L2 = torch.zeros(self.spec.n_layers, 2, dtype=torch.float64, device=device)
+        for layer, load in found:
+            counts_LE[layer, :-1] += load.counts_E
+            counts_LE[layer, -1] += load.dropped
+            losses_L2[layer] += torch.stack([load.aux_loss, load.z_loss])
+        shards = self.groups.tp if self.layout.token_shards else None
+        for group in (self.groups.tokens, shards, self.groups.pp):
+            if group is not None:
+                dist.all_reduce(counts_LE, group=group)
+                dist.all_reduce(losses_L2, group=group)
+        self.load = ExpertLoad(counts_LE[:, :-1], counts_LE[:, -1], losses_L2)
+        for part in self.parts:
+            learn_from_load(part, {layer: counts_LE[int(layer), :-1] for layer in expert_layers(part)})
 
     def after_change(self) -> None:
         """To be called when `named_parameters` have been written to."""

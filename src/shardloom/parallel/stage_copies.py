@@ -93,7 +93,8 @@ class StageCopies:
         """Add up, in place, the gradients of the holders: one all-reduce for each group of them."""
         for ranks, group in self._groups.items():
             parts = []
-            for name in sorted(name for name, shared in self._others.items() if shared == ranks):
+            names = (name for name, shared in self._others.items() if shared == ranks)
+            for name in sorted(name for name in names if parameters[name].requires_grad):
                 gradient = parameters[name].grad
                 assert gradient is not None
                 parts.append(local_part(gradient))

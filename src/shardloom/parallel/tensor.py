@@ -110,7 +110,8 @@ def _modules_at(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules that a path of the table means: `layers.*.ffn` those of all layers."""
     found: list[nn.Module] = [model]
     for part in path.split(".") if path else []:
-        found = [child for at in found for child in (at.children() if part == "*" else [at.get_submodule(part)])]
+        below = [child for at in found for child in (at.children() if part == "*" else [getattr(at, part, None)])]
+        found = [module for module in below if module is not None]
     return found
 
 

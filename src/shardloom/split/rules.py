@@ -12,7 +12,8 @@ from shardloom.split.table import vocabulary_rows
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty for a good one."""
-    found = [*_tensor(spec, layout.tp), *_context(spec, layout), *stages.problems(spec, layout)]
+    found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
+    found += stages.problems(spec, layout)
     # Of a tp that cannot be, no length has to be a multiple.
     return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1), seq_len))
 
@@ -68,6 +69,46 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 def _heads_divide(heads: int, kv: int, degree: int) -> bool:
     return heads % degree == 0 and (kv % degree == 0 or degree % kv == 0)
+
+
+def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    moe, latent = spec.moe, spec.latent_attention
+    if latent is not None and layout.tp > 1:
+        yield f"layout.tp={layout.tp} with model.latent_attention, whose heads cannot be dealt out yet; valid: tp=1"
+    if moe is None:
+        if layout.ep > 1:
+            yield f"layout.ep={layout.ep} deals out experts, and the model has none (model.moe); leave it out"
+        return
+    experts = moe.n_experts
+    if experts % layout.ep:
+        valid = ", ".join(str(ep) for ep in range(1, experts + 1) if experts % ep == 0)
+        yield (
+            f"layout.ep={layout.ep} does not divide {experts} experts (model.moe.n_experts) "
+            f"{_division(experts, layout.ep)}; valid: {valid}"
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield (
+            f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
+            f"tokens would each send all of them to the experts"
+        )
+    cut = {"cp": layout.cp, "tp": layout.tp}
+    whole = moe.capacity_factor or (moe.aux_loss and moe.aux_scope == "sequence")
+    if whole and max(cut.values()) > 1:
+        axes = " and ".join(f"layout.{axis}={n}" for axis, n in cut.items() if n > 1)
+        yield (
+            f"{axes} deal out the tokens of a sequence, and model.moe.capacity_factor and "
+            f"model.moe.aux_scope='sequence' look at the whole of it; valid: cp=1 and tp=1, or capacity_factor=0 with "
+            f"aux_loss=0 or aux_scope='batch'"
+        )
+    share = layout.expert_dp_shard
+    if layout.zero and layout.ep * layout.tp > 1 and (experts // layout.ep) % share:
+        for name, size in (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model)):
+            if size % share:
+                yield (
+                    f"layout.zero={layout.zero} shares out the experts of a rank over {share} ranks (dp_shard x cp x "
+                    f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
+                    f"larger ep"
+                )
 
 
 def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Which layers each pipeline stage has, and how long its actions take beside those of others."""
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import accumulate, pairwise
 
 from shardloom.layout import Layout
@@ -8,7 +9,6 @@ from shardloom.model.spec import ModelSpec
 from shardloom.schedule import build
 from shardloom.schedule.actions import Schedule
 from shardloom.schedule.simulate import Times
-
 
 KEPT_FOR_WEIGHT = 1.0
 """What a microbatch that waits for its W keeps, as a share of what its forward pass kept (`schedule.memory`): here each
@@ -74,9 +74,9 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
     """
     products, squares = [], []
     for number, layers in enumerate(stage_layers(spec, layout, seq_len)):
-        head = 2 * spec.vocab_size * spec.d_model if number == layout.n_stages - 1 else 0
-        products.append(len(layers) * _layer_products(spec) + head)
-        squares.append(len(layers) * _layer_square(spec, seq_len))
+        head = 2.0 * spec.vocab_size * spec.d_model if number == layout.n_stages - 1 else 0.0
+        products.append(sum(_products(spec, layer) for layer in layers) + head)
+        squares.append(len(layers) * _square(spec, seq_len))
     return Times(
         forward=tuple(p + s for p, s in zip(products, squares, strict=True)),
         backward_input=tuple(p + 2 * s for p, s in zip(products, squares, strict=True)),
@@ -95,30 +95,43 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
     )
 
 
-def _layer_products(spec: ModelSpec) -> float:
-    """Forward FLOPs of a token in the matrices of one layer."""
-    head = spec.vocab_size * spec.d_model
-    return 2.0 * (spec.n_matmul_parameters - head) / spec.n_layers
+def _products(spec: ModelSpec, layer: int) -> float:
+    """Forward FLOPs of a token in the matrices of a layer."""
+    return 2.0 * spec.layer_matmul_parameters(layer)
 
 
-def _layer_square(spec: ModelSpec, seq_len: int) -> float:
+def _square(spec: ModelSpec, seq_len: int) -> float:
     """Forward FLOPs of a token in the products of attention of one layer, over the causal half of the square."""
-    return 2.0 * spec.n_heads * spec.head_dim * seq_len
+    return 1.0 * spec.n_heads * (spec.qk_dim + spec.head_dim) * seq_len
 
 
+@cache
 def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each stage so that the most work of a stage is least, and then what the others have is most even.
+    """Layers of each stage so that the most work of a stage is least, and then what the others have is most even; of
+    equals, more in late stages, which hold fewer activations.
 
-    All layers cost the same, so giving the next layer to the stage with the least work does it; the last stage begins
-    with the head, the first with the embedding, which is a copy and counts the bytes it moves as FLOPs.
+    The last stage has the head, the first the embedding, which is a copy and counts the bytes it moves as FLOPs.
     """
-    layer = 3 * _layer_products(spec) + 3 * _layer_square(spec, seq_len)
-    work = [layer] * n_stages
-    work[0] += 3.0 * spec.d_model
-    work[-1] += 6.0 * spec.vocab_size * spec.d_model
-    counts = [1] * n_stages
-    for _ in range(spec.n_layers - n_stages):
-        least = min(range(n_stages), key=lambda stage: (work[stage], -stage))  # late stages hold fewer activations
-        counts[least] += 1
-        work[least] += layer
-    return tuple(counts)
+    square = 3 * _square(spec, seq_len)
+    upto = [0.0, *accumulate(3 * _products(spec, layer) + square for layer in range(spec.n_layers))]
+
+    def work(stage: int, begin: int, end: int) -> float:
+        ends = (3.0 * spec.d_model if stage == 0 else 0.0) + (
+            6.0 * spec.vocab_size * spec.d_model if stage == n_stages - 1 else 0.0
+        )
+        return upto[end] - upto[begin] + ends
+
+    # For the layers up to each: the most work of a stage, the sum of squares, and how many layers each stage has.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(n_stages):
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, spec.n_layers - (n_stages - 1 - stage) + 1):
+            for begin, (most, squares, counts) in best.items():
+                if begin >= end:
+                    break
+                here = work(stage, begin, end)
+                found = (max(most, here), squares + here * here)
+                if end not in longer or found < longer[end][:2]:
+                    longer[end] = (*found, (*counts, end - begin))
+        best = longer
+    return best[spec.n_layers][2]

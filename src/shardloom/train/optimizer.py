@@ -27,7 +27,7 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
         eps=config.eps,
         fused=True,
     )
-    for _, parameter in named:
+    for _, parameter in ((name, parameter) for name, parameter in named if parameter.requires_grad):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -40,6 +40,8 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
     """Groups of parameters that are decayed alike and lie on one mesh, as one call of a fused update needs them."""
     groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
     for _, parameter in named:
+        if not parameter.requires_grad:
+            continue
         decayed = parameter.dim() >= 2
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         group = groups.setdefault((decayed, mesh), {"params": [], "weight_decay": weight_decay if decayed else 0.0})
@@ -58,5 +60,5 @@ def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Paramet
     return {
         f"{kind}/{name}": tensor
         for name, parameter in parameters
-        for kind, tensor in optimizer.state[parameter].items()
+        for kind, tensor in optimizer.state.get(parameter, {}).items()
     }

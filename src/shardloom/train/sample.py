@@ -10,7 +10,7 @@ from shardloom.config import load as load_run_file
 from shardloom.data.shards import TOKENIZER
 from shardloom.data.shards import Manifest as DataManifest
 from shardloom.errors import CheckpointError, DataError
-from shardloom.model.spec import ModelSpec, RopeScaling
+from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
 from shardloom.report.run import RUN_FILE
 from shardloom.train.checkpoint.manifest import Manifest, read_manifest
@@ -61,16 +61,13 @@ def open_sampler(run_dir: Path) -> Sampler:
             f"{config.data.path} holds other data now than the run was trained on, so its tokenizer may be another; "
             f"prepare it again as it was"
         )
-    model = _restore(checkpoint, manifest)
+    model = _restore(checkpoint, manifest, config.model.spec())
     return Sampler(model, Tokenizer.from_file(str(tokenizer)), config.batch.seq_len)
 
 
-def _restore(checkpoint: Path, manifest: Manifest) -> Transformer:
-    sizes = dict(manifest.model)
-    if sizes["rope_scaling"] is not None:
-        sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
+def _restore(checkpoint: Path, manifest: Manifest, spec: ModelSpec) -> Transformer:
     with torch.device("meta"):
-        model = Transformer(ModelSpec(**sizes))
+        model = Transformer(spec)
     dtype = manifest.tensors["model/embedding.weight"].dtype
     model = model.to(getattr(torch, dtype)).to_empty(device="cpu").eval()
     read_into(checkpoint, manifest, {f"model/{name}": p.data for name, p in model.named_parameters()})

@@ -84,6 +84,7 @@ class Trainer:
             clip_gradients(parameters, norm, self.clip_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        self.model.learn_from_load()
         self.model.after_change()
         self.model.forget_gradients()
         return norm
@@ -97,6 +98,7 @@ class Trainer:
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
             return self.loss_sum(logits_BTV, targets_BT) / n_targets
 
+        self.model.set_batch(len(batch.tokens_ABT))
         loss_part = self.model.runner.train(self._microbatches(batch, step), loss)
         self.model.complete_gradients()
         return loss_part, n_targets

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from shardloom.data.samples import IGNORE
 from shardloom.model.init import initialise
+from shardloom.model.moe import learn_from_load, take_load
 from shardloom.model.random import sample_keys
 from shardloom.model.transformer import Transformer
 from shardloom.verify.case import DTYPES, Case
@@ -35,7 +36,8 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         for step in range(case.steps):
             tokens_BT, targets_BT, ids_B = case.batch(step)
             keys_B = sample_keys(case.seed, step, ids_B) if case.spec.dropout else None
-            weights = {name: parameter.to(compute) for name, parameter in parameters.items()}
+            # What is not trained (a router's bias) is added to what has more digits than `compute`.
+            weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
             logits_BTV = functional_call(model, weights, (tokens_BT,), {"dropout_keys_B": keys_B})
             loss = F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
             loss.backward()
@@ -46,6 +48,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             recorder.scalar(Quantity("grad norm", training, step + 1), norm)
             optimizer.step()
             optimizer.zero_grad()
+            learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
         recorder.tensors(Quantity("parameter", training, case.steps), parameters)
     return recorder.trace
 

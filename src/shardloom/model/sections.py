@@ -1,0 +1,214 @@
+"""The parts of a decoder that not every one has, each a table of its own in the run file; no torch.
+
+Notation of the formulas: E experts, K experts per token, G groups of experts, T tokens of a sequence.
+"""
+
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from math import ceil
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+Score = Literal["softmax", "sigmoid"]
+AuxScope = Literal["sequence", "batch"]
+
+
+class Described(Protocol):
+    """A dataclass whose every field says in its metadata what it means."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+def descriptions(section: type[Described]) -> dict[str, str]:
+    """Field name -> what it means, in the order of definition; the run-file reference is made from it."""
+    return {each.name: each.metadata["help"] for each in fields(section)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama-3's stretching of the rotary frequencies, for contexts longer than the pretraining one."""
+
+    factor: float = field(metadata={"help": "How many times slower the slowest pairs of elements turn."})
+    low_freq_factor: float = field(
+        metadata={"help": "Pairs with fewer turns than this in original_max_seq_len are slowed by factor."}
+    )
+    high_freq_factor: float = field(
+        metadata={"help": "Pairs with more turns than this in original_max_seq_len stay as they are."}
+    )
+    original_max_seq_len: int = field(
+        metadata={"help": "Sequence length of the pretraining before the extension, in tokens."}
+    )
+
+    def problems(self) -> list[str]:
+        """Every broken rule, one a line; empty if there is none."""
+        found = []
+        if self.factor < 1:
+            found.append(f"rope_scaling.factor={self.factor:g} is less than 1; valid: 1 or more")
+        if self.low_freq_factor <= 0:
+            found.append(f"rope_scaling.low_freq_factor={self.low_freq_factor:g} is not positive")
+        if self.high_freq_factor <= self.low_freq_factor:
+            found.append(
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not greater than "
+                f"low_freq_factor={self.low_freq_factor:g}"
+            )
+        if self.original_max_seq_len < 1:
+            found.append(f"rope_scaling.original_max_seq_len={self.original_max_seq_len} is not positive")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts in the place of the feed-forward network: a router sends each token to a few of many."""
+
+    n_experts: int = field(metadata={"help": "Experts of a layer, of which a router picks top_k for each token."})
+    top_k: int = field(metadata={"help": "Experts that a token goes to."})
+    d_ffn: int = field(metadata={"help": "Inner width of one expert."})
+    n_shared: int = field(
+        default=0, metadata={"help": "Shared experts, which every token goes through: one network of n_shared * d_ffn."}
+    )
+    first_dense: int = field(
+        default=0, metadata={"help": "So many first layers have the plain network, of model.d_ffn, and no experts."}
+    )
+    score: Score = field(
+        default="softmax",
+        metadata={"help": "From the router's logits to scores: softmax over the experts, or sigmoid of each."},
+    )
+    normalise: bool = field(
+        default=True, metadata={"help": "Divide the scores of a token's top_k by their sum to make them weights."}
+    )
+    weight_scale: float = field(
+        default=1.0, metadata={"help": "The weights are multiplied by this (DeepSeek's routed scaling factor)."}
+    )
+    n_groups: int = field(
+        default=1, metadata={"help": "Consecutive experts form groups of equal size; with nodes in mind, one each."}
+    )
+    groups_per_token: int = field(
+        default=1, metadata={"help": "A token picks its experts in so many groups, those with the best scores."}
+    )
+    capacity_factor: float = field(
+        default=0.0,
+        metadata={
+            "help": "An expert takes up to ceil(capacity_factor * tokens * top_k / n_experts) tokens of a sequence and "
+            "drops later ones; 0: it takes all."
+        },
+    )
+    bias_rate: float = field(
+        default=0.001,
+        metadata={
+            "help": "Balance without a loss: after each step the bias by which experts are picked, not weighted, goes "
+            "up by this for those with less than the mean load and down for those with more; 0: no bias."
+        },
+    )
+    aux_loss: float = field(
+        default=0.0, metadata={"help": "Coefficient of the balance loss, which is 1 where the load is even; 0: none."}
+    )
+    aux_scope: AuxScope = field(
+        default="sequence",
+        metadata={
+            "help": "sequence: the load of each sequence is balanced; batch: that of the global batch, taken from the "
+            "step before."
+        },
+    )
+    z_loss: float = field(
+        default=0.0,
+        metadata={
+            "help": "Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small."
+        },
+    )
+
+    @property
+    def keeps_load(self) -> bool:
+        """Whether the balance loss needs to know the load of the step before."""
+        return self.aux_loss > 0 and self.aux_scope == "batch"
+
+    def capacity(self, n_tokens: int) -> int:
+        """Tokens of a sequence that an expert takes: ceil(factor T K / E) (GShard, arXiv 2006.16668, section 2.2, with
+        a sequence as the group)."""
+        return ceil(self.capacity_factor * n_tokens * self.top_k / self.n_experts)
+
+    def problems(self, n_layers: int, max_seq_len: int) -> Iterator[str]:
+        """Every broken rule, for a model of so many layers and sequences of up to so many tokens."""
+        experts, k, groups = self.n_experts, self.top_k, self.n_groups
+        sizes = ("n_experts", "top_k", "d_ffn", "n_groups", "groups_per_token")
+        broken = [name for name in sizes if getattr(self, name) < 1]
+        yield from (f"moe.{name}={getattr(self, name)} is not positive; valid: 1 or more" for name in broken)
+        at_least_zero = ("n_shared", "first_dense", "capacity_factor", "bias_rate", "aux_loss", "z_loss")
+        for name in at_least_zero:
+            if getattr(self, name) < 0:
+                drops = ", and a capacity below one token drops everything" if name == "capacity_factor" else ""
+                yield f"moe.{name}={getattr(self, name):g} is negative{drops}; valid: 0 (off) or more"
+        for name, literal in (("score", Score), ("aux_scope", AuxScope)):
+            if getattr(self, name) not in get_args(literal):
+                yield f"moe.{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"
+        if not self.weight_scale > 0:
+            yield f"moe.weight_scale={self.weight_scale:g} is not positive; usual: 1 to 2.5"
+        if self.first_dense >= n_layers:
+            yield (
+                f"moe.first_dense={self.first_dense} leaves none of n_layers={n_layers} layers with experts; "
+                f"valid: 0 to {n_layers - 1}"
+            )
+        if broken:
+            return
+        if k > experts:
+            yield f"moe.top_k={k} is more than moe.n_experts={experts}; valid: 1 to {experts}"
+        if k == 1 and self.normalise:
+            yield (
+                "moe.top_k=1 with moe.normalise=true makes every weight 1, so that the router would learn nothing from "
+                "the loss; valid: moe.normalise=false, or moe.top_k of 2 or more"
+            )
+        if experts % groups:
+            divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+            yield (
+                f"moe.n_groups={groups} does not divide moe.n_experts={experts} "
+                f"({experts} = {groups}*{experts // groups} + {experts % groups}); valid: {divisors}"
+            )
+        elif self.groups_per_token > groups:
+            yield (
+                f"moe.groups_per_token={self.groups_per_token} is more than moe.n_groups={groups}; valid: 1 to {groups}"
+            )
+        elif k <= experts and self.groups_per_token * (experts // groups) < k:
+            size = experts // groups
+            yield (
+                f"moe.groups_per_token={self.groups_per_token} leaves a token {self.groups_per_token} x {size} = "
+                f"{self.groups_per_token * size} experts, fewer than moe.top_k={k}; valid: {ceil(k / size)} to {groups}"
+            )
+        room = self.capacity_factor * max_seq_len * k / experts
+        if 0 < room < 1:
+            yield (
+                f"moe.capacity_factor={self.capacity_factor:g} gives an expert room for {room:.2g} tokens of the "
+                f"longest sequence ({self.capacity_factor:g} * {max_seq_len} * {k} / {experts}), so that nearly all "
+                "would be dropped; usual: 1 to 2, or 0 to drop none"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention: keys and values are made from one narrow vector a token, queries from another."""
+
+    kv_rank: int = field(metadata={"help": "Width of the vector that keys and values are made from."})
+    q_rank: int = field(
+        default=0,
+        metadata={"help": "Width of the vector that queries are made from; 0: from the residual stream itself."},
+    )
+    nope_dim: int = field(metadata={"help": "Elements of a query and key head that are not rotated."})
+    rope_dim: int = field(
+        metadata={"help": "Elements of a query head that are rotated, and of the one rotated key that all heads share."}
+    )
+    v_dim: int = field(metadata={"help": "Width of a value head; model.head_dim has to be equal to it."})
+
+    def problems(self) -> Iterator[str]:
+        """Every broken rule by itself."""
+        for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
+            if getattr(self, name) < 1:
+                yield f"latent_attention.{name}={getattr(self, name)} is not positive; valid: 1 or more"
+        if self.q_rank < 0:
+            yield f"latent_attention.q_rank={self.q_rank} is negative; valid: 0 (none) or more"
+        if self.v_dim > self.nope_dim + self.rope_dim:
+            yield (
+                f"latent_attention.v_dim={self.v_dim} is more than nope_dim + rope_dim = "
+                f"{self.nope_dim + self.rope_dim}; valid: 1 to {self.nope_dim + self.rope_dim}"
+            )
+        if self.rope_dim % 2:
+            yield (
+                f"latent_attention.rope_dim={self.rope_dim} is odd, and rope turns pairs of elements; "
+                f"valid: {self.rope_dim - 1 or 2}, {self.rope_dim + 1}"
+            )
