@@ -1,14 +1,16 @@
 """What Shardloom's training loop costs beside loops written by hand in plain PyTorch (`plain.py`).
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME] [--write]
+    python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME ...] [--write]
 
 Same model, same batch, same optimizer, fp32, one thread a rank. Ours on one process, data parallel on 2 and sharded
 on 2 stand beside plain loops that do the same; tensor, context and pipeline parallelism beside the plain loop on one
-process, for what they add is communication and work done twice. Each round runs all of them, interleaved, as fresh processes;
-the machine's drift then hits ours and theirs alike. What counts is the ratio of CPU-seconds a step, summed over
-ranks, within a round. Ours does what the plain loops do not: counts target tokens over the ranks, takes and clips the
-true gradient norm, reads token shards ahead, listens for signals, logs. `--write` puts the result, with date and
-machine, into benchmarks/results/.
+process, for what they add is communication and work done twice. `moe` has 8 experts of half the width, 2 for a token,
+so that it computes as much for a token as the dense model does, and stands beside a plain loop over the experts;
+`moe-ep2`, the same with experts and samples dealt out over two ranks, beside our `moe`. Each round runs all of them,
+interleaved, as fresh processes; the machine's drift then hits ours and theirs alike. What counts is the ratio of
+CPU-seconds a step, summed over ranks, within a round. Ours does what the plain loops do not: counts target tokens over
+the ranks, takes and clips the true gradient norm, balances the experts, reads token shards ahead, listens for signals,
+logs. `--write` puts the result, with date and machine, into benchmarks/results/.
 """
 
 import argparse
@@ -46,14 +48,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-afab": {"pp": 2, "schedule": "afab"},
     "pp2-1f1b": {"pp": 2, "schedule": "1f1b"},
     "pp2-zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "moe": {},
+    "moe-ep2": {"dp_shard": 2, "ep": 2, "zero": 1},
 }
-PLAIN = ("single", "ddp", "fsdp")
+PLAIN = ("single", "ddp", "fsdp", "moe")
 WARMUP = 3
 
 
 def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
     import plain
 
+    moe = {"n_experts": plain.EXPERTS, "top_k": plain.TOP_K, "d_ffn": plain.EXPERT_FFN, "score": "sigmoid"}
     return {
         "out": str(out),
         "steps": WARMUP + steps,
@@ -68,6 +73,7 @@ def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
             "head_dim": plain.HEAD_DIM,
             "vocab_size": plain.VOCAB,
             "tied_embedding": False,
+            **({"moe": moe} if kind.startswith("moe") else {}),
         },
         "data": {"path": str(data)},
         "batch": {
@@ -167,15 +173,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="counted steps of each run")
-    parser.add_argument("--only", choices=LAYOUTS, help="one of ours, and the plain loop it is set beside")
+    parser.add_argument("--only", choices=LAYOUTS, nargs="+", help="some of ours, and what they are set beside")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         who, kind, data, steps = options.child
         child(who, kind, data, int(steps))
-    kinds = [options.only] if options.only else list(LAYOUTS)
-    names = [name for kind in kinds for name in (f"plain {beside(kind)}", f"ours {kind}")]
+    kinds = options.only or list(LAYOUTS)
+    names = [name for kind in kinds for name in (beside(kind), f"ours {kind}")]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         data = write_tokens(Path(folder))
@@ -194,26 +200,29 @@ def main() -> None:
 
 
 def beside(kind: str) -> str:
-    """The plain loop that one of ours is set beside."""
-    return kind if kind in PLAIN else "single"
+    """What one of ours is set beside."""
+    if kind == "moe-ep2":
+        return "ours moe"
+    return f"plain {kind if kind in PLAIN else 'single'}"
 
 
 def summary(results: dict[str, list[dict[str, float]]]) -> str:
     lines = [
-        "| loop | tokens/s best | tokens/s median | CPU-s a step, median | ratio to plain: median (min to max) |",
-        "| --- | --- | --- | --- | --- |",
+        "| loop | tokens/s best | tokens/s median | CPU-s a step, median | ratio: median (min to max) | to |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, found in results.items():
         who, kind = name.split()
-        ratio = ""
-        if who == "ours":
-            pairs = zip(found, results[f"plain {beside(kind)}"], strict=True)
+        ratio = to = ""
+        if who == "ours" and beside(kind) in results:
+            to = beside(kind)
+            pairs = zip(found, results[to], strict=True)
             ratios = [mine["cpu_s_per_step"] / theirs["cpu_s_per_step"] for mine, theirs in pairs]
             ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         lines.append(
             f"| {name} | {max(f['tokens_per_s_best'] for f in found):.0f} | "
             f"{statistics.median(f['tokens_per_s_median'] for f in found):.0f} | "
-            f"{statistics.median(f['cpu_s_per_step'] for f in found):.3f} | {ratio} |"
+            f"{statistics.median(f['cpu_s_per_step'] for f in found):.3f} | {ratio} | {to} |"
         )
     return "\n".join(lines)
 

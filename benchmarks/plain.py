@@ -1,4 +1,4 @@
-"""What `overhead.py` measures Shardloom against: a Llama and three training loops, written by hand in plain PyTorch.
+"""What `overhead.py` measures Shardloom against: a Llama and training loops, written by hand in plain PyTorch.
 
 Nothing here imports Shardloom. It is what one writes to have as little as possible between the model and the
 hardware: no metrics, no checkpoints, no clipping, tokens made up on the spot.
@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, VOCAB, SEQ = 4, 256, 704, 8, 4, 2048, 256
 HEAD_DIM = WIDTH // HEADS
 MICRO_BATCH, STEP_TOKENS = 4, 4096
+# Two experts of half the width do for a token what the one network does.
+EXPERTS, TOP_K, EXPERT_FFN = 8, 2, FFN // 2
 
 
 class Attention(nn.Module):
@@ -43,27 +45,55 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-class Block(nn.Module):
+class Network(nn.Module):
+    def __init__(self, inner: int = FFN) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, inner, bias=False)
+        self.up = nn.Linear(WIDTH, inner, bias=False)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Mixture(nn.Module):
+    """Sigmoid scores, weights that sum to 1, and a loop over the experts, each on the tokens that picked it."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Network(EXPERT_FFN) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores, picked = self.router(tokens).sigmoid().topk(TOP_K)
+        weights = scores / scores.sum(1, keepdim=True)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, choices = (picked == number).nonzero(as_tuple=True)
+            chosen = expert(tokens.index_select(0, rows)) * weights[rows, choices].unsqueeze(1)
+            out.index_add_(0, rows, chosen)
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, network: type[nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(WIDTH, eps=1e-5)
         self.attention = Attention()
         self.ffn_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.gate = nn.Linear(WIDTH, FFN, bias=False)
-        self.up = nn.Linear(WIDTH, FFN, bias=False)
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
+        self.ffn = network()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        y = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, network: type[nn.Module] = Network) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(network) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         angles = torch.outer(torch.arange(SEQ), 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(1, 2)
@@ -78,12 +108,12 @@ class Llama(nn.Module):
 
 
 def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
-    """(wall seconds, CPU seconds of this process) of each step after the warm-up; kind: single, ddp, fsdp."""
+    """(wall seconds, CPU seconds of this process) of each step after the warm-up; kind: single, moe, ddp, fsdp."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model: nn.Module = Llama()
-    if kind != "single":
+    model: nn.Module = Llama(Mixture if kind == "moe" else Network)
+    if world > 1:
         dist.init_process_group("gloo")
     if kind == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -110,7 +140,7 @@ def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
         optimizer.zero_grad()
         if step >= warmup:
             times.append((time.perf_counter() - wall, time.process_time() - cpu))
-    if kind != "single":
+    if world > 1:
         del model, optimizer, loss, logits
         dist.barrier()
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.config import RunConfig, keys, load, parse, resolved_toml
+from shardloom.config import keys, load, parse, resolved_toml
 from shardloom.errors import ConfigError
 from shardloom.model.presets import resolve
 from shardloom.model.sections import MoESpec
@@ -79,11 +79,51 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("schedule.warmup_steps=11", "is more than the steps=10 of the run"),
         ("schedule.decay_steps=2", "schedule.decay_steps=2 is for schedule.shape='wsd'"),
         ("steps", "--set steps: write key=value"),
+        ("layout.ep=2", "layout.ep=2 does not divide dp_shard x cp x tp = 1 x 1 x 1 = 1; valid: 1"),
     ],
 )
 def test_a_key_or_value_that_is_not_valid_is_answered_with_the_way_out(tmp_path: Path, override: str, said: str):
     text = SMALLEST if override != "batch.global_batch=9" else SMALLEST.replace("seq_len", "micro_batch = 2\nseq_len")
     assert any(said in problem for problem in refused(tmp_path, text, override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["layout.dp_shard=3", "layout.zero=1", "layout.ep=3", "batch.global_batch=3"],
+            "layout.ep=3 does not divide 8 experts (model.moe.n_experts) (8 = 3*2 + 2); valid: 1, 2, 4, 8",
+        ),
+        (
+            ["layout.dp_shard=2", "layout.zero=1", "layout.ep=4"],
+            "layout.ep=4 does not divide dp_shard x cp x tp = 2 x 1 x 1 = 2; valid: 1, 2",
+        ),
+        (
+            ["model.preset=debug", "layout.dp_shard=2", "layout.zero=1", "layout.ep=2"],
+            "layout.ep=2 deals out experts, and the model has none (model.moe); leave it out",
+        ),
+        (
+            ["layout.tp=2", "layout.sequence_parallel=false", "layout.ep=2"],
+            "layout.tp=2 with model.moe needs layout.sequence_parallel=true: ranks of tp with the same tokens would "
+            "each send all of them to the experts",
+        ),
+        (
+            ["layout.cp=2", "model.moe.capacity_factor=1.5"],
+            "layout.cp=2 deals out the tokens of a sequence, and model.moe.capacity_factor and "
+            "model.moe.aux_scope='sequence' look at the whole of it",
+        ),
+        (
+            ["layout.tp=3", "layout.sequence_parallel=true", "layout.ep=3", "batch.seq_len=63"],
+            "layout.tp=3 does not divide 4 query heads (model.n_heads) (4 = 3*1 + 1); valid: 1, 2, 4",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_deal_out_the_experts_is_refused_in_a_line(
+    tmp_path: Path, overrides: list[str], said: str
+):
+    problems = refused(tmp_path, SMALLEST, "model.preset=debug-moe", *overrides)
+    assert [said in problem for problem in problems].count(True) == 1, problems
+    assert not any("\n" in problem for problem in problems)
 
 
 def test_all_problems_of_a_file_come_at_once(tmp_path: Path):

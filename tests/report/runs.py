@@ -34,6 +34,13 @@ def train_record(step: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def moe_record(step: int, **changes: Any) -> dict[str, Any]:
+    """A `train` record of a model with two layers of experts, whose load evens out."""
+    first, second = 1 + 5 / step, 1 + 10 / step
+    told = {"load_max_over_mean": (first + second) / 2, "load_entropy": 0.9, "load_by_layer": [first, second]}
+    return train_record(step, **told, **changes)
+
+
 def evaluation(step: int, loss: float) -> dict[str, Any]:
     return {"kind": "evaluation", "step": step, "loss": loss}
 

@@ -12,8 +12,9 @@ import pytest
 
 from shardloom.errors import InputError
 from shardloom.report.curves import curves_svg, draw_curves
+from shardloom.report.panel import TIMES
 from shardloom.report.run import read_run
-from tests.report.runs import evaluation, train_record, usual, write_run
+from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
 def texts(svg: str) -> list[str]:
@@ -42,6 +43,27 @@ def test_every_panel_says_what_the_records_say(tmp_path: Path) -> None:
     assert {"data 6.2%", "fwd + bwd 78%", "optimizer 16%"} <= set(words)
 
 
+def test_the_load_of_experts_has_a_panel_where_there_are_some(tmp_path: Path) -> None:
+    balanced = write_run(tmp_path / "balanced", [moe_record(step) for step in (10, 20, 50)])
+    words = texts(curves_svg(read_run(balanced)))
+    assert f"Busiest expert, {TIMES} mean" in words
+    assert {"2 layers: at the end 1.1 to 1.2", "their mean: 1.75 to 1.15"} <= set(words)
+    assert not [text for text in words if "Dropped" in text]
+    assert not [text for text in texts(curves_svg(read_run(usual(tmp_path / "dense")))) if "xpert" in text]
+
+
+def test_what_is_dropped_has_a_panel_where_capacity_is_limited(tmp_path: Path) -> None:
+    records = [moe_record(10, dropped_fraction=0.25), moe_record(20, dropped_fraction=0.05)]
+    words = texts(curves_svg(read_run(write_run(tmp_path, records))))
+    assert {
+        f"Busiest expert, {TIMES} mean",
+        "Dropped pairs of token and expert",
+        "2 layers",
+        "mean: 1.75 to 1.38",
+        "25 to 5%",
+    } <= set(words)
+
+
 ODD_RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "one record": ([train_record(10)], "training: 5.8"),
     "one step": ([train_record(1)], "training: 5.98"),
@@ -60,6 +82,15 @@ ODD_RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "memory that grows": (
         [train_record(step, memory_bytes=step * 2**20) for step in range(10, 50, 10)],
         "training: 5.8 to 5.2",
+    ),
+    "one layer with experts": (
+        [train_record(10, load_max_over_mean=1.5, load_entropy=0.9, load_by_layer=[1.5], dropped_fraction=0.0)],
+        "one layer: 1.5",
+    ),
+    "an even load": ([moe_record(10**9)], "their mean: 1"),
+    "no token counted": (
+        [train_record(10, load_max_over_mean=math.nan, load_entropy=math.nan, load_by_layer=[math.nan] * 2)],
+        "training: 5.8",
     ),
     "a known peak": ([train_record(10, mfu=0.412)], "median 1K, MFU 41.2%"),
 }
@@ -80,6 +111,12 @@ def test_a_long_run_is_drawn_with_means_and_stays_small(tmp_path: Path) -> None:
     svg = curves_svg(read_run(write_run(tmp_path, records)))
     assert any(text.startswith("training, mean of 125 records") for text in texts(svg))
     assert len(svg) < 1_500_000
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_load_of_a_long_run_is_drawn_with_means(tmp_path: Path) -> None:
+    svg = curves_svg(read_run(write_run(tmp_path, [moe_record(step) for step in range(10, 10_010, 10)])))
+    assert any(text.startswith("their mean, mean of 25 records: 1.75 to") for text in texts(svg))
 
 
 def test_memory_that_grows_is_told(tmp_path: Path) -> None:
@@ -114,6 +151,7 @@ def test_drawing_leaves_pyplot_and_the_users_settings_alone(tmp_path: Path) -> N
 import sys, matplotlib
 matplotlib.rcParams["font.size"] = 31
 from shardloom.report.curves import draw_curves
+from shardloom.report.panel import TIMES
 from shardloom.report.run import read_run
 draw_curves(read_run({str(tmp_path)!r}), {str(tmp_path / "a.png")!r})
 print(matplotlib.rcParams["font.size"], "matplotlib.pyplot" in sys.modules)

@@ -11,7 +11,7 @@ from shardloom.errors import InputError
 from shardloom.report.page import write_page
 from shardloom.report.run import read_run
 from shardloom.report.style import COLOURS, DARK_COLOURS
-from tests.report.runs import PIPELINE, evaluation, train_record, usual, usual_pipeline, write_run
+from tests.report.runs import PIPELINE, evaluation, moe_record, train_record, usual, usual_pipeline, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -82,6 +82,14 @@ def test_a_pipeline_that_was_not_recorded_yet_is_no_error(tmp_path: Path) -> Non
     _, page = page_of(write_run(tmp_path, [train_record(10)], *PIPELINE))
     assert "No step has been recorded by all 2 ranks of the pipeline yet" in " ".join(page.text)
     assert page.tags.count("svg") == 1
+
+
+def test_a_page_says_how_even_the_load_of_experts_is(tmp_path: Path) -> None:
+    record = moe_record(50, dropped_fraction=0.012, expert_sent_bytes=3 * 2**20)
+    text = " ".join(" ".join(page_of(write_run(tmp_path / "moe", [record]))[1].text).split())
+    assert "load of experts 1.15 busiest expert beside the mean; worst layer 1.20; dropped 1.2%" in text
+    assert "3 MiB a step, by rank 0" in text
+    assert "load of experts" not in " ".join(page_of(usual(tmp_path / "dense"))[1].text)
 
 
 def test_a_page_without_a_pipeline_does_not_speak_of_one(tmp_path: Path) -> None:

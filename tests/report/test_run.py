@@ -12,7 +12,7 @@ import pytest
 from shardloom.errors import InputError
 from shardloom.report.headline import headline, layout_in_words, model_in_words
 from shardloom.report.run import read_run
-from tests.report.runs import evaluation, train_record, usual, write_run
+from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
@@ -30,6 +30,15 @@ def test_the_headline_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert (told.median_tokens_per_s, told.peak_memory_bytes, told.median_mfu) == (1000.0, 2**20, None)
     assert told.training_s == pytest.approx(50 * 0.064)
     assert told.time_share == pytest.approx({"data": 1 / 16, "forward_backward": 50 / 64, "optimizer": 10 / 64})
+
+
+def test_the_headline_has_the_last_load_of_experts(tmp_path: Path) -> None:
+    records = [moe_record(10), moe_record(50, dropped_fraction=0.01, expert_sent_bytes=2048)]
+    told = headline(read_run(write_run(tmp_path / "moe", records)))
+    assert (told.load_max_over_mean, told.load_of_worst_layer) == (pytest.approx(1.15), pytest.approx(1.2))
+    assert (told.load_entropy, told.dropped_fraction, told.expert_sent_bytes) == (0.9, 0.01, 2048)
+    dense = headline(read_run(usual(tmp_path / "dense")))
+    assert (dense.load_max_over_mean, dense.load_of_worst_layer, dense.dropped_fraction) == (None, None, None)
 
 
 def test_a_record_counts_for_the_steps_it_was_measured_over(tmp_path: Path) -> None:
@@ -53,7 +62,8 @@ def test_a_last_line_cut_short_is_ignored(tmp_path: Path) -> None:
 def test_a_damaged_line_before_the_last_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = usual(tmp_path) / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    for damage in ("{half", "[]", '{"kind": "train", "step": 20}', '{"kind": "other"}'):
+    bad_load = json.dumps(moe_record(20) | {"load_by_layer": ["much"]})
+    for damage in ("{half", "[]", '{"kind": "train", "step": 20}', '{"kind": "other"}', bad_load):
         lines[2] = damage
         path.write_text("\n".join(lines) + "\n")
         with pytest.raises(InputError, match=r"metrics\.jsonl, line 3 is not a record"):
@@ -108,6 +118,7 @@ def test_the_command_to_go_on_fits_the_run(tmp_path: Path) -> None:
     [
         (["layout.dp_shard=1"], "1 rank"),
         (["layout.dp_shard=2", "layout.zero=2"], "2 ranks with ZeRO-2"),
+        (["layout.dp_shard=2", "layout.ep=2", "model.preset=debug-moe"], "2 ranks: ZeRO-3 over 2, ep 2"),
         (["layout.dp_shard=1", "layout.dp_replicate=4"], "4 ranks: 4 full copies of the model"),
         (["layout.dp_shard=2", "layout.dp_replicate=2"], "4 ranks: 2 replicas of ZeRO-3 over 2"),
     ],
@@ -122,6 +133,11 @@ def test_a_preset_that_was_changed_is_not_passed_off_as_itself(tmp_path: Path) -
     changed = read_run(write_run(tmp_path / "changed", [evaluation(0, 6.0)], "model.n_layers=2"))
     assert model_in_words(plain).startswith("debug, ")
     assert model_in_words(changed).startswith("Llama-style, ")
+
+
+def test_a_mixture_of_experts_says_how_much_of_it_a_token_uses(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [evaluation(0, 6.0)], "model.preset=debug-moe"))
+    assert model_in_words(run) == "debug-moe, 658K parameters, 253K active"
 
 
 def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> None:

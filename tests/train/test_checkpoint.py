@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardloom.errors import CheckpointError
 from shardloom.layout import Layout
+from shardloom.model.sections import MoESpec
 from shardloom.model.spec import ModelSpec
 from shardloom.train.checkpoint import state
 from shardloom.train.checkpoint.manifest import Progress
@@ -58,6 +59,20 @@ CUT = [
     Layout(dp_shard=4, zero=3),
 ]
 
+EXPERTS = replace(
+    GROUPED, moe=MoESpec(n_experts=4, top_k=2, d_ffn=16, first_dense=1, bias_rate=0.01, aux_loss=0.1, aux_scope="batch")
+)
+DEALT_OUT = [
+    Layout(dp_shard=2, zero=2, ep=2),
+    ONE,
+    Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True, ep=4),
+    Layout(cp=2, cp_method="ring", ep=2),
+    Layout(pp=2, dp_shard=2, zero=1, ep=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(dp_replicate=2, dp_shard=2, zero=3, ep=2),
+    Layout(dp_shard=2, zero=3),
+]
+
 
 def hop(folder: Path, layout: Layout, step: int, spec: ModelSpec = SPEC) -> tuple[Logical | None, Logical]:
     """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
@@ -88,6 +103,21 @@ def test_tensor_and_context_parallel_layouts_take_up_bit_for_bit_what_any_other_
                 "the true size, though 31 rows are on 2 ranks or 4"
             )
         expected = outcomes[0][1]
+
+
+def test_experts_dealt_out_in_any_way_are_taken_up_bit_for_bit_with_the_biases_of_routers(tmp_path):
+    expected: Logical = {}
+    for step, layout in enumerate(DEALT_OUT):
+        outcomes = run_ranks(hop, layout.world_size, tmp_path, layout, step, EXPERTS)
+        # A rank of pp has the tensors of its stage.
+        assert not step or set().union(*(loaded for loaded, _ in outcomes)) == expected.keys()
+        for loaded, _ in outcomes:
+            assert not step or equal(loaded, {name: expected[name] for name in loaded}), layout
+        before, expected = expected, {name: tensor for _, saved in outcomes for name, tensor in saved.items()}
+        router = "model/layers.1.ffn.router"
+        assert not step or not torch.equal(expected[f"{router}.bias"], before[f"{router}.bias"]), "each step moves it"
+        assert expected[f"{router}.load"].sum() == 4, "relative to an even load"
+        assert expected["optimizer/exp_avg/layers.1.ffn.experts.up"].shape == (4, 16, 24)
 
 
 @pytest.mark.parametrize(

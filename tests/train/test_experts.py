@@ -41,7 +41,7 @@ MOE = MoESpec(
     z_loss=0.01,
 )
 MODEL = replace(SPEC, n_layers=3, n_heads=4, n_kv_heads=2, moe=MOE)
-CASE = Case(MODEL, seq_len=8, global_batch=8, seed=5, optimizer=OPTIMIZER, steps=3)
+CASE = Case(MODEL, seq_len=8, global_batch=8, seed=5, optimizer=OPTIMIZER, steps=2)
 
 EP = Layout(dp_shard=2, zero=2, ep=2)
 SP = Layout(tp=2, sequence_parallel=True, ep=2)

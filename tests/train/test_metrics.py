@@ -18,6 +18,7 @@ from shardloom.train.device import peak_flops_per_s, peak_of_name
 from shardloom.train.load import expert_numbers
 from shardloom.train.metrics import JsonLines, line, missing_extras, open_writers
 from shardloom.train.start import start
+from tests.train.runs import records, train, write_run_file
 
 RECORD = {
     "kind": "train",
@@ -93,6 +94,25 @@ def test_losses_and_dropped_pairs_are_told_where_the_run_file_has_them():
     told = expert_numbers(LOAD, moe(first_dense=1, capacity_factor=1.0, aux_loss=0.1, z_loss=0.001))
     assert told["dropped_fraction"] == 0.25
     assert (told["balance_loss"], told["z_loss"]) == (pytest.approx(0.5), pytest.approx(0.03))
+
+
+def test_a_run_with_experts_records_their_load_and_what_is_sent_and_one_without_does_not(tmp_path: Path, tokens: Path):
+    run_file = write_run_file(tmp_path, tokens)
+    experts = "model.moe={n_experts=4, top_k=2, d_ffn=8, aux_loss=0.01, z_loss=0.001}"
+    train(run_file, "--set", "steps=2", "--set", experts, "--set", "layout.ep=2")
+    # 2 sequences of 16 tokens on a rank, 2 experts each, 16 floats, 2 layers: all of it there and back, twice.
+    most_bytes = 4 * (2 * 16) * 2 * (16 * 4) * 2
+    for record in records(run_file):
+        first, second = record["load_by_layer"]
+        assert all(1 <= load <= 4 for load in (first, second))
+        assert record["load_max_over_mean"] == pytest.approx((first + second) / 2, abs=1e-3)
+        assert 0 < record["expert_sent_bytes"] <= most_bytes
+        assert record["balance_loss"] == pytest.approx(2 * 0.01, rel=0.1)  # of two layers, near 1 at first
+        assert record["z_loss"] > 0
+        assert "dropped_fraction" not in record
+    train(run_file, "--set", "steps=1", "--set", f"out={tmp_path / 'dense'}")
+    (dense,) = records(run_file, "dense")
+    assert not dense.keys() & {"load_max_over_mean", "load_by_layer", "expert_sent_bytes", "balance_loss"}
 
 
 def test_the_line_has_the_load_beside_the_loss_where_there_are_experts():

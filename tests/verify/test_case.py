@@ -2,6 +2,7 @@
 split in the ways in which the true ones can."""
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from shardloom.data.samples import IGNORE
 from shardloom.errors import InputError, LayoutError
 from shardloom.layout import Layout
 from shardloom.model.presets import PRESETS
+from shardloom.model.sections import MoESpec
 from shardloom.split import stages
 from shardloom.split.rules import problems
 from shardloom.verify import Case, Verifier, cut
@@ -54,7 +56,57 @@ def test_every_choice_of_the_model_is_kept(preset: str):
     assert (small.n_heads > small.n_kv_heads) == (whole.n_heads > whole.n_kv_heads)
 
 
-@pytest.mark.parametrize("preset", ["debug", "smollm2-135m", "llama-3.1-8b", "gpt2", "qwen3-0.6b"])
+@pytest.mark.parametrize("preset", ["debug-moe", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_experts_are_few_and_every_choice_of_their_routing_is_kept(preset: str, world_size: int):
+    spec = cut_spec(PRESETS[preset], world_size)
+    whole, small = PRESETS[preset].moe, spec.moe
+    assert whole is not None
+    assert small is not None
+    assert not spec.problems()
+    assert spec.n_parameters < 500_000
+    assert spec.n_layers > small.first_dense
+    assert small.top_k < small.n_experts <= max(8, whole.n_experts // 16)
+    for ep in range(1, world_size + 1):
+        assert (small.n_experts % ep == 0) == (whole.n_experts % ep == 0)
+        assert (small.d_ffn % ep == 0) == (whole.d_ffn % ep == 0)
+    for choice in ("score", "normalise", "weight_scale", "capacity_factor", "bias_rate", "aux_loss", "aux_scope"):
+        assert getattr(small, choice) == getattr(whole, choice)
+    for part in ("n_shared", "first_dense"):
+        assert bool(getattr(small, part)) == bool(getattr(whole, part))
+    assert (small.groups_per_token < small.n_groups) == (whole.groups_per_token < whole.n_groups)
+    assert (small.n_groups > 1) == (whole.n_groups > 1)
+
+
+@given(
+    size=st.integers(1, 12),
+    groups=st.integers(1, 9),
+    top_k=st.integers(1, 12),
+    data=st.data(),
+)
+def test_any_experts_that_can_be_are_cut_to_some_that_can_be(size: int, groups: int, top_k: int, data: st.DataObject):
+    per_token = data.draw(st.integers(1, groups))
+    top_k = min(top_k, per_token * size)
+    moe = MoESpec(
+        n_experts=size * groups,
+        top_k=top_k,
+        d_ffn=64,
+        normalise=top_k > 1,
+        n_groups=groups,
+        groups_per_token=per_token,
+    )
+    whole = replace(PRESETS["debug"], moe=moe)
+    assert not whole.problems()
+    small = cut_spec(whole, 8)
+    assert not small.problems()
+    assert small.moe is not None
+    assert small.moe.n_experts <= moe.n_experts
+    assert [small.moe.n_experts % ep == 0 for ep in range(1, 9)] == [moe.n_experts % ep == 0 for ep in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "preset", ["debug", "smollm2-135m", "llama-3.1-8b", "gpt2", "qwen3-0.6b", "debug-moe", "mixtral-8x7b"]
+)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
 def test_the_cut_model_has_the_layouts_of_the_true_one(preset: str, world_size: int):
     seq_len = min(1024, PRESETS[preset].max_seq_len)

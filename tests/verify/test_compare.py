@@ -81,6 +81,7 @@ def test_two_comparisons_give_the_same_bits():
         (Layout(), "one rank"),
         (Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True), "dp_shard 2, tp 2, zero 3, sequence_parallel"),
         (Layout(pp=2), "pp 2, 1f1b"),
+        (Layout(dp_shard=2, cp=2, zero=1, ep=4), "dp_shard 2, cp 2, ep 4, zigzag, zero 1"),
         (Layout(pp=2, schedule="zb-h1"), "pp 2, zb-h1"),
         (
             Layout(pp=2, cp=2, schedule="interleaved-1f1b", virtual_stages=2),

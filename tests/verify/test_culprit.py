@@ -81,6 +81,12 @@ def test_what_fails_in_every_pipeline_is_found_in_the_plainest_one():
             "pp 2, zb-v, stage_layers 1,1,1,2 (2 ranks)",
             ["pp=2", "schedule=zb-v", "stage_layers=[1, 1, 1, 2]"],
         ),
+        (
+            lambda layout: layout.ep > 1 and layout.zero > 1,
+            {"ep": 4},
+            "dp_shard 2, ep 2, zero 3 (2 ranks)",
+            ["ep=2", "dp_shard=2", "zero=3", "zero=3, not zero=1"],
+        ),
         (lambda layout: layout.token_shards, {}, "tp 2, sequence_parallel (2 ranks)", ["tp=2", "sequence_parallel"]),
     ],
 )
@@ -91,6 +97,12 @@ def test_what_is_left_is_what_the_fault_needs(
         smallest(wrong, replace(LARGE, **changes))
         == f"differs: {left}; it is equal without {' and without '.join(needed)}"
     )
+
+
+def test_what_fails_with_ep_on_any_axis_is_not_taken_for_a_fault_of_that_axis():
+    layout = Layout(dp_shard=2, cp=2, tp=2, zero=1, sequence_parallel=True, ep=4)
+    found = smallest(lambda layout: layout.ep > 1, layout)
+    assert found.startswith("differs: dp_shard 2, ep 2, zero 1 (2 ranks); it is equal without ep=2 and")
 
 
 def test_weight_gradients_that_are_overwritten_are_found_to_need_a_split_backward_pass():

@@ -3,6 +3,7 @@ and some with one, of 8 chosen ones; and that the matrix holds what it says it d
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 
 import pytest
@@ -11,11 +12,12 @@ from shardloom.config import OptimizerSection
 from shardloom.errors import LayoutError
 from shardloom.layout import CP_METHODS, DENSE_AXES, Layout
 from shardloom.model.presets import PRESETS
+from shardloom.model.sections import MoESpec
 from shardloom.schedule.build import NAMES
 from shardloom.split.rules import problems
-from shardloom.verify import Case, Verifier
+from shardloom.verify import Case, Report, Row, Verifier
 from shardloom.verify.matrix import layouts
-from tests.train.worlds import SPEC
+from tests.train.worlds import SPEC, train_mutated
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, max_seq_len=32)
 CASE = Case(EVEN, seq_len=16, global_batch=8, seed=1, optimizer=OptimizerSection(lr=1e-3), steps=2)
@@ -62,6 +64,21 @@ def test_the_layouts_of_two_ranks_are_these():
 def test_the_debug_model_has_as_many_layouts_as_the_documentation_says(world_size: int, without: int, with_pp: int):
     found = layouts(PRESETS["debug"], world_size, 128)
     assert (sum(layout.pp == 1 for layout in found), sum(layout.pp > 1 for layout in found)) == (without, with_pp)
+
+
+def test_experts_are_dealt_out_in_every_way_that_divides_them_and_the_ranks():
+    spec = replace(EVEN, moe=MoESpec(n_experts=6, top_k=2, d_ffn=16))
+    found = layouts(spec, 4, 32)
+    for layout in found:
+        fold = layout.dp_shard * layout.cp * layout.tp
+        same = {other.ep for other in found if replace(other, ep=1) == replace(layout, ep=1)}
+        if layout.pp == 1:
+            assert same == ({1, 2} if fold % 2 == 0 else {1}), "4 does not divide 6 experts"
+        else:
+            assert same <= {1, 2}
+    assert {layout.ep for layout in found if layout.pp > 1} == {1, 2}
+    assert all(layout.sequence_parallel for layout in found if layout.tp > 1)
+    assert {layout.ep for layout in layouts(EVEN, 4, 32)} == {1}
 
 
 def every_pipeline(world_size: int, seq_len: int) -> Iterator[Layout]:
@@ -119,6 +136,15 @@ def test_the_matrix_has_each_layout_once_and_of_that_many_ranks(world_size: int)
     assert all(layout.world_size == world_size for layout in found)
     if world_size % 4 == 0:
         assert {layout.cp_method for layout in found} == set(CP_METHODS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_layout_of_experts_on_two_ranks_trains_as_one_process_does(verifier: Verifier):
+    experts = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch")
+    case = replace(CASE, spec=replace(EVEN, moe=experts))
+    for layout in layouts(case.spec, 2, case.seq_len):
+        check(verifier, case, layout)
 
 
 def test_a_layout_that_the_model_cannot_have_is_not_in_the_matrix():
@@ -194,6 +220,51 @@ def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifie
 )
 def test_every_choice_of_the_model_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):
     check(verifier, replace(CASE, spec=replace(EVEN, **changes)), layout)
+
+
+def expert_case(dtype: str) -> Case:
+    moe = MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=1, bias_rate=1e-3, aux_loss=0.1, aux_scope="batch")
+    return replace(CASE, spec=replace(EVEN, moe=moe), dtype=dtype)
+
+
+def loads_and_biases(report: Report) -> list[Row]:
+    return [row for row in report.rows if row.name.endswith(("router.bias", "router.load"))]
+
+
+def test_in_float64_biases_and_loads_of_routers_are_held_to_rounding(verifier: Verifier):
+    report = verifier.parity(expert_case("float64"), Layout(dp_shard=2, zero=2, ep=2))
+    found = loads_and_biases(report)
+    assert {row.quantity.training for row in found if row.quantity.kind == "parameter"} == {"sgd", "adamw"}
+    assert max(row.tolerance for row in found) == 1e-10
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        ("float32", Layout(dp_shard=2, zero=2, ep=2)),
+        ("bfloat16", Layout(dp_shard=2, zero=2, ep=2)),
+        ("bfloat16", Layout(tp=2, sequence_parallel=True, ep=2)),
+        ("bfloat16", Layout(pp=2, dp_shard=2, zero=3, ep=2, zero_pp_gather="microbatch")),
+    ],
+    ids=str,
+)
+def test_in_fewer_bits_biases_of_routers_may_move_by_their_rate(verifier: Verifier, dtype: str, layout: Layout):
+    report = verifier.parity(expert_case(dtype), layout)
+    assert report.equal, report.worst
+    # Two runs that step apart by 2 x 0.001 twice, over a tenth of 0.3.
+    biases = [row for row in loads_and_biases(report) if row.name.endswith("bias") and row.quantity.kind == "parameter"]
+    assert {round(row.tolerance, 3) for row in biases} == {0.133}
+    assert "sign of a difference of counts: 2 x rate 0.001 x 2 steps" in report.rows[0].reason
+    dealt = {row.name for row in report.rows if row.quantity.kind == "dealt gradient"}
+    assert bool(dealt) == (dtype == "bfloat16" and layout.data_ranks > 1)
+    assert not any(".experts." in name for name in dealt), "their products are over tokens of both ranks at once"
+
+
+def test_a_bias_that_moves_faster_than_its_rate_is_seen_in_16_bits_too():
+    faster = ("shardloom.model.moe", "update_bias", "alpha=rate", "alpha=100 * rate")
+    with Verifier(partial(train_mutated, (faster,))) as verifier:
+        report = verifier.parity(expert_case("bfloat16"), Layout(dp_replicate=2))
+    assert any(not row.equal for row in loads_and_biases(report) if row.name.endswith("bias"))
 
 
 def test_adam_may_step_anywhere_where_the_gradient_is_rounding_alone_and_nowhere_else(verifier: Verifier):

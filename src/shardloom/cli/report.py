@@ -97,6 +97,13 @@ def _rows(told: Headline) -> dict[str, str]:
         rows["held-out loss"] = f"{told.first_held_out_loss:.4f} -> {told.held_out_loss:.4f}"
     if told.train_loss is not None:
         rows["training loss"] = f"{told.train_loss:.4f}"
+    if told.load_max_over_mean is not None and told.load_of_worst_layer is not None:
+        rows["expert load"] = (
+            f"{told.load_max_over_mean:.2f} x the mean at the busiest expert, {told.load_of_worst_layer:.2f} in the "
+            f"worst layer"
+        )
+        if told.dropped_fraction is not None:
+            rows["dropped"] = f"{percent(told.dropped_fraction)} of the pairs of a token and an expert"
     if told.median_tokens_per_s is not None:
         mfu = "n/a" if told.median_mfu is None else f"{told.median_mfu:.1%}"
         rows["speed"] = f"{format_count(told.median_tokens_per_s)} tokens/s (median), MFU {mfu}"

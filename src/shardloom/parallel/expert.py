@@ -75,6 +75,7 @@ class Exchange:
         self.sent_bytes = 0
         """Of rows to other ranks, there and back, in training; both ways of a backward pass are counted in it."""
 
+    @torch.compiler.disable  # sizes change with every call
     def __call__(self, experts: nn.Module, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
         counts_ne = counts_E.view(self.group.size(), -1)
         arriving_ne = torch.empty_like(counts_ne)
@@ -96,7 +97,7 @@ class Exchange:
             back_RD = _Arrived.apply(back_SD, _start(back_SD.detach(), from_, to, self.group), from_, to, self)
             return nn.functional.pad(back_RD, (0, 0, 0, rows_RD.shape[0] - back_RD.shape[0]))
 
-        return finish
+        return torch.compiler.disable(finish)
 
     def count(self, like_RD: Tensor, to: list[int]) -> None:
         """Add the bytes of `to[r]` rows for each other rank r; the numbers are on the host already."""

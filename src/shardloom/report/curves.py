@@ -13,6 +13,22 @@ from typing import TYPE_CHECKING, Any
 from shardloom.errors import InputError
 from shardloom.files import write_whole
 from shardloom.report.headline import PHASES, headline, layout_in_words, model_in_words, percent
+from shardloom.report.load import dropped_panel, drops, has_experts, load_panel
+from shardloom.report.panel import (
+    MANY,
+    TIMES,
+    choose_scale,
+    dots,
+    draw_line,
+    first_to_last,
+    header,
+    name_axis,
+    nothing,
+    power_of_ten,
+    remark,
+    running_mean,
+    window,
+)
 from shardloom.report.run import Logged, RunRecord
 from shardloom.report.style import COLOURS, SETTINGS
 from shardloom.units import format_bytes, format_count, format_seconds
@@ -22,10 +38,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-TIMES = "\N{MULTIPLICATION SIGN}"
 _PHASE_WORDS = {"data": "data", "forward_backward": "fwd + bwd", "optimizer": "optimizer"}
 _LEFT = 0.06
-_MANY = 60  # records from which a line is noisy enough to need its mean beside it
+_ROW_IN = 1.986  # one more row of panels, with the space above it
 _INTERVALS = 400  # each a pixel or two wide; more than that are averaged before they are drawn
 
 
@@ -54,7 +69,7 @@ def _render(run: RunRecord, kind: str, in_page: bool = False) -> bytes:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(SETTINGS)
-        figure = Figure(figsize=(10, 7.75 if in_page else 8.4))
+        figure = Figure(figsize=(10, (7.75 if in_page else 8.4) + _ROW_IN * has_experts(run)))
         _compose(figure, run)
         if not in_page:
             _title(figure, run)
@@ -68,27 +83,35 @@ def _compose(figure: "Figure", run: RunRecord) -> None:
     from matplotlib.ticker import MaxNLocator
 
     inch = 1 / figure.get_figheight()
+    experts = has_experts(run)
+    rows: list[list[Any]] = [["loss", "loss"], ["rate", "norm"], ["speed", "split"]]
+    if experts:
+        rows.append(["load", "dropped" if drops(run) else "load"])
     axes = figure.subplot_mosaic(
-        [["loss", "loss"], ["rate", "norm"], ["speed", "split"]],
-        height_ratios=[2.2, 1, 1],
-        gridspec_kw={"left": _LEFT, "right": 0.975, "hspace": 0.36, "wspace": 0.17},
+        rows,
+        height_ratios=[2.2] + [1] * (len(rows) - 1),
+        gridspec_kw={"left": _LEFT, "right": 0.975, "hspace": 0.388 if experts else 0.36, "wspace": 0.17},
     )
-    figure.subplots_adjust(bottom=0.34 * inch, top=7.22 * inch)
+    figure.subplots_adjust(bottom=0.34 * inch, top=(7.22 + _ROW_IN * experts) * inch)
     _loss(axes["loss"], run)
     _rate(axes["rate"], run)
     _norm(axes["norm"], run)
     _speed(axes["speed"], run)
     _split(axes["split"], run)
+    if experts:
+        load_panel(axes["load"], run)
+    if "dropped" in axes:
+        dropped_panel(axes["dropped"], run)
     first, last = run.edges[0], max(run.last_step, run.edges[0] + 1)
     for name, ax in axes.items():
         ax.set_xlim(first - 0.006 * (last - first), last + 0.006 * (last - first))
-        most = 10 if name == "loss" else 5
+        most = 10 if ax.get_position().width > 0.5 else 5
         ax.xaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=True))
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        ax.tick_params(labelbottom=name not in ("rate", "norm"))
-    _name_axis(axes["loss"], "tokens", at_top=True)
-    _name_axis(axes["loss"], "step")
-    _name_axis(axes["speed"], "step")
+        ax.tick_params(labelbottom=name in ("loss", *rows[-1]))
+    name_axis(axes["loss"], "tokens", at_top=True)
+    name_axis(axes["loss"], "step")
+    name_axis(axes[rows[-1][0]], "step")
 
 
 def _title(figure: "Figure", run: RunRecord) -> None:
@@ -125,10 +148,10 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
     losses = [record.loss for record in run.train]
     finite = [loss for loss in losses if math.isfinite(loss)]
     if finite:
-        many = len(losses) >= _MANY
-        mean = f", mean of {_window(losses)} records" if many else ""
-        ends = [value for value in _running_mean(losses) if math.isfinite(value)] if many else finite
-        _line(ax, run, losses, f"training{mean}: {_ends(ends)}")
+        many = len(losses) >= MANY
+        mean = f", mean of {window(losses)} records" if many else ""
+        ends = [value for value in running_mean(losses) if math.isfinite(value)] if many else finite
+        draw_line(ax, run, losses, f"training{mean}: {first_to_last(ends)}")
     held_out = [record for record in run.held_out if math.isfinite(record.loss)]
     if held_out:
         ax.plot(
@@ -142,7 +165,7 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             markeredgecolor=COLOURS["paper"],
             clip_on=False,
             zorder=4,
-            label=f"held out: {_ends([record.loss for record in held_out])}",
+            label=f"held out: {first_to_last([record.loss for record in held_out])}",
         )
     lost = [step for step, loss in run.losses if not math.isfinite(loss)]
     if lost:
@@ -157,10 +180,10 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             label=f"not finite: {len(lost)} of {len(run.losses)} records, first at step {lost[0]:,}",
         )
     shown = finite + [record.loss for record in held_out]
-    _choose_scale(ax, shown)
+    choose_scale(ax, shown)
     if not shown:
-        _remark(ax, "no finite loss was logged")
-    _header(ax, "Loss, nats a token", pad_pt=20)
+        remark(ax, "no finite loss was logged")
+    header(ax, "Loss, nats a token", pad_pt=20)
     per_step: Any = run.tokens_per_step
     tokens = ax.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda token: token / per_step))
     tokens.xaxis.set_major_formatter(lambda value, _: format_count(value))
@@ -171,40 +194,40 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
 def _rate(ax: "Axes", run: RunRecord) -> None:
     rates = [record.lr for record in run.train]
     if not rates:
-        return _nothing(ax, "Learning rate")
+        return nothing(ax, "Learning rate")
     power = math.floor(math.log10(max(rates))) if max(rates) > 0 else 0
     steps = [record.step for record in run.train]
-    ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **_dots(len(rates)))
+    ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **dots(len(rates)))
     ax.set_ylim(0, 1.12 * max(rates) / 10.0**power or 1)
     schedule = run.config.schedule
     warmup = f" after {schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else ""
-    _header(ax, f"Learning rate, {TIMES} {_power_of_ten(power)}", note=f"{schedule.shape}{warmup}")
+    header(ax, f"Learning rate, {TIMES} {power_of_ten(power)}", note=f"{schedule.shape}{warmup}")
 
 
 def _norm(ax: "Axes", run: RunRecord) -> None:
     norms, clip = [record.grad_norm for record in run.train], run.config.optimizer.clip_norm
     if not norms:
-        return _nothing(ax, "Gradient norm")
+        return nothing(ax, "Gradient norm")
     finite = [norm for norm in norms if math.isfinite(norm)]
-    _line(ax, run, norms)
+    draw_line(ax, run, norms)
     # Far above every norm, a line at the limit would only press the curve flat.
     near = 0 < clip <= 5 * max(finite, default=0)
     shown = finite + [clip] * near
-    if not _choose_scale(ax, shown):
+    if not choose_scale(ax, shown):
         ax.set_ylim(0, 1.12 * max(shown, default=1) or 1)
     over = sum(norm > clip for norm in norms)
     note = f"clipped at {clip:g}: {over} of {len(norms)} records" if clip else "never clipped"
     if near:
         ax.axhline(clip, color=COLOURS["limit"], linewidth=1.2, linestyle=(0, (5, 3)), zorder=3, label=note)
     if not finite:
-        _remark(ax, "no finite norm was logged")
-    _header(ax, "Gradient norm", note=note)
+        remark(ax, "no finite norm was logged")
+    header(ax, "Gradient norm", note=note)
 
 
 def _speed(ax: "Axes", run: RunRecord) -> None:
     told = headline(run)
     if told.median_tokens_per_s is None:
-        return _nothing(ax, "Tokens per second")
+        return nothing(ax, "Tokens per second")
     edges, seconds = _intervals(run)
     per_s = [run.tokens_per_step / s if s > 0 else math.nan for s in seconds["step"]]
     ax.stairs(per_s, edges, baseline=None, color=COLOURS["curve"], linewidth=1.2)
@@ -218,13 +241,13 @@ def _speed(ax: "Axes", run: RunRecord) -> None:
     )
     ax.set_ylim(0, 1.12 * max((value for value in per_s if math.isfinite(value)), default=1))
     ax.yaxis.set_major_formatter(lambda value, _: format_count(value))
-    _header(ax, "Tokens per second")
+    header(ax, "Tokens per second")
 
 
 def _split(ax: "Axes", run: RunRecord) -> None:
     share = headline(run).time_share
     if share is None:
-        return _nothing(ax, "Time")
+        return nothing(ax, "Time")
     edges, seconds = _intervals(run)
     whole = [sum(parts) or 1.0 for parts in zip(*(seconds[phase] for phase in PHASES), strict=True)]
     # What should be small lies at the edges of the stack, where its height can be read.
@@ -237,7 +260,7 @@ def _split(ax: "Axes", run: RunRecord) -> None:
     ax.set_ylim(0, 100)
     ax.grid(False)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    _header(ax, "Time", [(drawn[phase], f"{_PHASE_WORDS[phase]} {percent(share[phase])}") for phase in PHASES])
+    header(ax, "Time", [(drawn[phase], f"{_PHASE_WORDS[phase]} {percent(share[phase])}") for phase in PHASES])
 
 
 def _intervals(run: RunRecord) -> tuple[list[int], dict[str, list[float]]]:
@@ -249,101 +272,3 @@ def _intervals(run: RunRecord) -> tuple[list[int], dict[str, list[float]]]:
         for name in ("step", *PHASES)
     }
     return [run.edges[0], *(group[-1].step for group in groups)], means
-
-
-def _line(ax: "Axes", run: RunRecord, values: Sequence[float], label: str = "_without entry") -> None:
-    """Values by step; where there are many, thinly, with their running mean over them."""
-    steps, colour = [record.step for record in run.train], COLOURS["curve"]
-    gaps = [value if math.isfinite(value) else math.nan for value in values]
-    if len(values) < _MANY:
-        ax.plot(steps, gaps, color=colour, label=label, **_dots(len(values)))
-    else:
-        ax.plot(steps, gaps, color=colour, alpha=0.35, linewidth=0.7)
-        ax.plot(steps, _running_mean(values), color=colour, label=label)
-
-
-def _dots(n_points: int) -> dict[str, Any]:
-    """A few records are shown as points too, and one is nothing but a point."""
-    return {"marker": "o", "markersize": 3.5} if n_points <= 20 else {}
-
-
-def _window(values: Sequence[float]) -> int:
-    return max(3, len(values) // 40) | 1
-
-
-def _running_mean(values: Sequence[float]) -> list[float]:
-    """The mean of the finite values around each; a gap where the value itself is not finite.
-
-    The window shrinks at the beginning, where a loss falls steeply, and is cut at the end, where it is flat.
-    """
-    means = []
-    for at, value in enumerate(values):
-        half = min(_window(values) // 2, at)
-        around = [v for v in values[at - half : at + half + 1] if math.isfinite(v)]
-        means.append(sum(around) / len(around) if math.isfinite(value) else math.nan)
-    return means
-
-
-def _ends(values: Sequence[float]) -> str:
-    return f"{values[0]:.3g} to {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
-
-
-def _choose_scale(ax: "Axes", values: Sequence[float]) -> bool:
-    """A logarithmic axis for values that a linear one would press flat; returns whether it is one."""
-    if values and min(values) > 0 and max(values) > 50 * min(values):
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        ax.minorticks_off()
-        return True
-    return False
-
-
-def _header(ax: "Axes", title: str, key: Sequence[tuple[Any, str]] = (), note: str = "", pad_pt: float = 7) -> None:
-    """A title at the left; at the right the key, or else a note: above the axes, where no curve runs into them."""
-    from matplotlib.transforms import ScaledTranslation
-
-    ax.set_title(title, pad=pad_pt)
-    key = key or list(zip(*ax.get_legend_handles_labels(), strict=True))
-    if key:
-        handles, labels = zip(*key, strict=True)
-        above = ScaledTranslation(0, (pad_pt - 1.7) / 72, ax.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
-        ax.legend(
-            handles,
-            labels,
-            ncols=len(labels),
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
-            bbox_transform=ax.transAxes + above,
-        )
-    elif note:
-        ax.set_title(note, loc="right", pad=pad_pt, fontsize=9, fontweight="normal", color=COLOURS["quiet"])
-
-
-def _name_axis(ax: "Axes", name: str, at_top: bool = False) -> None:
-    """The name of a horizontal axis, in line with its numbers and left of the first."""
-    ax.annotate(
-        name,
-        (0, 1 if at_top else 0),
-        (-9, 4.5 if at_top else -4.5),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="right",
-        va="bottom" if at_top else "top",
-        fontsize=9,
-        fontstyle="italic",
-        color=COLOURS["quiet"],
-    )
-
-
-def _nothing(ax: "Axes", title: str) -> None:
-    _header(ax, title)
-    _remark(ax, "no step has been logged")
-
-
-def _remark(ax: "Axes", text: str) -> None:
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color=COLOURS["quiet"])
-    ax.set_yticks([])
-
-
-def _power_of_ten(power: int) -> str:
-    return "10" + str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -32,13 +32,19 @@ class Headline:
     training_s: float | None
     time_share: dict[str, float] | None
     pipeline: PipelineNumbers | None
+    load_max_over_mean: float | None
+    load_of_worst_layer: float | None
+    load_entropy: float | None
+    dropped_fraction: float | None
+    expert_sent_bytes: float | None
 
 
 def headline(run: RunRecord) -> Headline:
     """The numbers of a run.
 
     `training_s` is the time in steps, by the logged means; evaluations and checkpoints are not in it.
-    `time_share` divides it over data, forward_backward and optimizer. Memory is that of rank 0.
+    `time_share` divides it over data, forward_backward and optimizer. Memory is that of rank 0. What is said of
+    experts, and the bytes that rank 0 sends in a step for them, is that of the last record.
     """
     n_steps = [after - before for before, after in zip(run.edges, run.edges[1:], strict=False)]
     seconds = {
@@ -49,13 +55,14 @@ def headline(run: RunRecord) -> Headline:
     speeds = [record.tokens_per_s for record in run.train]
     mfu = [record.mfu for record in run.train if record.mfu is not None]
     bad = [step for step, loss in run.losses if not math.isfinite(loss)]
+    last = run.train[-1] if run.train else None
     return Headline(
         steps=run.last_step,
         planned_steps=run.config.steps,
         tokens=run.last_step * run.tokens_per_step,
         parameters=run.config.model.spec().n_parameters,
         world_size=run.config.layout.layout().world_size,
-        train_loss=_finite(run.train[-1].loss) if run.train else None,
+        train_loss=_finite(last.loss) if last else None,
         first_held_out_loss=_finite(run.held_out[0].loss) if run.held_out else None,
         held_out_loss=_finite(run.held_out[-1].loss) if run.held_out else None,
         first_non_finite_step=bad[0] if bad else None,
@@ -65,6 +72,11 @@ def headline(run: RunRecord) -> Headline:
         training_s=training_s if run.train else None,
         time_share={phase: seconds[phase] / training_s for phase in PHASES} if training_s > 0 else None,
         pipeline=None if run.pipeline is None else run.pipeline.numbers,
+        load_max_over_mean=last.load_max_over_mean if last else None,
+        load_of_worst_layer=max(last.load_by_layer, default=None) if last else None,
+        load_entropy=last.load_entropy if last else None,
+        dropped_fraction=last.dropped_fraction if last else None,
+        expert_sent_bytes=last.expert_sent_bytes if last else None,
     )
 
 
@@ -73,12 +85,14 @@ def _finite(value: float) -> float | None:
 
 
 def model_in_words(run: RunRecord) -> str:
-    """`smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` where the run file changes its sizes."""
+    """`smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` where the run file changes its sizes; of a
+    mixture of experts also how many of them a token uses."""
     model = run.config.model
     spec = model.spec()
     style = "GPT" if spec.norm == "layernorm" else "Qwen3" if spec.qk_norm else "Llama"
     name = model.preset if spec == resolve(model.preset) else f"{style}-style"
-    return f"{name}, {format_count(spec.n_parameters)} parameters"
+    active = "" if spec.moe is None else f", {format_count(spec.n_active_parameters)} active"
+    return f"{name}, {format_count(spec.n_parameters)} parameters{active}"
 
 
 def layout_in_words(layout: Layout) -> str:
@@ -86,7 +100,7 @@ def layout_in_words(layout: Layout) -> str:
     if layout.world_size == 1:
         return "1 rank"
     parts: list[str] = []
-    if layout.zero and layout.dp_shard == layout.world_size:
+    if layout.zero and layout.dp_shard == layout.world_size and layout.ep == 1:
         return f"{layout.world_size} ranks with ZeRO-{layout.zero}"
     if layout.zero and layout.dp_shard > 1:
         copies = f"{layout.dp_replicate} replicas of " if layout.dp_replicate > 1 else ""

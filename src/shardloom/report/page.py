@@ -133,6 +133,12 @@ def _numbers(told: Headline) -> str:
         rows.append(("held-out loss", f"{last:.3f}", fell))
     if told.train_loss is not None:
         rows.append(("training loss", f"{told.train_loss:.3f}", "last logged step"))
+    if told.load_max_over_mean is not None and told.load_of_worst_layer is not None:
+        dropped = "" if told.dropped_fraction is None else f"; dropped {percent(told.dropped_fraction)}"
+        worst = f"busiest expert beside the mean; worst layer {told.load_of_worst_layer:.2f}{dropped}"
+        rows.append(("load of experts", f"{told.load_max_over_mean:.2f}", worst))
+    if told.expert_sent_bytes is not None:
+        rows.append(("sent for experts", format_bytes(told.expert_sent_bytes), "a step, by rank 0"))
     if told.median_tokens_per_s is not None:
         mfu = "n/a" if told.median_mfu is None else f"{told.median_mfu:.1%}"
         rows.append(("tokens per second", format_count(told.median_tokens_per_s), f"median; MFU {mfu}"))

@@ -5,7 +5,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ _CONTENTS = f"a run folder, as `shardloom train` writes it, has {METRICS} and {R
 
 @dataclass(frozen=True)
 class Logged:
-    """A `train` record: loss, gradient norm and rate of one step; times are means since the record before."""
+    """A `train` record: loss, gradient norm and rate of one step; times are means since the record before. What has a
+    default is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -34,6 +35,13 @@ class Logged:
     data_s: float
     forward_backward_s: float
     optimizer_s: float
+    load_max_over_mean: float | None = None
+    load_entropy: float | None = None
+    load_by_layer: tuple[float, ...] = ()
+    dropped_fraction: float | None = None
+    balance_loss: float | None = None
+    z_loss: float | None = None
+    expert_sent_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,8 @@ def _records(path: Path) -> Iterator[Logged | Evaluated]:
         try:
             values = json.loads(line)
             kind = _KINDS[values["kind"]]
-            yield kind(**{field.name: _number(values, field.name) for field in fields(kind)})
+            told = [field.name for field in fields(kind) if field.name in values or field.default is MISSING]
+            yield kind(**{name: _value(values, name) for name in told})
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"{path}, line {number} is not a record of a run ({type(error).__name__}: {error}): "
@@ -169,10 +178,12 @@ def _records(path: Path) -> Iterator[Logged | Evaluated]:
             ) from None
 
 
-def _number(values: dict[str, Any], name: str) -> Any:
+def _value(values: dict[str, Any], name: str) -> Any:
     value = values[name]
     if isinstance(value, int | float) or (value is None and name == "mfu"):
         return value
+    if name == "load_by_layer" and isinstance(value, list) and all(isinstance(each, int | float) for each in value):
+        return tuple(value)
     raise TypeError(f"{name}={value!r} is not a number")
 
 

@@ -15,7 +15,7 @@ def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
     found += stages.problems(spec, layout)
     # Of a tp that cannot be, no length has to be a multiple.
-    return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1), seq_len))
+    return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
 
 
 def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
@@ -95,8 +95,9 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     whole = moe.capacity_factor or (moe.aux_loss and moe.aux_scope == "sequence")
     if whole and max(cut.values()) > 1:
         axes = " and ".join(f"layout.{axis}={n}" for axis, n in cut.items() if n > 1)
+        deal = "deal" if min(cut.values()) > 1 else "deals"
         yield (
-            f"{axes} deal out the tokens of a sequence, and model.moe.capacity_factor and "
+            f"{axes} {deal} out the tokens of a sequence, and model.moe.capacity_factor and "
             f"model.moe.aux_scope='sequence' look at the whole of it; valid: cp=1 and tp=1, or capacity_factor=0 with "
             f"aux_loss=0 or aux_scope='batch'"
         )

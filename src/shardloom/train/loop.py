@@ -14,12 +14,15 @@ from shardloom.data.shards import TokenSplit, open_split
 from shardloom.errors import CheckpointError, DamagedError, WorkerError
 from shardloom.files import sole_owner, write_whole
 from shardloom.parallel.apply import apply
+from shardloom.parallel.expert import take_sent_bytes
+from shardloom.parallel.model import ExpertLoad
 from shardloom.report.headline import PHASES
 from shardloom.report.run import RUN_FILE
 from shardloom.train.checkpoint.manifest import Progress
 from shardloom.train.checkpoint.state import checkpoint_bytes, load, save
 from shardloom.train.checkpoint.store import CheckpointStore
 from shardloom.train.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
+from shardloom.train.load import expert_numbers
 from shardloom.train.metrics import Record, Writer, open_writers
 from shardloom.train.optimizer import build_optimizer
 from shardloom.train.ranks import Place, pick_device, process_group
@@ -181,8 +184,15 @@ class _Run:
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         if self.timeline is not None:
             self.timeline.write(step)
+        sent_bytes = sum(take_sent_bytes(part) for part in self.trainer.model.parts)
         if not writers:
             return
+        load, moe = self.trainer.model.load, self.spec.moe
+        experts: Record = {}
+        if load is not None and moe is not None:
+            experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe)
+            if self.layout.ep > 1:
+                experts["expert_sent_bytes"] = sent_bytes // n_steps
         phases = self.trainer.clock.read()
         step_s = sum(phases[phase] for phase in PHASES) / n_steps
         batch = self.config.batch
@@ -203,6 +213,7 @@ class _Run:
             "memory_bytes": peak_memory_bytes(self.device),
             "step_s": step_s,
             **{f"{phase}_s": phases[phase] / n_steps for phase in PHASES},
+            **experts,
         }
         for writer in writers:
             writer.write(record)

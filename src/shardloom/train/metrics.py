@@ -19,7 +19,7 @@ class Writer(Protocol):
     """Somewhere a record goes."""
 
     def write(self, record: Record) -> None:
-        """Take one record: `step`, `kind` (train or evaluation) and numbers; None is a number not known."""
+        """Take one record: `step`, `kind` (train or evaluation), numbers, lists of them; None is one not known."""
 
     def close(self) -> None:
         """Nothing comes after this."""
@@ -129,10 +129,12 @@ def line(record: Record, steps: int) -> str:
     if record["kind"] == "evaluation":
         return f"step {record['step']:>5}/{steps} | held-out loss {record['loss']:.4f}"
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+    load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     return " | ".join(
         (
             f"step {record['step']:>5}/{steps}",
             f"loss {record['loss']:.4f}",
+            *load,
             f"grad_norm {record['grad_norm']:.3g}",
             f"lr {record['lr']:.2e}",
             f"{format_count(record['tokens_per_s'])} tok/s, {format_count(record['tokens_per_s_per_device'])}/device",

@@ -1,8 +1,8 @@
 """What is trained to compare layouts: the model of a run file, cut to test size, and a batch made up from the seed.
 
 The cut keeps what decides how a model and a batch can be split: which numbers of ranks divide the heads, the inner
-width and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers can be cut,
-and which stage has more of them. It keeps every choice of the model as it is.
+width, the experts and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers
+can be cut, and which stage has more of them. It keeps every choice of the model as it is.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
@@ -20,6 +20,7 @@ from shardloom.config import OptimizerSection, RunConfig
 from shardloom.data.samples import IGNORE
 from shardloom.errors import InputError, nearest
 from shardloom.layout import Layout, accumulation
+from shardloom.model.sections import LatentAttentionSpec, MoESpec
 from shardloom.model.spec import ModelSpec
 from shardloom.split.stages import schedule_problems
 
@@ -35,6 +36,11 @@ _HEAD_DIM = 8
 _LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
 _FFN = 24  # at least
 _TOKENS = 12  # at least
+_EXPERT_FFN = 16  # at least; so is it a multiple of what grouped products ask for, where the true one is
+_TOP_K = 2
+_GROUPS = 4
+_LATENT = 12  # of keys and values; that of queries is narrower, to be told from it
+_NOPE_DIM, _ROPE_DIM = 8, 4
 _VOCABULARY = 61  # prime, so that no degree divides it
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
 # With 0.02 and so few tokens, gradients of the first layers are a thousandth of those of the last. With 0.3 rounding
@@ -152,18 +158,61 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
     """The smallest model that splits over any number of ranks up to `world_size` as this one does, of so many layers
     if it has them."""
     n_heads, n_kv_heads = next(_heads(spec.n_heads, spec.n_kv_heads, world_size))
-    head_dim = min(_HEAD_DIM, spec.head_dim)
+    latent = _cut_latent(spec.latent_attention) if spec.latent_attention else None
+    head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
     square = spec.d_model == spec.n_heads * spec.head_dim
     return replace(
         spec,
         n_layers=min(n_layers, spec.n_layers),
-        d_model=n_heads * head_dim if square else (n_heads + 1) * head_dim,
+        d_model=n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         d_ffn=_like(spec.d_ffn, _FFN, world_size),
         vocab_size=min(_VOCABULARY, spec.vocab_size),
+        moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
+        latent_attention=latent,
         init_std=_INIT_STD,
+    )
+
+
+def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
+    """The fewest experts that any degree deals out as it does the true ones; a token still has to choose among them,
+    and among groups, where it had to."""
+    top_k, n_groups = min(moe.top_k, _TOP_K), min(moe.n_groups, _GROUPS)
+    choosy = moe.groups_per_token < moe.n_groups
+    groups_per_token = min(moe.groups_per_token, 2, n_groups - 1) if choosy else n_groups
+    wanted = _divided_by(moe.n_experts, world_size)
+
+    def alike(n_experts: int) -> bool:
+        size, rest = divmod(n_experts, n_groups)
+        enough = groups_per_token * size >= top_k and size >= min(2, moe.n_experts // moe.n_groups)
+        return not rest and enough and (n_experts > top_k) and _divided_by(n_experts, world_size) == wanted
+
+    n_experts = next((n for n in range(1, moe.n_experts) if alike(n)), None)
+    if n_experts is None:
+        n_experts, n_groups = moe.n_experts, moe.n_groups
+        top_k, groups_per_token = moe.top_k, moe.groups_per_token
+    return replace(
+        moe,
+        n_experts=n_experts,
+        top_k=top_k,
+        d_ffn=_like(moe.d_ffn, _EXPERT_FFN, world_size),
+        n_shared=_like(moe.n_shared, 1, world_size),
+        first_dense=min(moe.first_dense, 1),
+        n_groups=n_groups,
+        groups_per_token=groups_per_token,
+    )
+
+
+def _cut_latent(latent: LatentAttentionSpec) -> LatentAttentionSpec:
+    nope_dim, rope_dim = min(latent.nope_dim, _NOPE_DIM), min(latent.rope_dim, _ROPE_DIM)
+    return LatentAttentionSpec(
+        kv_rank=min(latent.kv_rank, _LATENT),
+        q_rank=min(latent.q_rank, _LATENT - 2),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=min(latent.v_dim, _HEAD_DIM, nope_dim + rope_dim),
     )
 
 

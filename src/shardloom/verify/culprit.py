@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from shardloom.errors import LayoutError, WorkerError
@@ -56,7 +57,7 @@ def _switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
     """Every setting with one thing less than this one; the largest steps first."""
     for name, changes in _fewer(layout):
         try:
-            smaller = replace(layout, **changes)
+            smaller = replace(layout, **_follow(layout, changes))
         except LayoutError:
             continue
         # The same microbatches, so that accumulation is not switched on by what is switched off.
@@ -65,6 +66,15 @@ def _switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
         yield "accumulation", (_accumulating(case, layout, 1), layout)
     if case.spec.dropout:
         yield "dropout", (replace(case, spec=replace(case.spec, dropout=0.0)), layout)
+
+
+def _follow(layout: Layout, changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes`, with what cannot stay as it is beside them: ep, where fewer ranks are left to deal experts out to, and
+    how a pipeline gathers under ZeRO-3."""
+    degrees = {axis: changes.get(axis, layout.degree(axis)) for axis in ("dp_shard", "cp", "tp", "ep")}
+    ep = gcd(degrees["ep"], degrees["dp_shard"] * degrees["cp"] * degrees["tp"])
+    plain = {"zero_pp_gather": "step"} if changes.get("zero", 3) != 3 else {}
+    return plain | changes | {"ep": ep}
 
 
 def _accumulating(case: Case, layout: Layout, accumulation: int) -> Case:
@@ -80,6 +90,8 @@ def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     if layout.cp > 1:
         off = {"cp": 1, "cp_method": "zigzag", "ulysses_degree": 1}
         yield f"cp={layout.cp} ({layout.cp_method})", off | no_zero
+    if layout.ep > 1:
+        yield f"ep={layout.ep}", {"ep": 1}
     if layout.tp > 1:
         yield f"tp={layout.tp}", {"tp": 1, "sequence_parallel": False}
     if layout.dp_shard > 1:

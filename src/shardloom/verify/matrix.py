@@ -7,6 +7,7 @@ choices to meet (`_covering`: 396).
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
+from math import gcd
 from typing import Any
 
 from shardloom.errors import LayoutError
@@ -25,16 +26,17 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     """Ways to lay this model over exactly `world_size` ranks, with the choices that make a difference.
 
     Every product of degrees is there. Without pp each is there with every combination of zero, sequence_parallel and
-    cp_method. With pp each is there with every schedule, and any two of these choices are together in one layout at
-    least, if the model can be cut so: schedule, zero (3 with either zero_pp_gather), sequence_parallel, cp_method.
+    cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of these
+    choices are together in one layout at least, if the model can be cut so: schedule, zero (3 with either
+    zero_pp_gather), sequence_parallel, cp_method, ep.
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
-    with all or none of cp given to Ulysses, and ZeRO with nothing to shard over.
+    with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
     """
     found: list[Layout] = []
     for degrees in _degrees(world_size):
         possible: dict[Layout, tuple[int, ...]] = {}
-        axes = _choices(degrees)
+        axes = _choices(degrees, spec.moe.n_experts if spec.moe else 1)
         for numbers in product(*(range(len(choices)) for choices in axes)):
             chosen = [choices[number] for choices, number in zip(axes, numbers, strict=True)]
             try:
@@ -56,13 +58,14 @@ def _degrees(world_size: int) -> Iterator[Choice]:
                     yield {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": rest // dp_shard, "pp": pp}
 
 
-def _choices(degrees: Choice) -> list[list[Choice]]:
+def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
     """What there is to choose with these degrees: for each thing its choices, the last thing varying fastest."""
     return [
         [{"schedule": name} | _stages(name) for name in NAMES] if degrees["pp"] > 1 else [{}],
         list(_zero(degrees)),
         [{"sequence_parallel": on} for on in (False, True)] if degrees["tp"] > 1 else [{}],
         list(_methods(degrees["cp"])),
+        [{"ep": n} for n in _divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))],
     ]
 
 

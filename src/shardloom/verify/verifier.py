@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class Verifier:
             else:
                 expected = self._keep(against, self.train, against[1].world_size, *against)
                 sides, name = 2, compare.describe(against[1])
-            tolerance = compare.with_adams_noise(self._tolerance(case, sides), case, self._noise_of(expected))
+            tolerance = compare.with_routing(self._tolerance(case, sides), case)
+            tolerance = compare.with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = compare.rows(compare.errors(found, expected), tolerance)
             if case.dtype == "bfloat16" and layout.data_ranks > 1:
                 rows += self._dealing(case, layout, found)
@@ -68,21 +70,28 @@ class Verifier:
 
     def _dealing(self, case: Case, layout: Layout, found: Trace) -> list[compare.Row]:
         """In 16 bits the first gradient is held to that of the same layout with one data rank, which is far nearer
-        than float64 is: what is reduced in 16 bits would be hidden behind the products that are."""
-        single = replace(layout, dp_replicate=1, dp_shard=1, zero=0)
+        than float64 is: what is reduced in 16 bits would be hidden behind the products that are.
+
+        Not the gradients of experts under ep, whose products are over the tokens of several data ranks at once.
+        """
+        ep = gcd(layout.ep, layout.cp * layout.tp)
+        single = replace(layout, dp_replicate=1, dp_shard=1, zero=0, zero_pp_gather="step", ep=ep)
         expected = self._keep((case, single), self.train, single.world_size, case, single)
         tolerance = compare.of_dealing(case.global_batch // case.micro_batch)
         errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
+        if layout.ep > 1:
+            errors = {(of, name): error for (of, name), error in errors.items() if ".experts." not in name}
         return compare.rows(errors, tolerance, kind="dealt gradient")
 
     def _tolerance(self, case: Case, sides: int = 1) -> compare.Tolerance:
         if case.dtype == "float64":
             return compare.of_float64(case)
+        multiple = compare.MULTIPLE_WITH_EXPERTS if case.spec.moe else compare.MULTIPLE
         plain = replace(case, micro_batch=1)
         if plain not in self._alone_errors:
             exact = self._alone(replace(case, dtype="float64"))
             self._alone_errors[plain] = compare.errors(self._alone(case), exact)
-        return compare.of_one_process(case, self._alone_errors[plain], sides * compare.MULTIPLE)
+        return compare.of_one_process(case, self._alone_errors[plain], sides * multiple)
 
     def _noise_of(self, expected: Trace) -> frozenset[str]:
         if expected not in self._noise:
