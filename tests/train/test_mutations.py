@@ -79,8 +79,8 @@ BUGS = {
         [ZIGZAG, RING, ULYSSES],
     ),
     "4: gradients of a pipeline too large by the number of microbatches": Bug(
-        (STAGE, "backward_one_chunk", "torch.autograd.backward(loss)",
-         "torch.autograd.backward(loss * self.schedule.n_microbatches)"),
+        (STAGE, "backward_one_chunk", "torch.autograd.backward(output,",
+         "torch.autograd.backward(output * (self.schedule.n_microbatches if self.is_last else 1),"),
         [PP, ZB],
     ),
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
@@ -265,7 +265,7 @@ BUGS = {
         [Layout(pp=2, dp_replicate=2)],
     ),
     "gradients are not reduced over replicas": Bug(
-        (APPLY, "shard", 'replicas = "replicas" in (mesh.mesh_dim_names or ())', "replicas = False"),
+        (APPLY, "shard", "replicated = replicas in (along.mesh_dim_names or ())", "replicated = False"),
         [HYBRID],
     ),
     "gradients are not reduced at all": Bug(
