@@ -103,6 +103,7 @@ def _alive_in(batch: object) -> int:
 
 def _alive() -> int:
     """Bytes of the storages of all floating-point and integer tensors that Python can reach, each once."""
+    dist.barrier()  # gloo's threads hold what is still on its way
     gc.collect()
     storages = {}
     for found in gc.get_objects():
