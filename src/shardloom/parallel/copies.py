@@ -5,11 +5,11 @@ several owners) has a part of the gradient. Summing is linear, so it is done onc
 reduced theirs, on what is left of the gradient on this rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardloom.layout import Layout
 from shardloom.parallel.mesh import Groups
@@ -26,7 +26,12 @@ def sum_copies(parameters: Mapping[str, nn.Parameter], layout: Layout, n_kv_head
             if parameter.grad is not None and summed_over(name, layout, n_kv_heads) == over
         ]
         if parts and group is not None:
-            flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=group)
-            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+            sum_together(parts, group)
+
+
+def sum_together(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over the ranks, in place, in one all-reduce."""
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(summed.view_as(part))

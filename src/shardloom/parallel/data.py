@@ -159,12 +159,10 @@ def shard(
 
     ordered = []
     for block in blocks:
-        experts = getattr(block.ffn, "experts", None) if expert_mesh is not None else None
-        if experts is not None and expert_mesh is not None:
+        inner = []
+        if expert_mesh is not None and (experts := getattr(block.ffn, "experts", None)) is not None:
             few = layout.zero > 0 and next(experts.parameters()).shape[0] % (layout.expert_dp_shard * layout.ep)
-            inner = [group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0)]
-        else:
-            inner = []
+            inner.append(group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0))
         ordered += [group_of(block, mesh, "", layout.regathers), *inner]
     root = group_of(model, mesh, "", False)
     for group in (root, *ordered):  # neither setting reaches the groups below

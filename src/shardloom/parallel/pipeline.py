@@ -67,7 +67,6 @@ class Stage:
         self.output_gradients: dict[int, Tensor] = {}
         self.input_gradients: dict[int, Tensor] = {}
         self.weights: dict[int, Callable[[], None]] = {}
-        self.engine.begin_step()
 
     def end_step(self) -> None:
         """After the last action: wait for what is still on its way."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardloom.layout import Layout
+from shardloom.parallel.copies import sum_together
 from shardloom.parallel.mesh import Groups
 from shardloom.parallel.norm import local_part
 
@@ -98,7 +99,4 @@ class StageCopies:
                 gradient = parameters[name].grad
                 assert gradient is not None
                 parts.append(local_part(gradient))
-            flat = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(flat, group=group)
-            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+            sum_together(parts, group)

@@ -34,9 +34,6 @@ class StageEngine(Protocol):
     keeps_gradients: bool
     """As `DataEngine`."""
 
-    def begin_step(self) -> None:
-        """Before the first action of a step, or of an evaluation."""
-
     def before_backward(self, complete: bool, last: bool) -> None:
         """Before a backward pass. `complete`: it gives all gradients of its microbatch, so that those of weights do
         not come later. `last`: with it, the gradients of the step are complete."""
@@ -70,9 +67,6 @@ class StageReplicas:
             for parameter, part in zip(held, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
 
-    def begin_step(self) -> None:
-        pass
-
     def before_backward(self, complete: bool, last: bool) -> None:
         pass
 
@@ -102,9 +96,6 @@ class StageShards:
         self.regather = layout.regathers
         self.each_microbatch = layout.zero == 2 or layout.regathers
         self.partial_sums = self.each_microbatch and layout.dp_replicate > 1
-
-    def begin_step(self) -> None:
-        pass
 
     def before_backward(self, complete: bool, last: bool) -> None:
         self._set(reduce=complete and (last or self.each_microbatch), last=complete and last)
