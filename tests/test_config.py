@@ -108,11 +108,6 @@ def test_a_key_or_value_that_is_not_valid_is_answered_with_the_way_out(tmp_path:
             "each send all of them to the experts",
         ),
         (
-            ["layout.cp=2", "model.moe.capacity_factor=1.5"],
-            "layout.cp=2 deals out the tokens of a sequence, and model.moe.capacity_factor and "
-            "model.moe.aux_scope='sequence' look at the whole of it",
-        ),
-        (
             ["layout.tp=3", "layout.sequence_parallel=true", "layout.ep=3", "batch.seq_len=63"],
             "layout.tp=3 does not divide 4 query heads (model.n_heads) (4 = 3*1 + 1); valid: 1, 2, 4",
         ),

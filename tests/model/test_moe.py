@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from shardloom.model.balance import aux_loss, relative_load, z_loss
-from shardloom.model.moe import MoE, Router, expert_layers, set_share, take_load, within_capacity
+from shardloom.model.moe import MoE, Router, WholeSequences, expert_layers, set_share, take_load, within_capacity
 from shardloom.model.presets import PRESETS
 from shardloom.model.sections import MoESpec
 from shardloom.model.spec import ModelSpec
@@ -200,7 +200,7 @@ def test_scores_are_wide_whatever_the_weights_are() -> None:
 def test_a_capacity_drops_the_later_tokens_of_each_sequence() -> None:
     experts_BTK = torch.tensor([[[0, 1], [0, 2], [0, 1], [1, 0]], [[3, 0], [0, 3], [3, 2], [2, 3]]])
     kept = [[[1, 1], [1, 1], [0, 1], [0, 0]], [[1, 1], [1, 1], [0, 1], [1, 0]]]
-    assert torch.equal(within_capacity(experts_BTK, 4, 2), torch.tensor(kept).bool())
+    assert torch.equal(within_capacity(experts_BTK, 4, 2, WholeSequences()), torch.tensor(kept).bool())
 
 
 def test_the_residual_of_a_dropped_token_passes() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardloom.layout import Layout
+from shardloom.model.sections import MoESpec
 from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
 from shardloom.parallel.pipeline import Pipeline, Stage
@@ -99,7 +100,8 @@ def test_the_ranks_together_hold_every_parameter_once():
 
 
 class Products(TorchDispatchMode):
-    """FLOPs of products of two matrices, a multiply-add counting 2; those of attention are in ops of their own."""
+    """FLOPs of products of two matrices, or of rows with those of their experts, a multiply-add counting 2; those of
+    attention are in ops of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,14 +111,22 @@ class Products(TorchDispatchMode):
         if (name := func._schema.name) in ("aten::mm", "aten::addmm", "aten::addmm_"):
             left, right = args[-2:]
             self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        elif name == "shardloom::rows_product":
+            rows, weights = args[:2]
+            self.flops += 2 * rows.shape[0] * weights.shape[1] * weights.shape[2]
+        elif name == "shardloom::weights_product":
+            gradients, rows = args[:2]
+            self.flops += 2 * gradients.shape[0] * gradients.shape[1] * rows.shape[1]
+        elif name == "aten::bmm":
+            assert args[0].shape[1] == 1, "weighted sums of rows"
         else:
-            assert name not in ("aten::bmm", "aten::baddbmm", "aten::linear"), name
+            assert name not in ("aten::baddbmm", "aten::linear"), name
         return func(*args, **(kwargs or {}))
 
 
-def flops_of_actions(layout: Layout) -> Counter[Action]:
+def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
     """Of each action of a step on this rank, the FLOPs of its products."""
-    trainer = build(layout, torch.float64, EVEN)
+    trainer = build(layout, torch.float64, spec)
     take_step(trainer)
     found: Counter[Action] = Counter()
 
@@ -156,6 +166,29 @@ def test_i_computes_the_gradients_of_inputs_alone_and_w_those_of_weights_alone(s
             assert flops == {"F": 1, "I": 1, "W": 1, "B": 2}[action.op] * product + again, action
         run_on.update(found.keys())
     assert run_on == Counter({action: tp for _, action in schedule_of(layout).actions()})
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2, schedule="zb-h1"), Layout(pp=2, dp_shard=2, zero=1, ep=2, schedule="zb-h1")],
+    ids=describe,
+)
+def test_gradients_of_experts_wait_for_w_and_those_of_routers_do_not(layout: Layout):
+    moe = MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=1, first_dense=1)
+    spec = replace(EVEN, moe=moe)
+    layers = stage_layers(spec, layout, T)
+    total = Counter[Action]()
+    for found in run_ranks(flops_of_actions, layout.world_size, layout, spec):
+        total.update(found)
+    for action, flops in total.items():
+        held = layers[action.stage]
+        matrices = sum(spec.layer_matmul_parameters(layer) for layer in held)
+        matrices += spec.vocab_size * spec.d_model if action.stage == layout.n_stages - 1 else 0
+        routers = sum(spec.has_experts(layer) for layer in held) * moe.n_experts * spec.d_model
+        elements = {"F": matrices, "I": matrices + routers, "W": matrices - routers}[action.op]
+        # Rows go to other ranks of ep, so their sum is what is known.
+        assert flops == 2 * B * T * elements * layout.data_ranks, action
+    assert len(total) == 3 * MICROBATCHES * layout.n_stages
 
 
 # --- what it keeps

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from shardloom.layout import Layout
+from shardloom.model.sections import LatentAttentionSpec
+from shardloom.model.spec import ModelSpec
 from shardloom.parallel.apply import apply
 from shardloom.parallel.loss import vocabulary_loss_sum
 from shardloom.parallel.model import ParallelModel
@@ -25,16 +27,22 @@ B, T, ELEMENT = 2, 8, 8
 X = B * T * WIDE.d_model * ELEMENT
 
 
-def built(layout: Layout, n_layers: int) -> tuple[ParallelModel, Tensor]:
-    spec = replace(WIDE, n_layers=n_layers)
+LATENT = LatentAttentionSpec(q_rank=20, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8)
+WITH_LATENT = replace(WIDE, n_kv_heads=4, latent_attention=LATENT)
+LATENT_X = B * T * ELEMENT * (LATENT.q_rank + LATENT.kv_rank)
+KEY_X = B * T * ELEMENT * LATENT.rope_dim
+
+
+def built(layout: Layout, n_layers: int, wide: ModelSpec = WIDE) -> tuple[ParallelModel, Tensor]:
+    spec = replace(wide, n_layers=n_layers)
     model = apply(spec, layout, torch.device("cpu"), seed=1, param_dtype=torch.float64, compute_dtype=torch.float64)
     tokens = torch.randint(spec.vocab_size, (B, T), generator=torch.Generator().manual_seed(0))
     return model, tokens
 
 
-def traffic_of_the_passes(layout: Layout, n_layers: int) -> list[dict[str, tuple[int, int]]]:
+def traffic_of_the_passes(layout: Layout, n_layers: int, wide: ModelSpec = WIDE) -> list[dict[str, tuple[int, int]]]:
     """Calls and bytes of a forward and of a backward pass, without the loss."""
-    model, tokens = built(layout, n_layers)
+    model, tokens = built(layout, n_layers, wide)
     with Traffic() as forward:
         logits = model.module(tokens)
     assert model.groups.tp is not None
@@ -72,6 +80,24 @@ REDUCE_SCATTER = "alltoall_base"
 )
 def test_a_layer_sends_what_the_table_says(layout, forward, backward):
     two, three = (run_ranks(traffic_of_the_passes, layout.world_size, layout, n)[0] for n in (2, 3))
+    assert of_one_layer(two[0], three[0]) == forward
+    assert of_one_layer(two[1], three[1]) == backward
+
+
+@pytest.mark.parametrize(
+    ("layout", "forward", "backward"),
+    [
+        (Layout(tp=2), {"allreduce": (2, 2 * X)}, {"allreduce": (4, X + LATENT_X + KEY_X)}),
+        (
+            Layout(tp=2, sequence_parallel=True),
+            {"allgather_base": (4, X + LATENT_X + KEY_X), REDUCE_SCATTER: (2, 2 * X)},
+            {"allgather_base": (5, 3 * X + LATENT_X), REDUCE_SCATTER: (4, X + LATENT_X + KEY_X)},
+        ),
+    ],
+    ids=["tp2", "tp2 sp"],
+)
+def test_latent_attention_sends_latent_vectors_and_one_key_in_the_place_of_what_it_reads(layout, forward, backward):
+    two, three = (run_ranks(traffic_of_the_passes, 2, layout, n, WITH_LATENT)[0] for n in (2, 3))
     assert of_one_layer(two[0], three[0]) == forward
     assert of_one_layer(two[1], three[1]) == backward
 

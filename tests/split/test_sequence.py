@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.split.sequence import METHODS, attention_flops, attention_pairs, spans, step_pairs
+from shardloom.layout import CP_METHODS, Layout
+from shardloom.split.rules import sequence_cuts
+from shardloom.split.sequence import METHODS, attention_flops, attention_pairs, held_by, spans, step_pairs
 
 degrees = st.integers(1, 6)
 
@@ -49,6 +51,21 @@ def test_ulysses_ranks_put_together_hold_what_a_zigzag_rank_holds(ring: int, uly
     for r in range(ring):
         together = [p for u in range(ulysses) for p in positions("usp", seq_len, ring, ulysses, r, u)]
         assert together == positions("zigzag", seq_len, ring, 1, r, 0)
+
+
+@given(st.sampled_from(CP_METHODS), st.integers(1, 4), st.integers(2, 5), st.integers(1, 5), st.integers(1, 3))
+def test_token_shards_are_whole_pieces_of_a_sequence_cut_as_often_as_its_length_says(
+    method: str, ring: int, ulysses: int, tp: int, size: int
+):
+    cp, inner = {"usp": (ring * ulysses, ulysses), "ulysses": (ulysses, 1)}.get(method, (ring, 1))
+    layout = Layout(cp=cp, tp=tp, cp_method=method, ulysses_degree=inner, sequence_parallel=True)
+    n_pieces = sequence_cuts(layout)
+    held = [held_by(layout, n_pieces, rank, token_shard=True) for rank in range(layout.world_size)]
+    assert sorted(piece for spans in held for span in spans for piece in span) == list(range(n_pieces))
+    for rank, pieces in enumerate(held):
+        tokens = held_by(layout, size * n_pieces, rank, token_shard=True)
+        in_pieces = [range(size * piece, size * (piece + 1)) for span in pieces for piece in span]
+        assert [t for span in tokens for t in span] == [t for piece in in_pieces for t in piece]
 
 
 @given(st.sampled_from([*METHODS, "striped"]), degrees, st.integers(1, 4))

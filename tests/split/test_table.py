@@ -103,27 +103,15 @@ def test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic(layout: Layou
     )
 
 
-@pytest.mark.parametrize(
-    ("preset", "layout", "complaint"),
-    [
-        (
-            "deepseek-v3",
-            Layout(tp=2, sequence_parallel=True),
-            "layout.tp=2 with model.latent_attention, whose heads cannot be dealt out yet; valid: tp=1",
-        ),
-    ],
-)
-def test_what_cannot_be_cut_yet_is_refused(preset: str, layout: Layout, complaint: str):
-    assert complaint in problems(resolve(preset), layout, 4096)
-
-
-def test_experts_that_look_at_whole_sequences_are_refused_with_cp_and_others_are_not():
-    spec = resolve("debug-moe")
-    assert spec.moe is not None
-    whole = {"capacity_factor": 1.0}, {"aux_loss": 0.1}
-    for change in ({}, {"aux_loss": 0.1, "aux_scope": "batch"}, {"z_loss": 0.1}, *whole):
-        found = problems(replace(spec, moe=replace(spec.moe, **change)), Layout(cp=2), 64)
-        assert ("look at the whole of it" in "".join(found)) == (change in whole)
+def test_latent_attention_is_cut_by_heads_behind_vectors_that_every_rank_makes():
+    spec, layout = resolve("deepseek-v3"), Layout(tp=8, sequence_parallel=True)
+    assert problems(spec, layout, 4096) == []
+    for name in ("q_down", "kv_down", "q_latent_norm", "kv_latent_norm"):
+        assert split_dim(f"layers.0.attention.{name}.weight") is None
+        assert summed_over(f"layers.0.attention.{name}.weight", layout, spec.n_kv_heads) == "tp"
+        assert summed_over(f"layers.0.attention.{name}.weight", Layout(tp=8), spec.n_kv_heads) is None
+    for name in ("q_up", "kv_up"):
+        assert split_dim(f"layers.0.attention.{name}.weight") == 0
 
 
 def test_a_vocabulary_too_small_for_tp_is_refused():

@@ -46,6 +46,7 @@ CASE = Case(MODEL, seq_len=8, global_batch=8, seed=5, optimizer=OPTIMIZER, steps
 EP = Layout(dp_shard=2, zero=2, ep=2)
 SP = Layout(tp=2, sequence_parallel=True, ep=2)
 PP = Layout(pp=2, dp_shard=2, zero=1, ep=2)
+ZERO_BUBBLE = replace(PP, schedule="zb-h1")
 LAYOUTS = [
     Layout(dp_replicate=2),
     Layout(dp_shard=2, zero=1, ep=2),
@@ -65,6 +66,9 @@ LAYOUTS = [
     Layout(pp=2, dp_replicate=2),
     PP,
     Layout(pp=2, dp_shard=2, zero=3, ep=2, zero_pp_gather="microbatch", schedule="zb-h1"),
+    ZERO_BUBBLE,
+    replace(ZERO_BUBBLE, recompute="full"),
+    Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2, ep=2, schedule="zb-h1"),
 ]
 DEEP = [
     Layout(pp=2, cp=2, ep=2, schedule="zb-v"),
@@ -109,6 +113,13 @@ def test_experts_on_eight_ranks_of_three_axes_train_as_one_process_does(verifier
     check(verifier, CASE, layout)
 
 
+def test_in_32_bits_where_pytorch_multiplies_groups_gradients_that_come_in_w_are_those_of_one_process(
+    verifier: Verifier,
+):
+    report = verifier.parity(replace(CASE, dtype="float32"), ZERO_BUBBLE)
+    assert report.equal, report.differing or report.worst
+
+
 CHOICES: dict[str, dict[str, Any]] = {
     "groups": {"n_experts": 8, "n_groups": 4, "groups_per_token": 2},
     "sigmoid, no shared expert, all layers": {"score": "sigmoid", "n_shared": 0, "first_dense": 0},
@@ -124,23 +135,80 @@ def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name:
     check(verifier, with_experts(**CHOICES[name]), layout)
 
 
-@pytest.mark.parametrize("layout", [EP, Layout(dp_replicate=2), PP, Layout(pp=2, schedule="zb-h1")], ids=str)
-@pytest.mark.parametrize("changes", [{"capacity_factor": 1.0}, {"aux_scope": "sequence"}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        EP,
+        Layout(dp_replicate=2),
+        PP,
+        Layout(pp=2, schedule="zb-h1"),
+        Layout(cp=2),  # a rank holds two pieces of a sequence that lie apart
+        Layout(cp=2, cp_method="ring", zero=3, ep=2),
+        Layout(cp=4, cp_method="allgather", recompute="full"),
+        Layout(cp=4, cp_method="usp", ulysses_degree=2, zero=2, ep=4),
+        Layout(cp=2, cp_method="ulysses", dp_shard=2, zero=1, ep=2),
+        SP,
+        Layout(tp=4, sequence_parallel=True, ep=2),
+        Layout(cp=2, tp=2, sequence_parallel=True, zero=3, ep=4),
+        Layout(pp=2, cp=2, ep=2, schedule="zb-h1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "changes",
+    [{"capacity_factor": 1.0}, {"aux_scope": "sequence"}, {"capacity_factor": 0.5, "aux_scope": "sequence"}],
+    ids=str,
+)
 def test_what_looks_at_whole_sequences_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):
     check(verifier, with_experts(**changes), layout)
 
 
-def test_latent_attention_beside_experts_trains_as_one_process_does(verifier: Verifier):
-    latent = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
-    for layout in (EP, PP):
-        check(verifier, replace(CASE, spec=replace(MODEL, n_kv_heads=4, latent_attention=latent)), layout)
+LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
+WITH_LATENT = replace(CASE, spec=replace(MODEL, n_kv_heads=4, latent_attention=LATENT))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        EP,
+        PP,
+        SP,
+        Layout(tp=2, sequence_parallel=True),
+        Layout(tp=4, sequence_parallel=True, recompute="full"),
+        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=1, ep=2),
+        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3, ep=4),
+        Layout(pp=2, tp=2, sequence_parallel=True, ep=2, schedule="zb-h1"),
+        Layout(cp=2, ep=2),
+        Layout(cp=2, cp_method="ulysses", tp=2, sequence_parallel=True, zero=3, ep=2),
+    ],
+    ids=str,
+)
+def test_latent_attention_beside_experts_trains_as_one_process_does(verifier: Verifier, layout: Layout):
+    check(verifier, WITH_LATENT, layout)
+
+
+@pytest.mark.parametrize("q_rank", [0, LATENT.q_rank])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2),
+        Layout(tp=2, sequence_parallel=True),
+        Layout(tp=2, dp_shard=2, zero=3),
+        Layout(pp=2, tp=2, schedule="zb-h1"),
+    ],
+    ids=str,
+)
+def test_latent_attention_in_a_dense_model_trains_as_one_process_does(verifier: Verifier, layout: Layout, q_rank: int):
+    latent = replace(LATENT, q_rank=q_rank)
+    check(verifier, replace(CASE, spec=replace(WITH_LATENT.spec, moe=None, latent_attention=latent)), layout)
+
+
+@pytest.mark.parametrize("layout", [EP, SP], ids=str)
 @pytest.mark.parametrize("preset", ["debug-moe", "mixtral-8x7b", "deepseek-v3"])
-def test_presets_cut_to_test_size_train_as_one_process_does(verifier: Verifier, preset: str):
+def test_presets_cut_to_test_size_train_as_one_process_does(verifier: Verifier, preset: str, layout: Layout):
     table = {"out": "x", "steps": 1, "data": {"path": "x"}, "model": {"preset": preset}}
     config = parse(table | {"batch": {"seq_len": 256, "global_batch": 8}})
-    check(verifier, cut(config, [EP], steps=2), EP)
+    check(verifier, cut(config, [layout], steps=2), layout)
 
 
 # After the first step a bias of 100 rules: those below the mean load get everything.
@@ -210,6 +278,8 @@ def loads_of_rank(case: Case, layout: Layout) -> Loads:
         (SP, {}),
         (PP, {"capacity_factor": 0.5, "aux_scope": "sequence"}),
         (Layout(cp=2, ep=2, recompute="full"), {}),
+        (Layout(cp=2, tp=2, sequence_parallel=True), {"capacity_factor": 0.5, "aux_scope": "sequence"}),
+        (Layout(cp=4), {"capacity_factor": 1.0, "aux_scope": "sequence"}),
         (Layout(dp_shard=2, zero=3, recompute="full"), {"top_k": 3}),
     ],
     ids=str,

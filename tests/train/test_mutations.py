@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardloom.layout import Layout
-from shardloom.model.sections import MoESpec
+from shardloom.model.sections import LatentAttentionSpec, MoESpec
 from shardloom.verify import Case, Verifier
 from tests.mutation import Mutation, mutated
 from tests.train.worlds import CASE, SPEC, train_mutated
@@ -38,6 +38,8 @@ PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h
 EP, EP_OF_4 = Layout(dp_shard=2, zero=2, ep=2), Layout(dp_shard=4, zero=1, ep=2)
 SP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
 EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch", z_loss=0.01)
+DEALT = "shardloom.parallel.routing:DealtSequences"
+LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
 NORM = ("shardloom.train.step", "gradient_norm")
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32)  # splits over two ranks of tp or cp
@@ -135,6 +137,17 @@ BUGS = {
          "return summing.wait(), None,", "return (summing.wait(), _input_gradient(dys_BTF, weights))[1], None,"),
         [TP],
     ),
+    "10: the gradient of the key that all heads read is not summed": Bug(
+        ("shardloom.parallel.tensor:_SharedByHeads", "backward", "ctx.axis.start_sum(own_BTP).wait()", "own_BTP"),
+        [TP],
+        spec={"n_kv_heads": 4, "latent_attention": LATENT},
+    ),
+    "10: the gradients of latent vectors' norms on token shards are not summed": Bug(
+        ("shardloom.parallel.copies", "summed_over", 'copied = how == "tokens"',
+         'copied = (how == "tokens" and "latent_norm" not in name)'),
+        [SP],
+        spec={"n_kv_heads": 4, "latent_attention": LATENT},
+    ),
     "10: the gradient of the router on token shards is not summed": Bug(
         ("shardloom.parallel.copies", "summed_over", 'copied = how == "tokens"',
          'copied = (how == "tokens" and "router" not in name)'),
@@ -161,6 +174,22 @@ BUGS = {
         ("shardloom.model.moe:MoE", "forward", "y_BTD = attach(y_BTD, loss)", "pass"),
         [EP, SP_EP],
         spec={"moe": EXPERTS},
+    ),
+    "12: the balance loss of a sequence goes by the load of the own tokens": Bug(
+        (DEALT, "total", "self._sum(counts_BE.clone())", "counts_BE"),
+        [ZIGZAG, SP_EP],
+        spec={"moe": replace(EXPERTS, aux_scope="sequence")},
+    ),
+    "tokens are dropped by their place among the own ones": Bug(
+        (DEALT, "places", "places_BptE + before_BpE.unsqueeze(2)", "places_BptE"),
+        [ZIGZAG, SP_EP],
+        spec={"moe": replace(EXPERTS, capacity_factor=1.0)},
+    ),
+    "tokens are dropped by the rank that holds them, not by their order": Bug(
+        (APPLY, "count_whole_sequences", "piece for span in held for piece in span",
+         "n_pieces // 2 * dist.get_rank() + i for i in range(n_pieces // 2)"),
+        [ZIGZAG],
+        spec={"moe": replace(EXPERTS, capacity_factor=1.0)},
     ),
     "13: attention's gradient from the keys of other ranks is left out": Bug(
         ("shardloom.parallel.ring:RingAttention", "backward", "dq_BHTC[:, :, rows] += dq_block", "pass"),
@@ -255,6 +284,11 @@ BUGS = {
          "self.weights.pop(mb_index)() if mb_index else None"),
         [ZB, ZB_V],
         spec={"n_layers": 4},
+    ),
+    "gradients of experts left for later are kept of the first microbatch alone": Bug(
+        ("shardloom.parallel.deferred", "_add_product", "weight.grad.add_(weights_product(dy, x, counts_E))", "pass"),
+        [ZB],
+        spec={"moe": EXPERTS},
     ),
     "a message carries the output of another microbatch": Bug(
         (STAGE, "get_fwd_send_ops", "self.kept[mb_index][1]", "self.kept[min(self.kept)][1]"),

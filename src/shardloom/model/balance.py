@@ -4,7 +4,8 @@ Nothing here may depend on how samples are dealt out over ranks and microbatches
 
 | quantity            | made of                                         | exact because                             |
 | ------------------- | ----------------------------------------------- | ----------------------------------------- |
-| aux, scope sequence | load and mean scores of the same sequence       | a mean over sequences: parts of it add up |
+| aux, scope sequence | load and mean scores of the same sequence       | a mean over sequences: parts of it add up; |
+|                     |                                                 | so do those of one, by the whole's load   |
 | aux, scope batch    | load of the step before, mean scores of this    | linear in the scores: parts of it add up  |
 | z-loss              | each token alone                                | a mean over tokens: parts of it add up    |
 | selection bias      | load of the whole global batch, after the step  | sums of whole numbers have no rounding    |

@@ -28,7 +28,9 @@ from shardloom.model.spec import ModelSpec
 class LatentAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v, with q and k of C elements a head and v of V.
 
-    `attend` is a function like `causal_attention`, and may be replaced by another that gives the same.
+    `attend` is a function like `causal_attention`, and may be replaced by another that gives the same. The number of
+    heads is read off the projections' output, so the module also serves with a part of them; `rotated_key` is what the
+    key passes that all heads share, before it is rotated.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -49,6 +51,7 @@ class LatentAttention(nn.Module):
         self.kv_down = nn.Linear(d, sum(self.down_widths), bias=False)
         self.kv_latent_norm = nn.RMSNorm(latent.kv_rank, eps=spec.norm_eps)
         self.kv_up = nn.Linear(latent.kv_rank, heads * sum(self.kv_widths), bias=False)
+        self.rotated_key: nn.Module = nn.Identity()
         self.o = nn.Linear(heads * latent.v_dim, d, bias=False)
 
     def forward(self, x_BTD: Tensor, rotary_2TP: Tensor | None) -> Tensor:
@@ -59,7 +62,7 @@ class LatentAttention(nn.Module):
         latent_BTL, k_BTP = self.kv_down(x_BTD).split(self.down_widths, -1)
         kv_BTHX = self.kv_up(self.kv_latent_norm(latent_BTL)).unflatten(-1, (-1, sum(self.kv_widths)))
         k_BTHN, v_BTHV = kv_BTHX.split(self.kv_widths, -1)
-        k_BTHP = rotate(k_BTP.unsqueeze(2), rotary_2TP).expand(-1, -1, k_BTHN.shape[2], -1)
+        k_BTHP = rotate(self.rotated_key(k_BTP).unsqueeze(2), rotary_2TP).expand(-1, -1, k_BTHN.shape[2], -1)
         q_BTHC = torch.cat((q_BTHN, rotate(q_BTHP, rotary_2TP)), -1)
         k_BTHC = torch.cat((k_BTHN, k_BTHP), -1)
         # Fused kernels want heads of one width. On a CPU, 1024 tokens of 8 heads took 73 ms forward and backward with

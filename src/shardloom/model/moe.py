@@ -48,6 +48,23 @@ class Routing(NamedTuple):
     """The same."""
 
 
+class WholeSequences:
+    """What a router counts over whole sequences, with all of their tokens here; another that gives the same may take
+    its place where they are not."""
+
+    n_shards = 1
+    """Parts of equal length that a sequence is dealt out in; one of them is here."""
+
+    def total(self, counts_BE: Tensor) -> Tensor:
+        """Counts of the tokens that are here, summed over the sequence; (B, E) integers."""
+        return counts_BE
+
+    def places(self, picked_BTE: Tensor) -> Tensor:
+        """For the experts that each token here has picked (1, else 0), how many tokens of the sequence up to it picked
+        them; (B, T, E) integers."""
+        return picked_BTE.cumsum(1, dtype=torch.int32)
+
+
 class Router(nn.Module):
     """Picks K experts for every token and weighs them, in fp32 or wider whatever the type of weights and tokens.
 
@@ -62,6 +79,7 @@ class Router(nn.Module):
     def __init__(self, moe: MoESpec, d_model: int) -> None:
         super().__init__()
         self.moe = moe
+        self.sequences = WholeSequences()
         self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
         self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
         # Load of the step before, beside an even one.
@@ -81,9 +99,9 @@ class Router(nn.Module):
         asked_BE = count(experts_BTK, moe.n_experts)
         kept_BTK, given_E = None, asked_BE.sum(0)
         if moe.capacity_factor:
-            capacity = moe.capacity(x_BTD.shape[1])
-            kept_BTK = within_capacity(experts_BTK, moe.n_experts, capacity)
-            given_E = asked_BE.clamp(max=capacity).sum(0)
+            capacity = moe.capacity(x_BTD.shape[1] * self.sequences.n_shards)
+            kept_BTK = within_capacity(experts_BTK, moe.n_experts, capacity, self.sequences)
+            given_E = torch.zeros_like(given_E).scatter_add_(0, experts_BTK.flatten(), kept_BTK.flatten().long())
             weights_BTK = weights_BTK.masked_fill(~kept_BTK, 0.0)
         aux, z = self._losses(scores_BTE, logits_BTE, asked_BE) if self.training else (None, None)
         return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
@@ -104,7 +122,8 @@ class Router(nn.Module):
     def _losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         moe, aux, z = self.moe, None, None
         if moe.aux_loss:
-            aux = moe.aux_loss * aux_loss(scores_BTE, relative_load(asked_BE) if self.load is None else self.load)
+            load = relative_load(self.sequences.total(asked_BE)) if self.load is None else self.load
+            aux = moe.aux_loss * aux_loss(scores_BTE, load)
         if moe.z_loss:
             z = moe.z_loss * z_loss(logits_BTE)
         return aux, z
@@ -124,7 +143,7 @@ def count(experts_BTK: Tensor, n_experts: int) -> Tensor:
     return picked_BP.new_zeros(picked_BP.shape[0], n_experts).scatter_add_(1, picked_BP, torch.ones_like(picked_BP))
 
 
-def within_capacity(experts_BTK: Tensor, n_experts: int, capacity: int) -> Tensor:
+def within_capacity(experts_BTK: Tensor, n_experts: int, capacity: int, sequences: WholeSequences) -> Tensor:
     """Which pairs are among the first `capacity` of their expert in their sequence, in the order of tokens; (B, T, K).
 
     The sequence is the group that capacity is counted in, so that what is dropped does not depend on which sequences
@@ -132,7 +151,7 @@ def within_capacity(experts_BTK: Tensor, n_experts: int, capacity: int) -> Tenso
     """
     shape = (*experts_BTK.shape[:2], n_experts)
     picked_BTE = torch.zeros(shape, dtype=torch.int32, device=experts_BTK.device).scatter_(-1, experts_BTK, 1)
-    return picked_BTE.cumsum(1).gather(-1, experts_BTK) <= capacity
+    return sequences.places(picked_BTE).gather(-1, experts_BTK) <= capacity
 
 
 class MoE(nn.Module):
@@ -159,7 +178,7 @@ class MoE(nn.Module):
         experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
         rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])
-        rows_RD = dispatch(x_BTD.flatten(0, 1), rows, kept_NK)
+        rows_RD = dispatch(x_BTD.flatten(0, 1), rows)
         outputs = self.run_experts(self.experts, rows_RD, routing.given_E)
         shared_BTD = None if self.shared is None else self.shared(x_BTD)
         y_BTD = combine(outputs(), weights_NK, rows).view_as(x_BTD)

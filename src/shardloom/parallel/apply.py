@@ -16,6 +16,7 @@ from shardloom.parallel.initialise import materialise
 from shardloom.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh
 from shardloom.parallel.model import ParallelModel
 from shardloom.parallel.pipeline import Pipeline, Stage
+from shardloom.parallel.routing import count_whole_sequences
 from shardloom.parallel.run import OneByOne, Runner
 from shardloom.parallel.stage import StageModel, cut_stages
 from shardloom.parallel.stage_data import StageEngine, StageReplicas, StageShards
@@ -57,6 +58,7 @@ def apply(
         if layout.cp > 1:
             for block in blocks:
                 block.attention.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
+        count_whole_sequences(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep)
         if layout.recompute == "full":

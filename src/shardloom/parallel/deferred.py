@@ -3,18 +3,21 @@
 The backward pass of a matrix product has two halves, dx = dy W and dW = dy^T x. Only dx is waited for by the stage
 before, so a schedule may put dW where a rank would otherwise be idle (Qi et al., arXiv 2401.10241, section 2). While
 `hold` is on, products leave their dW with a `WeightGradients` instead of computing it; `take` gives what was left,
-to be called once. Everything else (norms, biases, embeddings) is cheap and stays in the first half.
+to be called once. Everything else (norms, biases, embeddings, routers) is cheap and stays in the first half.
 
-Shapes: N = B x T rows of tokens, D inputs, F outputs.
+Shapes: N = B x T rows of tokens, D inputs, F outputs; of grouped products R rows sorted by expert, E experts.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shardloom.model.experts import Experts, grouped_product, weights_product
 
 
 class WeightGradients:
@@ -22,7 +25,7 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._holding = False
-        self._left: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -33,12 +36,13 @@ class WeightGradients:
         finally:
             self._holding = False
 
-    def product(self, weight_FD: Tensor, dy_NF: Tensor, x_ND: Tensor) -> Tensor | None:
-        """dy^T x, the gradient of `weight_FD`; None if it is left for later."""
+    def product(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None) -> Tensor | None:
+        """dy^T x, the gradient of `weight` (F, D), of dy_NF and x_ND; of `weight` (E, F, D), where `counts_E` says how
+        many of the rows dy_RF and x_RD are for each expert. None if it is left for later."""
         if not self._holding:
-            return dy_NF.T @ x_ND
+            return _weight_gradient(dy, x, counts_E)
         # Detached, or the whole graph would stay, and with it the stage's input and its gradient.
-        self._left.append((weight_FD, dy_NF.detach(), x_ND.detach()))
+        self._left.append((weight, dy.detach(), x.detach(), counts_E))
         return None
 
     def take(self) -> Callable[[], None]:
@@ -52,23 +56,31 @@ class WeightGradients:
         return compute
 
 
+def _weight_gradient(dy: Tensor, x: Tensor, counts_E: Tensor | None) -> Tensor:
+    return dy.T @ x if counts_E is None else weights_product(dy, x, counts_E)
+
+
 @torch.no_grad()
-def _add_product(weight_FD: Tensor, dy_NF: Tensor, x_ND: Tensor) -> None:
-    if not weight_FD.is_leaf:  # the plain tensor under a DTensor: autograd knows the way to the parameter
-        torch.autograd.backward(weight_FD, dy_NF.T @ x_ND)
-    elif weight_FD.grad is None:
-        weight_FD.grad = dy_NF.T @ x_ND
+def _add_product(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None) -> None:
+    if not weight.is_leaf:  # the plain tensor under a DTensor: autograd knows the way to the parameter
+        torch.autograd.backward(weight, _weight_gradient(dy, x, counts_E))
+    elif weight.grad is None:
+        weight.grad = _weight_gradient(dy, x, counts_E)
+    elif counts_E is None:
+        weight.grad.addmm_(dy.T, x)
     else:
-        weight_FD.grad.addmm_(dy_NF.T, x_ND)
+        weight.grad.add_(weights_product(dy, x, counts_E))
 
 
 AT_ONCE = WeightGradients()
 """For models whose backward pass is in one piece: nothing is ever held."""
 
 
-def defer_linears(model: nn.Module, gradients: WeightGradients) -> None:
-    """Let every linear of a model, in place, leave its weight's gradient with `gradients` when that holds."""
+def defer_products(model: nn.Module, gradients: WeightGradients) -> None:
+    """Let linears and experts of a model, in place, leave their weights' gradients with `gradients` when that holds."""
     for module in list(model.modules()):
+        if isinstance(module, Experts):
+            module.product = partial(grouped_product, weight_gradient=gradients.product)
         for name, child in module.named_children():
             if type(child) is nn.Linear:
                 setattr(module, name, DeferredLinear(child, gradients))

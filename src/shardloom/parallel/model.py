@@ -17,7 +17,7 @@ from shardloom.parallel.copies import sum_copies
 from shardloom.parallel.mesh import Groups
 from shardloom.parallel.run import Runner
 from shardloom.parallel.stage_copies import StageCopies, Twins
-from shardloom.split.sequence import spans
+from shardloom.split.sequence import held_by
 from shardloom.split.table import vocabulary_rows
 
 
@@ -94,11 +94,7 @@ class ParallelModel:
 
     def positions(self, seq_len: int) -> Tensor:
         """The places in the sequence of the tokens that this rank holds, in its order."""
-        layout = self.layout
-        if layout.cp == 1:
-            return torch.arange(seq_len)
-        ring, ulysses = self._coordinate("cp_ring"), self._coordinate("cp_ulysses")
-        held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, ring, ulysses)
+        held = held_by(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
         return torch.cat([torch.arange(span.start, span.stop, span.step) for span in held])
 
     def sum_over_losses(self, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardloom.model.spec import ModelSpec
 from shardloom.model.transformer import Transformer
-from shardloom.parallel.deferred import WeightGradients, defer_linears, deferred_linear
+from shardloom.parallel.deferred import WeightGradients, defer_products, deferred_linear
 
 
 class StageModel(Transformer):
@@ -63,5 +63,5 @@ def cut_stages(
     stages = [StageModel(whole, number, layers[number], len(layers)) for number in numbers]
     if defer:
         for stage in stages:
-            defer_linears(stage, stage.gradients)
+            defer_products(stage, stage.gradients)
     return stages

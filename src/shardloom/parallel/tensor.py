@@ -19,8 +19,13 @@ and with it, on token shards, all tokens exist only between the two products:
 The second pair of all-gathers in the backward pass is the price of not keeping the gathered inputs. Sources: Shoeybi
 et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.
 
-Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary. In the
-feed-forward network, which looks at each token alone, (B, T, F) may be (n B, t, F): see `TensorAxis.by_rank`.
+Latent attention has its column products behind narrow ones (`q_down`, `kv_down`), which every rank makes of the tokens
+that it holds. So what is gathered or summed, in three collectives in the place of one, are the latent vectors and the
+key that all heads share: fewer elements a token than D, and other tensors than those that the narrow products read.
+
+Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary, P
+elements of a key that all heads share. In the feed-forward network, which looks at each token alone, (B, T, F) may be
+(n B, t, F): see `TensorAxis.by_rank`.
 """
 
 from collections.abc import Sequence
@@ -96,6 +101,8 @@ def split_model(
                     setattr(module, name, ColumnLinear(getattr(module, name), shared))
             elif there and row.how[0] == "row":
                 setattr(module, there[0], RowLinear(getattr(module, there[0]), axis if row.mixes_tokens else unordered))
+            elif there and row.how[0] == "every_head":
+                setattr(module, there[0], ForEveryHead(axis))
     rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
     if model.embedding is not None:  # a stage has what it needs of embedding, norm and head
         model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
@@ -218,6 +225,23 @@ class RowLinear(nn.Module):
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
+class ForEveryHead(nn.Module):
+    """Something that all heads read, for this rank's; (B, T, P) or, on token shards, (B, t, P) -> (B, T, P).
+
+    It comes of a product that every rank makes alike, so what it leaves to do is what a column-parallel linear does
+    around its own: tokens are gathered, and its gradient summed over the heads of all ranks.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    @torch.compiler.disable
+    def forward(self, x_BTP: Tensor) -> Tensor:
+        shared_BTP: Tensor = _SharedByHeads.apply(x_BTP, self.axis)
+        return shared_BTP
+
+
 class VocabularyEmbedding(nn.Module):
     """An embedding of which this rank has the rows `rows`; tokens (B, T) -> (B, T, D) or, on shards, (B, t, D)."""
 
@@ -313,6 +337,21 @@ class _RowProduct(torch.autograd.Function):
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         dweight = ctx.axis.gradients.product(ctx.weight, dy_BTD.flatten(0, 1), x_BTF.flatten(0, 1))
         return dy_BTD @ weight_DF, dweight, None
+
+
+class _SharedByHeads(torch.autograd.Function):
+    """All tokens on every rank; backward, the sum of what each found for its own heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTP: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return axis.start_gather(x_BTP).wait() if axis.token_shards else x_BTP.view_as(x_BTP)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTP: Tensor) -> tuple[Tensor, None]:
+        # A copy, for the sum is in place and this tensor may be the gradient of something else too.
+        own_BTP = dy_BTP.clone(memory_format=torch.contiguous_format)
+        return ctx.axis.start_sum(own_BTP).wait(), None
 
 
 class _SumOfRows(torch.autograd.Function):

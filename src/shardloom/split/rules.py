@@ -72,9 +72,7 @@ def _heads_divide(heads: int, kv: int, degree: int) -> bool:
 
 
 def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    moe, latent = spec.moe, spec.latent_attention
-    if latent is not None and layout.tp > 1:
-        yield f"layout.tp={layout.tp} with model.latent_attention, whose heads cannot be dealt out yet; valid: tp=1"
+    moe = spec.moe
     if moe is None:
         if layout.ep > 1:
             yield f"layout.ep={layout.ep} deals out experts, and the model has none (model.moe); leave it out"
@@ -90,16 +88,6 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         yield (
             f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
             f"tokens would each send all of them to the experts"
-        )
-    cut = {"cp": layout.cp, "tp": layout.tp}
-    whole = moe.capacity_factor or (moe.aux_loss and moe.aux_scope == "sequence")
-    if whole and max(cut.values()) > 1:
-        axes = " and ".join(f"layout.{axis}={n}" for axis, n in cut.items() if n > 1)
-        deal = "deal" if min(cut.values()) > 1 else "deals"
-        yield (
-            f"{axes} {deal} out the tokens of a sequence, and model.moe.capacity_factor and "
-            f"model.moe.aux_scope='sequence' look at the whole of it; valid: cp=1 and tp=1, or capacity_factor=0 with "
-            f"aux_loss=0 or aux_scope='batch'"
         )
     share = layout.expert_dp_shard
     if layout.zero and layout.ep * layout.tp > 1 and (experts // layout.ep) % share:

@@ -15,6 +15,8 @@ token attends to those before it, so later tokens are dearer, and how they are d
 
 from collections.abc import Iterator
 
+from shardloom.layout import Layout
+
 METHODS = ("ring", "zigzag", "allgather", "ulysses", "usp")
 ZIGZAG = ("zigzag", "allgather", "usp")
 
@@ -28,6 +30,17 @@ def spans(method: str, seq_len: int, ring: int, ulysses: int, ring_rank: int, ul
     tokens, left = divmod(seq_len // ring, ulysses)
     assert left == 0, f"{seq_len} tokens do not divide by a ring of {ring} times {ulysses}"
     return list(_cut(held, ulysses_rank * tokens, tokens))
+
+
+def held_by(layout: Layout, seq_len: int, rank: int, *, token_shard: bool = False) -> list[range]:
+    """The positions of the tokens that a rank of the world holds, in its order; with `token_shard` those of its share
+    of them under sequence parallelism."""
+    at = layout.coordinates(rank)
+    held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
+    if token_shard:
+        share = seq_len // (layout.cp * layout.tp)
+        held = list(_cut(held, at["tp"] * share, share))
+    return held
 
 
 def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:

@@ -9,6 +9,7 @@
 |            | rows dealt out: head                  | all features              | logits of its share of the ids  |
 | tokens     | a copy on every rank                  | every token, or under sequence parallelism its shard ||
 | heads      | a copy on every rank                  | its share of the heads    | its share of the heads          |
+| every_head | none                                  | as `tokens`               | every token, for its heads      |
 | experts    | not cut over tp: dealt out over ep    | rows of the tokens that picked them | rows of the same tokens |
 
 Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2
@@ -20,7 +21,7 @@ from typing import Literal
 
 from shardloom.layout import Layout
 
-How = Literal["column", "kv_column", "row", "vocabulary", "tokens", "heads", "experts"]
+How = Literal["column", "kv_column", "row", "vocabulary", "tokens", "heads", "every_head", "experts"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ DECODER = (
     Split("layers.*.attention", ("k_norm",), ("heads",)),
     Split("layers.*.attention", ("o",), ("row",), mixes_tokens=True),
     Split("layers.*.attention", ("q_down", "q_latent_norm", "kv_down", "kv_latent_norm"), ("tokens",) * 4),
-    Split("layers.*.attention", ("q_up", "kv_up"), ("column", "column"), mixes_tokens=True),
+    Split("layers.*.attention", ("q_up",), ("column",), mixes_tokens=True),
+    Split("layers.*.attention", ("kv_up",), ("column",), mixes_tokens=True),
+    Split("layers.*.attention", ("rotated_key",), ("every_head",), mixes_tokens=True),
     Split("layers.*", ("ffn_norm",), ("tokens",)),
     Split("layers.*.ffn", ("gate", "up"), ("column", "column")),
     Split("layers.*.ffn", ("down",), ("row",)),
