@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
 from shardloom.schedule import build
@@ -112,26 +114,27 @@ def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
 
     The last stage has the head, the first the embedding, which is a copy and counts the bytes it moves as FLOPs.
     """
-    square = 3 * _square(spec, seq_len)
-    upto = [0.0, *accumulate(3 * _products(spec, layer) + square for layer in range(spec.n_layers))]
-
-    def work(stage: int, begin: int, end: int) -> float:
-        ends = (3.0 * spec.d_model if stage == 0 else 0.0) + (
-            6.0 * spec.vocab_size * spec.d_model if stage == n_stages - 1 else 0.0
-        )
-        return upto[end] - upto[begin] + ends
-
-    # For the layers up to each: the most work of a stage, the sum of squares, and how many layers each stage has.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    layers = [3 * (_products(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
+    upto = np.array([0.0, *accumulate(layers)])
+    # [begin, end]: the work of the layers between, inf where there are none.
+    number = np.arange(len(upto))
+    between = np.where(number[:, None] < number, upto - upto[:, None], np.inf)
+    # For the layers up to each: the most work of a stage and the sum of squares; and where its last stage begins.
+    most, squares = np.full(len(upto), np.inf), np.full(len(upto), np.inf)
+    most[0] = squares[0] = 0.0
+    begins = []
     for stage in range(n_stages):
-        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, spec.n_layers - (n_stages - 1 - stage) + 1):
-            for begin, (most, squares, counts) in best.items():
-                if begin >= end:
-                    break
-                here = work(stage, begin, end)
-                found = (max(most, here), squares + here * here)
-                if end not in longer or found < longer[end][:2]:
-                    longer[end] = (*found, (*counts, end - begin))
-        best = longer
-    return best[spec.n_layers][2]
+        first, last = stage == 0, stage == n_stages - 1
+        ends = first * 3.0 * spec.d_model + last * 6.0 * spec.vocab_size * spec.d_model
+        here = between + ends
+        mosts = np.maximum(most[:, None], here)
+        most = mosts.min(axis=0)
+        sums = np.where(mosts == most, squares[:, None] + here * here, np.inf)
+        begins.append(sums.argmin(axis=0))
+        squares = sums.min(axis=0)
+    counts, end = [], spec.n_layers
+    for begin_of in reversed(begins):
+        begin = int(begin_of[end])
+        counts.append(end - begin)
+        end = begin
+    return tuple(reversed(counts))

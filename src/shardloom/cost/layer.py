@@ -1,0 +1,276 @@
+"""Seconds of a layer's passes on one rank, by kind of work.
+
+A microbatch passes a layer forward (F), backward for its input (I) and for its weights (W), and under recomputation a
+second time forward within I. Every kind is priced on its own, so that the parts of a step add up.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardloom.cost.collectives import all_gather, all_reduce, all_to_all, point_to_point, reduce_scatter
+from shardloom.cost.job import RECOMPUTE, Candidates, Floats, Job
+from shardloom.cost.products import (
+    Product,
+    attention_products,
+    dense_products,
+    expert_products,
+    head_product,
+    reached_flops_per_s,
+)
+
+CAST_BYTES = 5.0
+"""Moved for each element cast to fp8: read for the largest (2), read (2) and written (1)."""
+SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+MERGE_BYTES = 10.0
+"""Moved for each element of attention's result at a hop of the ring: a sum in fp32 read and written, a part read."""
+EXPERT_LAUNCHES = 1.6
+"""Kernels of a layer with experts for each of a plain one: the router, sorting, and two all-to-alls come on top."""
+BACKWARD_TRAFFIC = 1.5
+"""Bytes that an element-wise operation moves backward for each forward: two inputs instead of one, and one result."""
+FLASH_BACKWARD = 2.5 / 0.85
+"""Seconds of fused attention backward for each forward: five products instead of two (Dao, arXiv 2307.08691, section
+3), at 0.85 of the rate (figures 5 and 6 there)."""
+
+
+@dataclass
+class Passes:
+    """Seconds of F, I and W of one microbatch, by kind of work: each an array (n,). Kinds add up."""
+
+    forward: dict[str, Floats] = field(default_factory=dict)
+    backward_input: dict[str, Floats] = field(default_factory=dict)
+    weight: dict[str, Floats] = field(default_factory=dict)
+
+    def add(self, kind: str, forward: ArrayLike, backward_input: ArrayLike, weight: ArrayLike = 0.0) -> None:
+        """More seconds of a kind."""
+        for part, seconds in ((self.forward, forward), (self.backward_input, backward_input), (self.weight, weight)):
+            part[kind] = part.get(kind, 0.0) + np.asarray(seconds, dtype=np.float64)
+
+    @property
+    def totals(self) -> tuple[Floats, Floats, Floats]:
+        """Seconds of F, I and W."""
+        return tuple(sum(part.values(), np.zeros(1)) for part in (self.forward, self.backward_input, self.weight))  # type: ignore[return-value]
+
+
+def reached_bytes_per_s(job: Job) -> float:
+    """What element-wise kernels of the stack reach of the memory's bandwidth."""
+    chip = job.cluster.accelerator
+    reached = chip.memory_bytes_per_s * chip.memory_share * job.calibration.memory_share
+    return reached * job.stack.speed.kernel_share
+
+
+def tokens_of(job: Job, of: Candidates) -> Floats:
+    """Tokens of a microbatch on one rank of cp."""
+    return np.asarray(of.micro_batch * job.seq_len / of.cp)
+
+
+def layer(job: Job, of: Candidates, *, experts: bool) -> Passes:
+    """One layer, with a feed-forward network or a mixture of experts."""
+    passes = Passes()
+    tokens = tokens_of(job, of)
+    inner = expert_products if experts else dense_products
+    _multiply(passes, job, [*attention_products(job, of, tokens), *inner(job, of, tokens)])
+    _attend(passes, job, of, tokens)
+    _elementwise(passes, job, of, tokens, experts=experts)
+    _tensor(passes, job, of, tokens)
+    _context(passes, job, of, tokens)
+    if experts:
+        _dispatch(passes, job, of, tokens)
+    _recompute(passes, job, of)
+    _launch(passes, job, of, experts=experts)
+    return passes
+
+
+def head(job: Job, of: Candidates) -> Passes:
+    """Final norm, logits and loss. Logits pass the memory in 16 bits from the product and several times in fp32."""
+    passes = Passes()
+    tokens = tokens_of(job, of)
+    _multiply(passes, job, [head_product(job, of, tokens)])
+    logits = tokens * job.model.vocab_size / of.tp
+    _move(passes, job, job.stack.speed.loss_bytes * logits / 2, job.stack.speed.loss_bytes * logits / 2)
+    return passes
+
+
+def embedding(job: Job, of: Candidates) -> Passes:
+    """Rows looked up, and their gradients added up."""
+    passes = Passes()
+    rows = tokens_of(job, of) * job.model.d_model * job.element_bytes
+    _move(passes, job, 2 * rows, 2 * rows)
+    seconds = _tp_collective(job, of, rows)
+    passes.add("tensor parallel", seconds, np.zeros_like(seconds))
+    return passes
+
+
+def _multiply(passes: Passes, job: Job, products: Iterable[Product]) -> None:
+    """Products of weights, forward and for both gradients. In fp8 their inputs are cast first, each from 16 bits."""
+    those = list(products)
+
+    def seconds(pick: Callable[[Product], Product]) -> Floats:
+        return sum((pick(each).seconds(job) for each in those), np.asarray(0.0))
+
+    passes.add(
+        "matrix products",
+        seconds(lambda each: each),
+        seconds(lambda each: each.for_input),
+        seconds(lambda each: each.for_weight),
+    )
+    if job.precision == "fp8":
+        cast = [each for each in those if not each.precision]
+        forward = sum((each.batch * each.k * (each.m + each.n) for each in cast), np.asarray(0.0))
+        backward = sum((each.batch * each.m * (each.k + each.n) for each in cast), np.asarray(0.0))
+        _move(passes, job, CAST_BYTES * forward, CAST_BYTES * backward)
+
+
+def _move(passes: Passes, job: Job, forward_bytes: ArrayLike, backward_bytes: ArrayLike) -> None:
+    """Operations that memory bounds: bytes / (bandwidth x share reached)."""
+    rate = reached_bytes_per_s(job)
+    passes.add("element-wise", np.asarray(forward_bytes) / rate, np.asarray(backward_bytes) / rate)
+
+
+def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
+    """Scores and their product with values. Fused attention runs the half that a causal mask leaves, at a share of the
+    peak that grows with the width of a head; stored scores run the whole square as batched products, and pass the
+    memory between them."""
+    spec, fitted = job.model, job.calibration
+    heads = spec.n_heads / of.tp
+    width = (spec.qk_dim + spec.head_dim) / 2
+    square_flops = 4.0 * tokens * job.seq_len * heads * width
+    if job.stack.flash_attention:
+        share = fitted.flash(job.cluster.accelerator.name) * width / (width + fitted.flash_width)
+        rate = reached_flops_per_s(job, job.wide_precision) * share * job.stack.speed.flash_gain
+        # What a mask leaves of the blocks on the diagonal counts whole.
+        flops = square_flops * (0.5 + 64 / job.seq_len)
+        passes.add("attention", flops / rate, flops * FLASH_BACKWARD / rate)
+        return
+    queries, keys, batch = job.seq_len / of.cp, float(job.seq_len), of.micro_batch * heads
+    products = [
+        Product(queries, spec.qk_dim, keys, batch, job.wide_precision),
+        Product(queries, keys, spec.head_dim, batch, job.wide_precision),
+    ]
+    forward = sum(each.seconds(job) for each in products)
+    backward = sum(each.for_input.seconds(job) + each.for_weight.seconds(job) for each in products)
+    scores = tokens * job.seq_len * heads
+    rate = reached_bytes_per_s(job)
+    passes.add(
+        "attention",
+        np.asarray(forward + fitted.score_bytes * scores / rate),
+        np.asarray(backward + fitted.score_bytes_backward * scores / rate),
+    )
+
+
+def _elementwise(passes: Passes, job: Job, of: Candidates, tokens: Floats, *, experts: bool) -> None:
+    """Norms, residuals, activation, rotation, and the rearranging of heads and of tokens for their experts."""
+    spec, speed = job.model, job.stack.speed
+    scale = job.element_bytes / 2
+    outside = tokens / of.token_shards * spec.d_model
+    heads = tokens * spec.n_heads * spec.head_dim / of.tp
+    queries_keys = tokens * spec.qk_dim * (spec.n_heads + spec.n_kv_heads) / of.tp
+    branch_bytes = (speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes) + speed.residual_bytes
+    if spec.dropout:
+        branch_bytes += speed.dropout_bytes
+    moved = 2 * outside * branch_bytes + heads * speed.heads_bytes
+    if spec.positions == "rope":
+        moved = moved + queries_keys * speed.rope_bytes
+    if experts:
+        assert spec.moe is not None
+        rows = tokens / of.tp * spec.moe.top_k
+        inner = rows * spec.moe.d_ffn + tokens * spec.moe.d_ffn * spec.moe.n_shared / of.tp
+        moved = moved + inner * speed.gated_bytes + rows * spec.d_model * speed.permute_bytes
+    elif spec.activation == "swiglu":
+        moved = moved + tokens * spec.d_ffn / of.tp * speed.gated_bytes
+    else:
+        moved = moved + tokens * spec.d_ffn / of.tp * speed.gelu_bytes
+    _move(passes, job, scale * moved, scale * moved * BACKWARD_TRAFFIC)
+
+
+def _tp_collective(job: Job, of: Candidates, n_bytes: Floats) -> Floats:
+    """An all-reduce over tp, or the all-gather and the reduce-scatter that take its place on token shards."""
+    tp, stride = of.tp, np.ones_like(of.tp)
+    whole = all_reduce(job.cluster, n_bytes, tp, stride)
+    parts = all_gather(job.cluster, n_bytes, tp, stride) + reduce_scatter(job.cluster, n_bytes, tp, stride)
+    return np.where(of.sequence_parallel, parts, whole)
+
+
+def _tensor(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
+    """Two sums over tp forward and two backward, each of tokens x d_model.
+
+    What a stack hides backward is the sum of a product's input gradients, beside the product for its weights: all of it
+    where that is an all-reduce; on token shards the reduce-scatter, while the all-gather that the other product begins
+    with has nothing beside it. A stack that cuts products and messages into pieces hides them in both directions, but
+    for the first piece.
+    """
+    speed = job.stack.speed
+    each = _tp_collective(job, of, tokens * job.model.d_model * job.element_bytes)
+    forward, backward = 2 * each, 2 * each
+    if speed.hides_tp:
+        beside = passes.forward["matrix products"]
+        forward, backward = (hidden(time, beside, speed.interference, time / of.tp) for time in (forward, backward))
+    elif speed.hides_tp_backward:
+        open_share = np.where(of.sequence_parallel, 0.5, 0.0)
+        beside = passes.weight["matrix products"]
+        backward = open_share * backward + hidden((1 - open_share) * backward, beside, speed.interference)
+    passes.add("tensor parallel", forward, backward)
+
+
+def hidden(message_s: Floats, beside_s: Floats, interference: float, least_s: Floats | float = 0.0) -> Floats:
+    """What a message adds to work that it runs beside: what sticks out, at least `least_s`, and the share of the rest
+    by which it slows the work."""
+    return np.maximum(message_s - beside_s, least_s) + interference * np.minimum(message_s, beside_s)
+
+
+def _context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
+    """Keys and values go round a ring beside attention, with their gradients on the way back, and what each hop gives
+    is merged into the result by its log-sum-exp; or heads are dealt out by all-to-alls of queries, keys, values and
+    results, which nothing hides."""
+    if np.all(of.cp == 1):
+        return
+    spec = job.model
+    kv = 2 * tokens * np.maximum(spec.n_kv_heads / of.tp, 1) * spec.head_dim * job.element_bytes
+    if of.cp_method == "ulysses":
+        q = 2 * tokens * spec.n_heads / of.tp * spec.head_dim * job.element_bytes
+        seconds = all_to_all(job.cluster, kv + q, of.cp, of.tp)
+        passes.add("context parallel", seconds, seconds)
+        return
+    hop = point_to_point(job.cluster, kv, of.cp, of.tp)
+    beside = passes.forward["attention"] / of.cp
+    beside_back = passes.backward_input["attention"] / of.cp
+    merge = MERGE_BYTES * tokens * spec.n_heads * spec.head_dim / of.tp / reached_bytes_per_s(job)
+    hops = of.cp - 1
+    passes.add(
+        "context parallel",
+        hops * (np.maximum(hop - beside, 0) + merge),
+        hops * (np.maximum(2 * hop - beside_back, 0) + merge),
+    )
+
+
+def _dispatch(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
+    """Tokens to their experts and back: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model."""
+    spec = job.model
+    assert spec.moe is not None
+    rows = tokens / of.tp * spec.moe.top_k
+    seconds = 2 * all_to_all(job.cluster, rows * spec.d_model * job.element_bytes, of.ep, np.ones_like(of.ep))
+    passes.add("expert parallel", seconds, seconds)
+
+
+def _recompute(passes: Passes, job: Job, of: Candidates) -> None:
+    """What I computes again: the whole forward pass, or selectively what attention makes between its products, or all
+    but attention, every other product and half of the messages (torchtitan's list)."""
+    once = passes.forward
+    whole = sum(once.values(), np.asarray(0.0))
+    selective = once["attention"]
+    if job.stack.selective != "scores":
+        selective = (once["matrix products"] + once["tensor parallel"]) / 2 + once["element-wise"]
+    again = np.select([of.recompute == FULL, of.recompute == SELECTIVE], [whole, selective], 0.0)
+    passes.add("recomputation", np.zeros_like(again), again)
+
+
+def _launch(passes: Passes, job: Job, of: Candidates, *, experts: bool) -> None:
+    """The processor hands out kernels one by one; a pass takes no less time than that, however small its work."""
+    forward = job.stack.speed.launch_s * (EXPERT_LAUNCHES if experts else 1.0)
+    again = np.where(of.recompute == FULL, forward, 0.0)
+    total_f, total_i, total_w = passes.totals
+    wait_f = np.maximum(forward - total_f, 0)
+    wait_b = np.maximum(forward * job.stack.speed.launch_backward + again - total_i - total_w, 0)
+    passes.add("launch", wait_f, wait_b)

@@ -1,0 +1,185 @@
+"""How long a step takes, and where the time goes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardloom.cost import idle, parameters, pipeline
+from shardloom.cost.collectives import all_gather, all_reduce, point_to_point, reduce_scatter
+from shardloom.cost.idle import StageTimes, busy
+from shardloom.cost.job import Candidates, Floats, Ints, Job
+from shardloom.cost.layer import Passes, embedding, head, hidden, layer, reached_bytes_per_s, tokens_of
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of each candidate, arrays of shape (n,). `parts` add up to `total_s`, in the order in which
+    they are shown; each is what its kind of work adds to the step, not how long it takes where it is hidden.
+
+    Work is that of the rank of `pp` that has most of it; "bubble" is the time in which that rank waits for others.
+    """
+
+    parts: dict[str, Floats]
+
+    @property
+    def total_s(self) -> Floats:
+        """(n,) seconds."""
+        return np.asarray(sum(self.parts.values(), np.zeros(())))
+
+
+def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> StepTime:
+    """Seconds of a step. With `simulated` the pipeline's schedule is run on paper for each candidate; without, its
+    idle time is a lower bound, some hundred times faster to get: no candidate is faster than its bound."""
+    of = candidates
+    m = of.microbatches(job.global_batch)
+    stages = StagePasses(job, of)
+    times = stages.times()
+    work = busy(of, times, m)
+    run = idle.simulated if simulated else idle.least
+    span = run(of, times, m, staggered_steps=job.stack.speed.staggered_steps)
+    most = work.argmax(axis=1)
+    parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
+    parts["pipeline"] = span - np.take_along_axis(work, most[:, None], 1)[:, 0]
+    forward, backward = stages.passes_of_rank(most)
+    parts["data parallel"] = data_parallel(job, of, m, forward, backward)
+    parts["optimizer"] = optimizer(job, of)
+    parts["stragglers"] = stragglers(job, of) * StepTime(parts).total_s
+    return StepTime(parts)
+
+
+class StagePasses:
+    """Seconds of the passes of one microbatch in every stage, by kind of work."""
+
+    def __init__(self, job: Job, of: Candidates) -> None:
+        self.job, self.of = job, of
+        cut = pipeline.stages(job, of)
+        self.n_stages = len(cut.layers)
+        first, last = np.zeros_like(cut.plain), np.zeros_like(cut.plain)
+        first[0], last[-1] = 1, 1
+        self.work: list[tuple[Passes, Ints]] = [(embedding(job, of), first), (head(job, of), last)]
+        if cut.plain.any():
+            self.work.append((layer(job, of, experts=False), cut.plain))
+        if cut.mixtures.any():
+            self.work.append((layer(job, of, experts=True), cut.mixtures))
+
+    def times(self) -> StageTimes:
+        """What the pipeline is simulated with."""
+        shape = (len(self.of), self.n_stages)
+        f, i, w = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for passes, count in self.work:
+            for into, seconds in zip((f, i, w), passes.totals, strict=True):
+                into += seconds[..., None] * count
+        message = np.zeros(len(self.of))
+        if self.of.pp > 1:
+            n_bytes = tokens_of(self.job, self.of) * self.job.model.d_model * self.job.element_bytes
+            stride = self.of.world // self.of.pp
+            cut = self.of.tp if self.job.stack.speed.scatters_messages else self.of.token_shards
+            message = (
+                point_to_point(self.job.cluster, n_bytes / cut, self.of.pp, stride) + self.job.stack.speed.message_s
+            )
+            if self.job.stack.speed.blocking_sends:
+                f += message[:, None]
+                i += message[:, None]
+        return StageTimes(f, i, w, message)
+
+    def of_rank(self, rank: Ints) -> dict[str, Floats]:
+        """Seconds of one microbatch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
+        found: dict[str, Floats] = {}
+        for passes, count in self.work:
+            share = self._share(count)[rank]
+            for part in (passes.forward, passes.backward_input, passes.weight):
+                for kind, seconds in part.items():
+                    found[kind] = found.get(kind, 0.0) + seconds * share
+        if self.job.stack.speed.blocking_sends and self.of.pp > 1:
+            n_stages = self._share(np.ones(self.n_stages, dtype=int))[rank]
+            found["messages"] = 2 * self.times().message * n_stages
+        return found
+
+    def passes_of_rank(self, rank: Ints) -> tuple[Floats, Floats]:
+        """Seconds of one microbatch forward and backward on a rank of each candidate."""
+        forward, backward = np.zeros(len(self.of)), np.zeros(len(self.of))
+        for passes, count in self.work:
+            share = self._share(count)[rank]
+            f, i, w = passes.totals
+            forward += f * share
+            backward += (i + w) * share
+        return forward, backward
+
+    def _share(self, count: Ints) -> Floats:
+        """(R,): of what every stage has `count`, how much a microbatch meets on each rank, all ways averaged."""
+        ways = idle.ways_of(self.of)
+        found = np.zeros(self.of.pp)
+        for way in ways:
+            np.add.at(found, list(way), count / len(ways))
+        return found
+
+
+def data_parallel(job: Job, of: Candidates, m: Ints, forward: Floats, backward: Floats) -> Floats:
+    """What communication over the data axes adds to a step.
+
+    zero 0: gradients are all-reduced; 1: reduce-scattered, and changed weights gathered; 2: reduce-scattered for every
+    microbatch; 3: weights gathered for every pass of a microbatch instead. A stack that overlaps hides it beside the
+    passes of the microbatches that it belongs to, but for the last layer's, and pays `interference` for what it hides.
+    """
+    stack, cluster = job.stack, job.cluster
+    dense, experts = rank_parameters(job, of)
+    shards, replicas = of.shards, of.dp_replicate
+    total = np.zeros(len(of))
+    for count, size, stride in (
+        (dense, shards, of.tp),
+        (experts, of.expert_shards, of.ep),
+    ):
+        if not np.any(count):
+            continue
+        weights = count * job.element_bytes
+        gradients = count * stack.speed.reduce_bytes
+        gather = all_gather(cluster, weights, size, stride)
+        scatter = reduce_scatter(cluster, gradients, size, stride)
+        whole = all_reduce(cluster, gradients, size, stride)
+        across = all_reduce(cluster, gradients / np.where(of.zero > 0, size, 1), replicas, size * stride)
+        across = np.where(replicas > 1, across, 0.0)
+        layers = max(job.model.n_layers / of.pp, 1)
+
+        def beside(message_s: Floats, passes_s: Floats, layers: float = layers) -> Floats:
+            if not stack.speed.hides_dp:
+                return message_s
+            return hidden(message_s, passes_s, stack.speed.interference, message_s / layers)
+
+        by_zero = [
+            beside(whole + across, backward),
+            beside(scatter + across, backward) + beside(gather, forward),
+            m * beside(scatter + across, backward) + beside(gather, forward),
+            m * (beside(gather, forward) + beside(gather + scatter, backward)) + across,
+        ]
+        if of.pp > 1 and of.zero_pp_gather == "step":
+            by_zero[3] = beside(gather, forward) + beside(scatter + across, backward)
+        total = total + np.select([of.zero == stage for stage in range(4)], by_zero)
+    return total
+
+
+def optimizer(job: Job, of: Candidates) -> Floats:
+    """Adam reads gradients, master weights and moments and writes all but gradients, at the memory's bandwidth; and
+    what a step does once: the norm of the gradients, the loss, the start of the next."""
+    stack = job.stack
+    dense, experts = rank_parameters(job, of)
+    held = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
+    return stack.speed.optimizer_bytes * held / reached_bytes_per_s(job) + stack.speed.step_s
+
+
+def stragglers(job: Job, of: Candidates) -> Floats:
+    """Share by which a step is longer because all wait for the slowest: c log2(world / accelerators of a node).
+
+    c `Calibration.straggler_share`. The largest of n noisy times grows about as the logarithm of n; nodes differ more
+    than the accelerators in one. Ignored: failures, and noise of the network, which grows with its load.
+    """
+    nodes = np.maximum(of.world / job.cluster.node_size, 1)
+    return job.calibration.straggler_share * np.log2(nodes)
+
+
+def rank_parameters(job: Job, of: Candidates) -> tuple[Ints, Ints]:
+    """Dense and expert parameters, each (n,), of the rank of `pp` that has most."""
+    cut = pipeline.stages(job, of)
+    held = parameters.of_ranks(job.model, cut, of.tp, of.ep)
+    each = [part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert)]
+    most = (each[0] + each[1]).argmax(axis=1)[:, None]
+    return tuple(np.take_along_axis(part, most, 1)[:, 0] for part in each)  # type: ignore[return-value]

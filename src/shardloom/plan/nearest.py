@@ -1,0 +1,68 @@
+"""What would make a model fit where no layout does: each change is tried, and named only if it works."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardloom.cost.job import Job
+from shardloom.errors import LayoutError
+from shardloom.plan.search import fits
+
+MOST_TIMES = 256
+"""How many times as many accelerators are tried."""
+SHORTEST = 512
+"""Tokens of a sequence below which none is tried."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change after which a layout fits. `what`: in words."""
+
+    what: str
+    job: Job
+
+
+def remedies(job: Job, memory_margin: float) -> list[Remedy]:
+    """Single changes of the job with each of which some layout fits, the least change of each kind.
+
+    Layout, micro-batch and recomputation are not among them: every choice of those has been searched.
+    """
+
+    def works(changed: Job, margin: float = memory_margin) -> bool:
+        try:
+            return fits(changed, (1 - margin) * changed.cluster.accelerator.memory_bytes)
+        except LayoutError:
+            return False
+
+    found = [
+        next((each for each in kind if works(each.job)), None) for kind in (_larger(job), _shorter(job), _narrower(job))
+    ]
+    remedies = [each for each in found if each is not None]
+    if memory_margin and works(job, 0.0):
+        remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
+    return remedies
+
+
+def _larger(job: Job) -> Iterator[Remedy]:
+    """More accelerators: twice, three times, four times, ... as many."""
+    times = 2
+    while times <= MOST_TIMES:
+        size = job.cluster.size * times
+        cluster = replace(job.cluster, size=size)
+        more = "twice" if times == 2 else f"{times} times"
+        yield Remedy(f"{size} accelerators of the same kind, {more} as many", replace(job, cluster=cluster))
+        times = times + 1 if times < 4 else times * 2
+
+
+def _shorter(job: Job) -> Iterator[Remedy]:
+    """Shorter sequences, of as many tokens a step."""
+    seq_len, global_batch = job.seq_len, job.global_batch
+    while seq_len % 2 == 0 and seq_len // 2 >= SHORTEST:
+        seq_len, global_batch = seq_len // 2, global_batch * 2
+        changed = replace(job, seq_len=seq_len, global_batch=global_batch)
+        yield Remedy(f"--seq-len {seq_len} with --global-batch {global_batch}, as many tokens a step", changed)
+
+
+def _narrower(job: Job) -> Iterator[Remedy]:
+    """Products in 16 bits."""
+    if job.precision == "fp32":
+        yield Remedy("--precision bf16", replace(job, precision="bf16"))

@@ -1,0 +1,139 @@
+"""The fastest layouts that fit: memory of all, a bound on the time of those that fit, and simulation of the best."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardloom.cost import memory
+from shardloom.cost.job import Candidates, Job
+from shardloom.cost.step import StepTime, step_time
+from shardloom.errors import InputError
+from shardloom.plan.choice import Choice, choice_at
+from shardloom.plan.pool import Condition, Pool
+from shardloom.plan.space import groups
+
+MARGIN = 0.1
+"""Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
+TOP = 10
+CELLS = 2**17
+"""Layouts x ranks of `pp` that are evaluated at once: as many as keep the arrays of a formula in the cache."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One layout with what it costs; the schedule is simulated."""
+
+    job: Job
+    choice: Choice
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step, with arrays of one."""
+        return step_time(self.job, self.choice.candidates, simulated=True)
+
+    @cached_property
+    def memory(self) -> memory.Memory:
+        """By rank of `pp`, with arrays of one."""
+        return memory.of(self.job, self.choice.candidates)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return float(self.time.total_s[0])
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Where they go; they add up."""
+        return {kind: float(np.asarray(seconds).reshape(-1)[0]) for kind, seconds in self.time.parts.items()}
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most, with what the allocator cannot use."""
+        return float(self.memory.reserved_bytes[0])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What there is of some layouts: how many, all that fit, and the one that needs least memory, None of none."""
+
+    n_layouts: int
+    pool: Pool
+    nearest: Choice | None
+    nearest_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits."""
+
+    job: Job
+    limit_bytes: float
+    survey: Survey
+    best: list[Priced]
+
+    @property
+    def pool(self) -> Pool:
+        """All layouts that fit."""
+        return self.survey.pool
+
+
+def limit_bytes(job: Job, memory_margin: float) -> float:
+    """What a layout may need. Raises InputError for a margin that is no share."""
+    if not 0 <= memory_margin < 1:
+        raise InputError(f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1")
+    return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
+
+
+def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
+    """The `top` layouts of the whole cluster that train fastest and fit.
+
+    `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
+    of `plan.space` with a simulated schedule would find (`Pool.fastest`).
+
+    Raises LayoutError where no layout can deal out the batch, InputError for a margin that is no share.
+    """
+    limit = limit_bytes(job, memory_margin)
+    found = survey(job, limit)
+    best = [Priced(job, found.pool.choice(number)) for number in found.pool.fastest(top)]
+    return Plan(job, limit, found, best)
+
+
+def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:
+    """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
+
+    `condition`: only of layouts of this kind. Raises LayoutError where no layout can deal out the batch.
+    """
+    kept: list[Candidates] = []
+    bounds, peaks = [np.zeros(0)], [np.zeros(0)]
+    n_layouts, least = 0, np.inf
+    nearest: Choice | None = None
+    for group in _parts(job, condition):
+        needed = memory.reserved_bytes(job, group)
+        n_layouts += len(group)
+        at = int(needed.argmin())
+        if needed[at] < least:
+            nearest, least = choice_at(group, at), float(needed[at])
+        fits = needed <= limit
+        if fits.any():
+            kept.append(group.take(fits))
+            peaks.append(needed[fits])
+            bounds.append(step_time(job, kept[-1], simulated=False).total_s)
+    pool = Pool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
+    return Survey(n_layouts, pool, nearest, float(least))
+
+
+def fits(job: Job, limit: float) -> bool:
+    """Whether any layout needs no more than `limit` bytes; returns at the first that does."""
+    return any((memory.reserved_bytes(job, group) <= limit).any() for group in _parts(job, None))
+
+
+def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
+    """The groups of the space, in parts that the formulas take at once."""
+    for group in groups(job):
+        if condition is not None:
+            group = group.take(condition(group))
+        step = max(1, CELLS // group.pp)
+        for begin in range(0, len(group), step):
+            yield group.take(slice(begin, begin + step))

@@ -1,0 +1,166 @@
+"""Proves what a layer keeps for its backward pass: the published formulas, and what autograd saves of the built model.
+
+Symbols of the formulas: s tokens of a sequence, b sequences, h d_model, a heads, t tp.
+"""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardloom.cost import activations, memory
+from shardloom.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDLOOM
+from shardloom.model.presets import resolve
+from shardloom.model.sections import LatentAttentionSpec
+from shardloom.model.spec import ModelSpec
+from shardloom.model.transformer import Transformer
+from shardloom.units import GiB
+from tests.cost.layouts import GPT, job, one
+
+CSV = Path(__file__).parents[2] / "src/shardloom/plan/measured/korthikanti_activation_memory.csv"
+S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
+SQUARE = 5 * A * S / H
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "recompute", "expected"),
+    [
+        (1, False, "none", 34 + SQUARE),
+        (8, False, "none", 10 + 24 / 8 + SQUARE / 8),
+        (8, True, "none", (34 + SQUARE) / 8),
+        (8, False, "selective", 10 + 24 / 8),
+        (8, True, "selective", 34 / 8),
+        (8, False, "full", 2),
+        (8, True, "full", 2 / 8),
+    ],
+)
+def test_a_gpt_layer_keeps_what_table_2_of_korthikanti_says(tp: int, sequence_parallel: bool, recompute: str, expected):
+    candidates = one(B, recompute, tp=tp, sequence_parallel=sequence_parallel)
+    kept = activations.plain(job(GPT, MEGATRON, S), candidates).kept[0]
+    assert kept == pytest.approx(expected * S * B * H, rel=1e-12)
+
+
+def test_weight_gradients_alone_need_32_sbh_as_zero_bubble_counts():
+    waiting = activations.plain(job(GPT, MEGATRON, S), one(B)).waiting[0]
+    assert waiting == pytest.approx(32 * S * B * H, rel=1e-12)
+
+
+def test_fused_attention_keeps_a_number_for_each_head_and_token_instead_of_the_square():
+    stored, fused = (
+        activations.plain(job(GPT, stack, S), one(B)).kept[0]
+        for stack in (MEGATRON, replace(MEGATRON, flash_attention=True))
+    )
+    assert fused == pytest.approx(34 * S * B * H + 4 * A * S * B)
+    assert stored - fused == pytest.approx((SQUARE * H - 4 * A) * S * B)
+
+
+def figure(number: int) -> list[dict[str, str]]:
+    with CSV.open() as file:
+        return [row for row in csv.DictReader(file) if row["kind"].startswith(f"fig{number}")]
+
+
+# Sequences of a microbatch, pp, stages of a rank (Korthikanti et al., table 3); tp is 8.
+RUNS = {"22B": (4, 1, 1), "175B": (1, 8, 3), "530B": (1, 35, 3), "1T": (1, 64, 1)}
+
+
+@pytest.mark.parametrize("row", figure(1), ids=lambda row: f"{row['model']} {row['kind']} {row['mode']}")
+def test_memory_is_that_of_figure_1_of_korthikanti(row: dict[str, str]):
+    micro_batch, pp, virtual = RUNS[row["model"]]
+    schedule = "interleaved-1f1b" if virtual > 1 else "1f1b"
+    lean = row["mode"] == "seqsel"
+    spec = replace(resolve(f"gpt-{row['model'].lower()}"), dropout=0.1)
+    layers = (spec.n_layers // (pp * virtual),) * pp * virtual if pp > 1 else None
+    candidates = one(
+        micro_batch,
+        "selective" if lean else "none",
+        tp=8,
+        pp=pp,
+        schedule=schedule,
+        virtual_stages=virtual,
+        stage_layers=layers,
+        sequence_parallel=lean,
+    )
+    kinds = memory.of(job(spec, MEGATRON, S, 32 * pp * micro_batch), candidates).kinds
+    if row["kind"] == "fig1_activations_GiB":
+        # Without what dropout after the embedding keeps, of as many microbatches as there are ranks.
+        masks = pp * S * micro_batch * spec.d_model / (8 if lean else 1)
+        found = kinds["activations"][0, 0] - masks
+    else:
+        # The figure counts layers alone, as a rank in the middle of a pipeline has them, and 18 bytes a parameter.
+        on_rank = {kind: values[0, pp // 2] for kind, values in kinds.items()}
+        found = sum(on_rank[kind] for kind in ("weights", "master", "optimizer")) * 18 / 14
+    assert found / GiB == pytest.approx(float(row["value"]), rel=0.02)
+
+
+@pytest.mark.parametrize("row", figure(7), ids=lambda row: f"{row['model']} {row['mode']}")
+def test_shares_are_those_of_figure_7_of_korthikanti(row: dict[str, str]):
+    mode = row["mode"]
+    spec = replace(resolve(f"gpt-{row['model'].lower()}"), dropout=0.1)
+    recompute = "selective" if "selective" in mode else "full" if mode == "full" else "none"
+    candidates = one(RUNS[row["model"]][0], recompute, tp=8, sequence_parallel="SP" in mode)
+    baseline = one(RUNS[row["model"]][0], "none", tp=8)
+    found, whole = (activations.plain(job(spec, MEGATRON, S), each).kept[0] for each in (candidates, baseline))
+    assert 100 * found / whole == pytest.approx(float(row["value"]), rel=0.02)
+
+
+def test_torchtitan_keeps_every_second_product_and_attention():
+    spec = resolve("llama-3.1-8b")
+    q, kv, f = 4096, 1024, 14336
+    read = activations.plain(job(spec, FSDP_COMPILED, 8192), one(2, "selective", dp_shard=8, zero=3)).kept[0]
+    listed = activations.plain(job(spec, FSDP, 8192), one(2, "selective", dp_shard=8, zero=3)).kept[0]
+    assert read == 2 * 8192 * 2 * (4096 + q + kv + q + f), "the block's input, q, v, attention, gate"
+    assert listed - read == 2 * 8192 * 2 * 4096, "what down gives, which no one reads"
+
+
+def test_experts_keep_rows_for_every_choice_of_a_token():
+    spec = resolve("deepseek-v3")
+    layer = activations.mixture(job(spec, MEGATRON_CORE), one(dp_shard=8, zero=1, ep=8))
+    assert layer.experts[0] == 4096 * 8 * 7168 * 2
+    assert layer.kept[0] > layer.experts[0] + 4096 * 8 * 3 * 2048 * 2
+
+
+def debug(**changes: object) -> ModelSpec:
+    return replace(resolve("debug"), norm="layernorm", **changes)  # type: ignore[arg-type]
+
+
+SMALL = {
+    "llama": debug(),
+    "gpt": debug(n_kv_heads=4, activation="gelu_tanh", positions="learned", bias=True),
+    "mixture": replace(resolve("debug-moe"), norm="layernorm"),
+    "latent": debug(
+        n_kv_heads=4,
+        latent_attention=LatentAttentionSpec(kv_rank=32, q_rank=48, nope_dim=16, rope_dim=8, v_dim=16),
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
+    spec = SMALL[name]
+    found = saved_bytes(spec, 3, precision) - saved_bytes(spec, 2, precision)
+    make = activations.mixture if spec.moe else activations.plain
+    formula = make(job(spec, SHARDLOOM, 64, 2, precision), one(2)).kept[0]
+    # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
+    copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if spec.latent_attention else 0
+    # Means, variances, indices and counts are not in the formula.
+    assert formula == pytest.approx(found - copies, rel=0.02)
+
+
+def saved_bytes(spec: ModelSpec, n_layers: int, precision: str) -> int:
+    """What autograd keeps of a forward pass of two sequences of 64 tokens, weights aside."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = Transformer(replace(spec, n_layers=n_layers)).to(dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(2, 64, dtype=torch.int64), torch.arange(64))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    return sum(size for pointer, size in storages.items() if pointer not in weights)

@@ -1,0 +1,181 @@
+"""Proves the memory of a rank: textbook numbers, what more sharing may and may not do, and measured peaks.
+
+P is the number of parameters, N the ranks that share their state.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardloom.cost import memory
+from shardloom.cost.job import Candidates
+from shardloom.cost.memory import KINDS, MOMENTS
+from shardloom.cost.stack import FSDP, MEGATRON_CORE, SHARDLOOM, STACKS, Stack
+from shardloom.model.presets import resolve
+from shardloom.schedule import build
+from tests.cost.layouts import job, one
+
+STATES = ("weights", "master", "gradients", "optimizer")
+# Of the ZeRO paper: gradients in 16 bits, and shards of working weights beside those of the master weights.
+ZERO = replace(SHARDLOOM, gradient_bytes=2, reduced_bytes=0, weight_gradient_bytes=0, gathers_master=False)
+
+
+def states(candidates: Candidates, stack: Stack = ZERO, model: str = "llama-3.1-8b", precision: str = "bf16") -> float:
+    """Bytes of weights, gradients and optimizer, those on their way aside."""
+    found = memory.of(job(model, stack, precision=precision), candidates)
+    assert MOMENTS[found.moment[0, 0]] == "loss", "no gradients on their way"
+    return sum(float(found.kinds[kind].sum()) for kind in STATES)
+
+
+def test_seven_billion_parameters_take_112_gb():
+    assert 7e9 * states(one(8)) / resolve("llama-3.1-8b").n_parameters == 112e9
+    assert 7e9 * states(one(8), precision="fp32") / resolve("llama-3.1-8b").n_parameters == pytest.approx(98e9)
+
+
+def test_llama_3_8b_takes_128_gb_before_activations():
+    assert states(one(8)) == pytest.approx(128e9, rel=0.005)
+
+
+@pytest.mark.parametrize("n", [2, 8, 64])
+def test_each_stage_of_zero_shares_out_what_its_paper_says(n: int):
+    p = resolve("llama-3.1-8b").n_parameters
+    zero = [states(one(1, dp_shard=n if at else 1, dp_replicate=1 if at else n, zero=at)) for at in range(4)]
+    assert zero == pytest.approx([16 * p, 4 * p + 12 * p / n, 2 * p + 14 * p / n, 16 * p / n])
+
+
+def test_ranks_of_cp_share_states_and_replicas_do_not():
+    p = resolve("llama-3.1-8b").n_parameters
+    assert states(one(2, dp_replicate=4, dp_shard=2, cp=4, zero=3)) == pytest.approx(16 * p / 8)
+
+
+def test_the_distributed_optimizer_of_megatron_takes_6_bytes_and_12_shared_ones():
+    held = memory.of(job(stack=MEGATRON_CORE, global_batch=64), one(8, dp_shard=8, zero=1))
+    rows = 2 * 128256 * 4096
+    p = resolve("llama-3.1-8b").n_parameters - rows + 2 * 4096 * -(-128256 // 128) * 128
+    assert sum(held.kinds[kind].sum() for kind in STATES) == pytest.approx(6 * p + 12 * p / 8)
+
+
+def test_experts_are_shared_out_over_the_ranks_that_hold_the_same():
+    spec = resolve("mixtral-8x7b")
+    experts = spec.n_layers * spec.parameters_by_module()["layer.experts"]
+    found = states(one(4, dp_shard=16, zero=1, ep=8), model="mixtral-8x7b")
+    dense = spec.n_parameters - experts
+    assert found == pytest.approx(dense * (4 + 12 / 16) + experts / 8 * (4 + 12 / 2))
+
+
+def test_kinds_add_up_and_the_fullest_rank_is_the_peak():
+    found = memory.of(job(), one(1, pp=4, dp_shard=2, zero=1, schedule="zb-v"))
+    assert set(found.kinds) == set(KINDS)
+    assert all((values >= 0).all() for values in found.kinds.values())
+    assert found.peak_bytes[0] == found.rank_bytes[0].max() == sum(found.kinds.values()).max()
+    assert found.reserved_bytes[0] > found.peak_bytes[0]
+
+
+def test_a_pipeline_that_gathers_once_a_step_holds_a_whole_stage():
+    step, microbatch = (
+        memory.of(job(), one(1, pp=4, dp_shard=2, zero=3, zero_pp_gather=when)) for when in ("step", "microbatch")
+    )
+    p = resolve("llama-3.1-8b").n_parameters
+    assert step.kinds["gathered"].sum() == pytest.approx(2 * p)
+    assert (step.rank_bytes > microbatch.rank_bytes).all()
+    assert (step.kinds["master"] == microbatch.kinds["master"]).all()
+
+
+def test_the_fullest_moment_is_the_loss_of_the_last_stage_where_logits_are_large():
+    found = memory.of(job(seq_len=8192), one(1, "full", pp=2))
+    assert [MOMENTS[at] for at in found.moment[0]] == ["backward", "loss"]
+    assert found.kinds["logits"][0, 0] == 0
+    assert found.kinds["logits"][0, 1] == 12 * 8192 * 128256
+
+
+def test_the_optimizers_step_is_the_fullest_where_activations_are_few():
+    found = memory.of(job("debug", replace(FSDP, step_bytes=100), seq_len=1), one())
+    assert MOMENTS[found.moment[0, 0]] == "optimizer"
+    assert found.kinds["activations"][0, 0] == found.kinds["gathered"][0, 0] == 0
+    assert found.kinds["working"][0, 0] == 100 * resolve("debug").n_parameters
+
+
+def peak(stack: str, model: str, micro_batch: int, recompute: str, **layout: int | bool | str) -> float:
+    return float(memory.of(job(model, STACKS[stack]), one(micro_batch, recompute, **layout)).peak_bytes[0])
+
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "stack": st.sampled_from(sorted(STACKS)),
+        "model": st.sampled_from(["llama-3.1-8b", "gpt-22b", "mixtral-8x7b"]),
+        "micro_batch": st.sampled_from([1, 2]),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+        "tp": st.sampled_from([1, 2, 4]),
+        "pp": st.sampled_from([1, 4]),
+        "cp": st.sampled_from([1, 2]),
+    }
+)
+FEW = settings(max_examples=60, deadline=None)
+
+
+@FEW
+@given(LAYOUTS, st.sampled_from([2, 4]))
+def test_memory_never_rises_with_the_stage_of_zero(layout: dict[str, int | str], n: int):
+    found = [
+        peak(**layout, sequence_parallel=True, zero=zero, dp_shard=n, **_each_microbatch(layout, zero))  # type: ignore[arg-type]
+        for zero in (1, 2, 3)
+    ]
+    none = peak(**layout, sequence_parallel=True, dp_replicate=n)  # type: ignore[arg-type]
+    assert none >= found[0] >= found[1] >= found[2]
+
+
+def _each_microbatch(layout: dict[str, int | str], zero: int) -> dict[str, str]:
+    """Gathering once a step holds more than ZeRO-2 by design, to save messages."""
+    return {"zero_pp_gather": "microbatch"} if zero == 3 and layout["pp"] != 1 else {}
+
+
+@FEW
+@given(LAYOUTS)
+def test_memory_falls_with_every_rank_of_tp_that_shares_tokens_too(layout: dict[str, int | str]):
+    found = [peak(**{**layout, "tp": tp}, sequence_parallel=True) for tp in (1, 2, 4, 8)]  # type: ignore[arg-type]
+    assert found[0] > found[1] > found[2] > found[3]
+
+
+@FEW
+@given(LAYOUTS)
+def test_memory_never_rises_as_more_is_computed_again(layout: dict[str, int | str]):
+    found = [peak(**{**layout, "recompute": again}) for again in ("none", "selective", "full")]  # type: ignore[arg-type]
+    assert found[0] >= found[1] >= found[2]
+
+
+@FEW
+@given(LAYOUTS)
+def test_a_larger_microbatch_never_takes_less(layout: dict[str, int | str]):
+    # As much where the optimizer's step is what takes most.
+    assert peak(**layout) <= peak(**{**layout, "micro_batch": 4})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", [name for name in build.NAMES if name != "auto"])
+def test_the_curve_of_a_step_rises_to_the_peak_and_no_further(schedule: str):
+    candidates = one(1, pp=4, schedule=schedule, virtual_stages=2 if schedule == "interleaved-1f1b" else 1)
+    of = job(global_batch=48)
+    peaks = memory.of(of, candidates).rank_bytes[0]
+    for rank in range(4):
+        curve = memory.curve(of, candidates, rank)
+        assert curve.labels[-1] == "optimizer"
+        assert curve.total_bytes.shape == (len(curve.labels),)
+        assert curve.total_bytes.max() == pytest.approx(peaks[rank], rel=1e-12)
+        assert curve.kinds["activations"][-1] == 0
+
+
+def test_many_layouts_at_once_cost_what_each_costs_alone():
+    layouts = [
+        {"tp": 2, "dp_shard": 4, "zero": 1},
+        {"tp": 1, "dp_shard": 8, "zero": 3},
+        {"tp": 4, "cp": 2, "dp_shard": 1, "zero": 2},
+    ]
+    alone = [one(1 + at % 2, pp=2, sequence_parallel=True, **each) for at, each in enumerate(layouts)]  # type: ignore[arg-type]
+    fields = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sequence_parallel", "micro_batch", "recompute")
+    together = replace(alone[0], **{name: np.concatenate([getattr(each, name) for each in alone]) for name in fields})
+    found = memory.of(job(), together)
+    assert memory.reserved_bytes(job(), together) == pytest.approx(found.reserved_bytes, rel=1e-12)
+    for at, each in enumerate(alone):
+        assert found.rank_bytes[at].tolist() == memory.of(job(), each).rank_bytes[0].tolist()

@@ -1,0 +1,123 @@
+"""Proves that parameters are counted exactly: as the built model has them, cut by the table that cuts it.
+
+The model is built on the meta device, so nothing is allocated; one test counts on real ranks.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardloom.cost import parameters, pipeline
+from shardloom.cost.job import Candidates
+from shardloom.layout import Layout
+from shardloom.model.presets import PRESETS, resolve
+from shardloom.model.spec import ModelSpec
+from shardloom.parallel.norm import local_part
+from shardloom.parallel.stage import cut_stages
+from shardloom.split.rules import problems
+from shardloom.split.stages import stage_layers
+from shardloom.split.table import how_split, kv_copies, split_dim, vocabulary_rows
+from tests.cost.layouts import job
+from tests.distributed import run_ranks
+from tests.train.worlds import build
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=8, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(pp=2, schedule="zb-v", tp=4, sequence_parallel=True),
+    Layout(dp_shard=8, zero=3, ep=8),
+    Layout(dp_shard=8, zero=1, tp=2, sequence_parallel=True, ep=16, pp=2),
+]
+
+
+def short(preset: str) -> ModelSpec:
+    """The preset with six layers: stages are made of whole layers, so more would show nothing more."""
+    return replace(resolve(preset), n_layers=min(6, resolve(preset).n_layers))
+
+
+def of_ranks(spec: ModelSpec, layout: Layout, tp_rank: int) -> parameters.Parameters:
+    candidates = Candidates.of(layout, 1)
+    stages = pipeline.stages(job(spec), candidates)
+    return parameters.of_ranks(spec, stages, candidates.tp, candidates.ep, tp_rank)
+
+
+def share(name: str, parameter: torch.Tensor, spec: ModelSpec, layout: Layout, tp_rank: int) -> int:
+    """Elements of a parameter that a rank of tp and ep has, by the table of splits."""
+    how, count = how_split(name), parameter.numel()
+    if how == "experts":
+        return count // layout.ep
+    if how == "vocabulary":
+        return len(vocabulary_rows(spec.vocab_size, layout.tp, tp_rank)) * spec.d_model
+    if how == "kv_column":
+        return count * kv_copies(spec.n_kv_heads, layout.tp) // layout.tp
+    return count if split_dim(name) is None else count // layout.tp
+
+
+POSSIBLE = [
+    (preset, at) for preset in PRESETS for at in range(len(LAYOUTS)) if not problems(short(preset), LAYOUTS[at], 4096)
+]
+
+
+@pytest.mark.parametrize(("preset", "at"), POSSIBLE)
+def test_every_rank_and_stage_has_what_the_built_model_has(preset: str, at: int):
+    spec, layout = short(preset), LAYOUTS[at]
+    layers = stage_layers(spec, layout, 4096)
+    built = cut_stages(spec, layers, tuple(range(len(layers))), torch.bfloat16, defer=False)
+    for tp_rank in {0, layout.tp - 1}:
+        held = of_ranks(spec, layout, tp_rank)
+        for stage, module in enumerate(built):
+            counted = {True: 0, False: 0}
+            for name, parameter in module.named_parameters():
+                if not name.endswith("router.load"):
+                    counted[how_split(name) == "experts"] += share(name, parameter, spec, layout, tp_rank)
+            assert (held.expert[0, stage], held.dense[0, stage]) == (counted[True], counted[False])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_stages_add_up_to_the_model_and_its_tied_matrix_once_more(preset: str):
+    spec = resolve(preset)
+    for layout in (Layout(), Layout(pp=4)):
+        held = of_ranks(spec, layout, 0)
+        again = spec.vocab_size * spec.d_model if spec.tied_embedding and layout.pp > 1 else 0
+        assert held.dense.sum() + held.expert.sum() == spec.n_parameters + again
+
+
+def test_ranks_of_tp_and_ep_add_up_to_the_model_and_copies_of_what_is_not_cut():
+    spec = resolve("qwen3-30b-a3b")
+    layout = Layout(dp_shard=4, zero=1, tp=4, ep=16, sequence_parallel=True)
+    cut = sum(int(of_ranks(spec, layout, rank).dense.sum()) for rank in range(4))
+    modules = spec.parameters_by_module()
+    copied = modules["final_norm"] + spec.n_layers * (
+        modules["layer.norms"] + modules["layer.router"] + 2 * spec.head_dim
+    )
+    experts = 16 * int(of_ranks(spec, layout, 0).expert.sum())
+    assert cut - 3 * copied + experts == spec.n_parameters
+
+
+def test_rows_that_a_stack_adds_make_the_vocabulary_divide():
+    rows = parameters.vocabulary_rows(resolve("gpt2"), np.array([1, 2, 4]), multiple=128)
+    assert rows.tolist() == [50304, 50432 // 2, 50688 // 4]
+
+
+def test_the_largest_layer_and_matrix_are_those_of_the_mixture_where_it_is_larger():
+    held = of_ranks(resolve("deepseek-v3"), Layout(), 0)
+    assert held.layer_expert[0] == 256 * 3 * 7168 * 2048
+    assert held.matrix[0] == held.layer_expert[0] * 2 // 3
+
+
+def local_count(layout: Layout) -> tuple[int, int]:
+    trainer = build(layout, torch.float32, short("debug"))
+    numel = sum(local_part(parameter).numel() for parameter in trainer.model.named_parameters.values())
+    return dist.get_rank(), numel
+
+
+def test_real_ranks_hold_as_many():
+    layout = Layout(pp=2, tp=2, sequence_parallel=True)
+    for rank, counted in run_ranks(local_count, 4, layout):
+        at = layout.coordinates(rank)
+        assert of_ranks(short("debug"), layout, at["tp"]).dense[0, at["pp"]] == counted

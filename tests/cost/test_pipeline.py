@@ -1,0 +1,98 @@
+"""Proves what ranks of a pipeline hold: the numbers of the schedules' tables, from few microbatches as from many."""
+
+import numpy as np
+import pytest
+
+from shardloom.cost import pipeline
+from shardloom.cost.job import Candidates
+from shardloom.layout import Layout
+from shardloom.schedule import build
+from tests.cost.layouts import job, one
+
+
+def most(schedule: str, pp: int, microbatches: int, virtual_stages: int = 1) -> np.ndarray:
+    """Microbatches in flight on each rank, those of a stage counting as its share of a rank."""
+    candidates = one(pp=pp, schedule=schedule, virtual_stages=virtual_stages)
+    at = pipeline.moments(candidates, microbatches)
+    return at.in_flight.sum(2).max(1) / build.stages_per_rank(schedule, virtual_stages)
+
+
+def test_1f1b_holds_a_microbatch_for_every_rank_from_here_on():
+    assert most("1f1b", 4, 16).tolist() == [4, 3, 2, 1]
+    assert most("1f1b", 4, 2).tolist() == [2, 2, 2, 1]
+
+
+def test_afab_holds_all():
+    assert most("afab", 4, 1000).tolist() == [1000] * 4
+
+
+@pytest.mark.parametrize(("pp", "virtual_stages"), [(4, 2), (8, 3), (4, 8)])
+def test_interleaving_holds_more_on_the_first_rank_by_the_published_factor(pp: int, virtual_stages: int):
+    share = 1 / virtual_stages
+    # p (1 + (p - 1) / (p v)) of Korthikanti et al., section 4.2.3
+    assert most("interleaved-1f1b", pp, 8 * pp, virtual_stages)[0] == pytest.approx(pp + (pp - 1) * share)
+
+
+def test_zero_bubble_schedules_hold_what_their_paper_says():
+    assert most("zb-h1", 4, 16).tolist() == [4, 3, 2, 1]
+    assert most("zb-h2", 4, 16).tolist() == [7, 5, 3, 1]
+    assert set(most("zb-v", 4, 16)) == {4}
+    assert set(most("dualpipe", 4, 16) * 2) == {5}
+
+
+def test_a_rank_has_the_stages_of_its_way():
+    def of_rank(**layout: int | str) -> list[list[int]]:
+        return pipeline.stages(job("llama-3.1-70b"), one(**layout)).of_rank.tolist()
+
+    assert of_rank(pp=4, schedule="zb-v") == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert of_rank(pp=4, schedule="dualpipe") == [[0, 3], [1, 2], [1, 2], [0, 3]]
+    assert of_rank(pp=2, schedule="interleaved-1f1b", virtual_stages=3) == [[0, 2, 4], [1, 3, 5]]
+    assert of_rank() == [[0]]
+
+
+def test_layers_with_experts_are_told_from_those_without():
+    stages = pipeline.stages(job("deepseek-v3"), one(pp=2, dp_shard=8, zero=1, ep=8))
+    assert stages.plain.tolist() == [3, 0]
+    assert stages.mixtures.sum() == 58
+
+
+def as_set(candidates: Candidates, microbatches: int) -> list[set[tuple[object, ...]]]:
+    at = pipeline.moments(candidates, microbatches)
+    return [
+        {(*map(tuple, (f, w)), k) for f, w, k in zip(flying.tolist(), waiting.tolist(), kind.tolist(), strict=True)}
+        for flying, waiting, kind in zip(at.in_flight, at.waiting, at.kind, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 5])
+@pytest.mark.parametrize("schedule", [name for name in build.NAMES if name != "auto"])
+def test_a_few_microbatches_fill_ranks_exactly_as_many_do(schedule: str, pp: int):
+    for virtual_stages in (2, 3) if schedule == "interleaved-1f1b" else (1,):
+        if build.problems(schedule, pp, 4 * pp, virtual_stages):
+            continue
+        candidates = one(pp=pp, schedule=schedule, virtual_stages=virtual_stages)
+        for m in [*range(4 * pp, 7 * pp), pp * pp + 1, 96, 97]:
+            few = pipeline.representative(schedule, pp, m)
+            assert schedule == "afab" or few <= max(8 * pp, m)
+            if not build.problems(schedule, pp, m, virtual_stages):
+                assert as_set(candidates, few) == as_set(candidates, m), (m, few)
+
+
+def test_moments_are_those_no_other_moment_covers():
+    candidates = one(pp=4, schedule="interleaved-1f1b", virtual_stages=2)
+    at = pipeline.moments(candidates, 16)
+    for rank in range(4):
+        actions, every = pipeline.every_moment(candidates, 16, rank)
+        assert len(actions) == 2 * 16 * 2
+        counts = np.concatenate([at.in_flight[rank], at.waiting[rank]], axis=1)
+        for moment, kind in zip(
+            np.concatenate([every.in_flight[0], every.waiting[0]], axis=1), every.kind[0], strict=True
+        ):
+            assert (counts[at.kind[rank] == kind] >= moment).all(1).any()
+
+
+def test_every_moment_of_one_rank_alone_is_forward_then_backward():
+    actions, at = pipeline.every_moment(Candidates.of(Layout(), 1), 2, 0)
+    assert list(map(str, actions)) == ["0F0", "0B0", "0F1", "0B1"]
+    assert at.in_flight[0, :, 0].tolist() == [1, 1, 1, 1]
+    assert at.kind[0].tolist() == [pipeline.LOSS, pipeline.BACKWARD_LAST] * 2

@@ -1,0 +1,157 @@
+"""A step's time: never under what physics allows, parts that add up, bounds that hold, and monotone in the hardware."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardloom.cost.flops import executed_flops, model_flops
+from shardloom.cost.hardware import Cluster
+from shardloom.cost.job import Candidates, Job
+from shardloom.cost.stack import STACKS
+from shardloom.cost.step import step_time
+from tests.cost.jobs import candidates, job, layouts
+
+
+def seconds(of: Candidates, the_job: Job | None = None, *, simulated: bool = True) -> float:
+    return float(step_time(the_job or job(), of, simulated=simulated).total_s[0])
+
+
+def test_one_accelerator_takes_its_flops_over_what_it_reaches():
+    alone = job(on="h100:1/1", global_batch=8)
+    found = step_time(alone, candidates())
+    flops = float(model_flops(alone).causal) * alone.tokens
+    reached = flops / float(found.total_s[0])
+    assert 0.3e15 < reached < 0.8e15  # What the field gets from an H100, whose peak is 0.989e15.
+    assert float(found.parts["data parallel"][0]) == float(found.parts["tensor parallel"][0]) == 0
+
+
+@given(layouts())
+@settings(max_examples=60, deadline=None)
+def test_no_step_is_faster_than_its_flops_at_peak(of: Candidates):
+    the_job = job()
+    flops = float(executed_flops(the_job, of).causal[0]) * the_job.tokens
+    peak = 64 * the_job.cluster.accelerator.flops_per_s["bf16"]
+    assert seconds(of) > flops / peak
+
+
+@given(layouts(), st.sampled_from(sorted(STACKS)))
+@settings(max_examples=40, deadline=None)
+def test_parts_add_up_and_none_is_negative(of: Candidates, stack: str):
+    found = step_time(job(stack=STACKS[stack]), of)
+    assert float(found.total_s[0]) == pytest.approx(sum(float(part[0]) for part in found.parts.values()))
+    assert all(float(part[0]) >= -1e-12 for part in found.parts.values())
+
+
+@given(layouts(), st.sampled_from(["megatron", "shardloom"]))
+@settings(max_examples=60, deadline=None)
+def test_the_bound_is_never_above_the_simulated_step(of: Candidates, stack: str):
+    the_job = job(stack=STACKS[stack])
+    assert seconds(of, the_job, simulated=False) <= seconds(of, the_job) * (1 + 1e-9)
+
+
+@given(layouts(), st.sampled_from(["network", "memory", "inside", "peak"]))
+@settings(max_examples=60, deadline=None)
+def test_twice_the_bandwidth_or_peak_never_slows(of: Candidates, what: str):
+    slow = job()
+    assert seconds(of, replace(slow, cluster=_doubled(slow.cluster, what))) <= seconds(of, slow) * (1 + 1e-9)
+
+
+def _doubled(cluster: Cluster, what: str) -> Cluster:
+    chip = cluster.accelerator
+    if what == "network":
+        return cluster.with_network(2 * cluster.node_bytes_per_s)
+    if what == "inside":
+        inside = cluster.inside
+        return replace(
+            cluster,
+            inside=replace(
+                inside, bytes_per_s=2 * inside.bytes_per_s, switch_bytes_per_s=2 * inside.switch_bytes_per_s
+            ),
+        )
+    if what == "memory":
+        return replace(cluster, accelerator=replace(chip, memory_bytes_per_s=2 * chip.memory_bytes_per_s))
+    twice = {precision: 2 * peak for precision, peak in chip.flops_per_s.items()}
+    return replace(cluster, accelerator=replace(chip, flops_per_s=twice))
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"pp": 4}, {"pp": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2}])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_many_layouts_at_once_cost_what_each_costs_alone(model: str, pipeline: dict[str, int]):
+    data = 64 // pipeline.get("pp", 1)
+    tp = [1, 2, 4, 8]
+    shard = [data // n for n in tp]
+    together = candidates(**pipeline, tp=tp, dp_shard=shard, zero=[1, 2, 3, 1], recompute=[0, 2, 0, 1])
+    the_job = job(model)
+    found = step_time(the_job, together).total_s
+    for at in range(4):
+        alone = candidates(**pipeline, tp=tp[at], dp_shard=shard[at], zero=[1, 2, 3, 1][at], recompute=[0, 2, 0, 1][at])
+        assert seconds(alone, the_job) == pytest.approx(found[at], rel=1e-12)
+
+
+def test_full_recomputation_costs_between_a_fifth_and_a_half():
+    plain, again = (seconds(candidates(dp_shard=64, zero=3, recompute=recompute)) for recompute in (0, 2))
+    assert 1.2 < again / plain < 1.5
+
+
+def test_tp_over_nodes_is_slower_than_in_one():
+    inside = candidates(tp=8, dp_shard=8, zero=1)
+    over = candidates(tp=16, dp_shard=4, zero=1)
+    assert seconds(over) > 1.2 * seconds(inside)
+
+
+def test_more_microbatches_shrink_the_share_of_the_pipeline():
+    shares = []
+    for total in (64, 256, 1024):
+        found = step_time(job(global_batch=total), candidates(pp=8, dp_shard=8, zero=1))
+        shares.append(float(found.parts["pipeline"][0] / found.total_s[0]))
+    assert shares[0] > shares[1] > shares[2] > 0
+
+
+def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
+    # Stages of equal work, so that the schedule alone makes ranks wait: (p - 1) / (m + p - 1).
+    the_job = job(global_batch=128, stack=STACKS["shardloom"])
+    of = candidates(pp=4, dp_shard=16, zero=1)
+    found = step_time(the_job, of)
+    run = sum(float(found.parts[kind][0]) for kind in found.parts if kind not in NOT_IN_THE_PIPELINE)
+    m = 128 // 16
+    assert float(found.parts["pipeline"][0]) / run == pytest.approx(3 / (m + 3), abs=0.05)
+
+
+NOT_IN_THE_PIPELINE = ("data parallel", "optimizer", "stragglers")
+
+
+def test_a_long_step_is_drawn_out_from_a_short_simulation():
+    for schedule in ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"):
+        virtual = 2 if schedule == "interleaved-1f1b" else 1
+        of = candidates(pp=4, schedule=schedule, virtual_stages=virtual, dp_shard=1)
+        drawn = seconds(of, job(on="h100:4/4", global_batch=400))
+        more = seconds(of, job(on="h100:4/4", global_batch=408)) - drawn
+        # Eight more microbatches, one after the other on the busiest rank.
+        short = [seconds(of, job(on="h100:4/4", global_batch=total)) for total in (24, 32)]
+        assert more == pytest.approx(short[1] - short[0], rel=0.02), schedule
+
+
+def test_zero_3_pays_for_its_gathers_where_the_network_is_slow():
+    slow = job()
+    slow = replace(slow, cluster=slow.cluster.with_network(slow.cluster.node_bytes_per_s / 40))
+    of = candidates(dp_shard=[64, 64], zero=[1, 3], micro_batch=1)
+    found = step_time(slow, of).parts["data parallel"]
+    assert found[1] > 2 * found[0]
+
+
+def test_experts_over_nodes_pay_for_their_tokens():
+    the_job = job("qwen3-30b-a3b")
+    of = candidates(dp_shard=[64, 64], ep=[8, 64], zero=[1, 1])
+    inside, over = step_time(the_job, of).parts["expert parallel"]
+    assert over > 1.5 * inside > 0
+
+
+def test_every_stack_has_a_price_for_every_precision():
+    for stack in STACKS.values():
+        for precision in ("fp32", "bf16", "fp16", "fp8"):
+            found = seconds(candidates(dp_shard=64, zero=3), job(stack=stack, precision=precision))
+            assert np.isfinite(found)
+            assert found > 0

@@ -1,0 +1,173 @@
+"""The planner's error on published runs, source by source, stays under what the field has reached."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from shardloom.plan.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+
+
+@pytest.fixture(scope="module")
+def published() -> Evaluation:
+    return evaluate(MEASURED_RUNS)
+
+
+def error(rows: list[Row], quantity: str) -> float:
+    """Mean absolute error over all rows where the quantity was measured."""
+    found = [abs(error) for row in rows if (error := row.error(quantity)) is not None]
+    assert found
+    return fmean(found)
+
+
+# What others reach on the same rows: Calculon 3.65 % on the first and 10.3 % on the second, 19.7 % and 39 % on those of
+# vTrain, which itself profiles each model first and has 14.7 % over nodes.
+@pytest.mark.parametrize(
+    ("source", "at_most", "rows"),
+    [
+        ("Korthikanti", 0.036, 8),
+        ("SC21", 0.06, 10),
+        ("vTrain MICRO24 ground truth (multi-node)", 0.12, 50),
+        ("vTrain MICRO24 ground truth (single-node)", 0.15, 140),
+        ("Zero Bubble", 0.06, 27),
+    ],
+)
+def test_step_times_of_megatron_runs(published: Evaluation, source: str, at_most: float, rows: int):
+    those = [row for row in published.rows if source in row.run.source]
+    assert len(those) == rows
+    assert error(those, "step time") <= at_most
+
+
+def test_step_times_of_every_table_of_llm_foundry(published: Evaluation):
+    those = [row for row in published.rows if "llm-foundry" in row.run.source]
+    assert len(those) == 89
+    assert error(those, "step time") <= 0.08
+    for source in {row.run.source for row in those}:
+        assert error([row for row in those if row.run.source == source], "step time") <= 0.08, source
+
+
+def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
+    those = [row for row in published.rows if "torchtitan" in row.run.source and row.run.job.precision == "bf16"]
+    assert len(those) == 8
+    assert error(those, "step time") <= 0.08
+
+
+def test_peak_memory_of_torchtitan(published: Evaluation):
+    those = [row for row in published.rows if "llama3_h100_202412_torchtitan" in row.run.source]
+    assert len(those) == 18
+    assert error(those, "peak memory") <= 0.08
+
+
+def test_peak_memory_of_megatrons_own_tests():
+    found = evaluate(MEASURED_RUNS.with_name("megatron_ci_memory.csv"))
+    those = [row for row in found.rows if (row.run.measured_peak_gib or 0) > 2]
+    assert len(those) >= 80
+    assert error(those, "peak memory") <= 0.03, "required: 0.05"
+    # What is left out is no decoder, not plainly trained, or not described.
+    assert len(those) + len(found.skipped) < 301 < len(found.rows) + len(found.skipped) + 1
+
+
+def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: Evaluation):
+    unseen = [each.left_out for each in published.summaries if each.quantity == "step time"]
+    assert all(each is not None for each in unseen)
+    seen = [each.mean_absolute for each in published.summaries if each.quantity == "step time"]
+    assert fmean(each for each in unseen if each is not None) <= 2 * fmean(seen)
+
+
+def test_only_a_row_without_a_measurement_is_skipped(published: Evaluation):
+    assert [each.reason for each in published.skipped] == ["neither step_time_s nor peak_mem_gib is given"]
+
+
+def test_the_report_names_every_row_and_source(published: Evaluation):
+    text = "\n".join(report_lines(published))
+    for summary in published.summaries:
+        assert f"{summary.quantity}, {summary.source}" in text
+    assert "assumed: " in text
+    assert "skipped: neither step_time_s nor peak_mem_gib is given (row 20)" in text
+
+
+def test_the_answer_for_machines_has_a_prediction_for_each_measurement(published: Evaluation):
+    answer = json.loads(json.dumps(published.as_json()))
+    assert [row["row"] for row in answer["rows"]] == list(range(2, 368))
+    for row in answer["rows"]:
+        if row["skipped"] is None:
+            assert row["predicted_step_time_s"] > 0
+            assert row["predicted_peak_mem_gib"] > 0
+    by_source = {(each["source"], each["quantity"]): each for each in answer["sources"]}
+    assert len(by_source) == len(published.summaries)
+
+
+def test_a_row_may_leave_out_what_can_be_assumed(write: Callable[..., Path]):
+    row = RUN | dict.fromkeys(("kv_heads", "ffn", "vocab", "gpus_per_node", "interconnect", "dp", "precision"), "")
+    found = evaluate(write(row))
+    assert not found.skipped
+    assumed = found.rows[0].run.assumed
+    assert {text.split("=")[0] for text in assumed} >= {"ffn", "vocab", "gpus_per_node", "precision"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": "TPU-v9"}, "TPU-v9"),
+        ({"layers": "many"}, "layers='many' is not a number"),
+        ({"layers": "12.5"}, "layers=12.5 is not a whole number"),
+        ({"layers": ""}, "layers is empty"),
+        ({"step_time_s": "-1"}, "step_time_s=-1 is not positive"),
+        ({"dp": "3"}, "dp 3 = 24, not n_gpus=64"),
+        ({"global_batch": "65"}, "global_batch=65 is not a multiple of micro_batch 1 x dp 8"),
+        ({"model": "T5-11B"}, "T5-11B is not a decoder"),
+        ({"pp": "2", "dp": "4", "schedule": "sideways"}, "schedule='sideways' is not known"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_is_skipped_with_the_reason(
+    write: Callable[..., Path], change: dict[str, str], reason: str
+):
+    found = evaluate(write(RUN | change, RUN))
+    assert len(found.rows) == 1
+    assert reason in found.skipped[0].reason
+
+
+RUN = {
+    "source": "somewhere",
+    "model": "GPT-22B",
+    "layers": "48",
+    "hidden": "6144",
+    "heads": "64",
+    "kv_heads": "64",
+    "ffn": "24576",
+    "vocab": "51200",
+    "seq": "2048",
+    "gpu": "A100-80GB-SXM",
+    "n_gpus": "64",
+    "gpus_per_node": "8",
+    "interconnect": "NVLink3+8xHDR IB",
+    "tp": "8",
+    "pp": "1",
+    "cp": "1",
+    "dp": "8",
+    "zero_stage": "0",
+    "schedule": "",
+    "micro_batch": "1",
+    "global_batch": "64",
+    "recompute": "full",
+    "precision": "bf16",
+    "step_time_s": "3",
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write rows to a CSV."""
+
+    def to_file(*rows: dict[str, str]) -> Path:
+        path = tmp_path / "runs.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return path
+
+    return to_file
