@@ -89,6 +89,14 @@ def test_the_report_names_every_row_and_source(published: Evaluation):
     assert "skipped: neither step_time_s nor peak_mem_gib is given (row 20)" in text
 
 
+def test_the_table_in_the_documentation_is_what_is_printed(published: Evaluation):
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    lines = list(report_lines(published))
+    table = lines[lines.index("") + 1 :]
+    assert len(table) > 15
+    assert "\n".join(table) in page
+
+
 def test_the_answer_for_machines_has_a_prediction_for_each_measurement(published: Evaluation):
     answer = json.loads(json.dumps(published.as_json()))
     assert [row["row"] for row in answer["rows"]] == list(range(2, 368))

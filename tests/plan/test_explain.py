@@ -27,7 +27,7 @@ UNITS = {"B", "s", "FLOP", "FLOP/s", "B/s", "1/s", "tokens", "ranks", "a step", 
 
 def priced(name: str, hardware: str, seq_len: int, text: str) -> Priced:
     asked = Job(model=resolve(name), cluster=cluster(hardware), global_batch=960, seq_len=seq_len)
-    return Priced(asked, read(text))
+    return Priced.of(asked, read(text))
 
 
 def value_of(lines: list[Line], what: str) -> float:

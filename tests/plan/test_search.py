@@ -208,14 +208,15 @@ print(json.dumps([found.survey.n_layouts, took_s, peak, len(found.best)]))
 
 @pytest.mark.slow
 def test_405b_on_16384_is_searched_in_full_in_seconds_and_a_gib():
-    """6 s on two cores that others share; the promise is 10."""
-    result = subprocess.run([sys.executable, "-c", SPEED], capture_output=True, text=True, timeout=110, check=True)
-    n_layouts, took_s, peak_bytes, n_best = json.loads(result.stdout)
+    """About 6 CPU-seconds; the better of two, as others use the machine."""
+    runs = [
+        json.loads(subprocess.check_output([sys.executable, "-c", SPEED], text=True, timeout=110)) for _ in range(2)
+    ]
+    n_layouts, took_s, peak_bytes, n_best = min(runs, key=lambda run: run[1])
     assert n_layouts > 1_000_000
     assert n_best == 10
     assert n_layouts / took_s >= 40_000, "20,000 layouts a CPU-second are promised"
-    # Twice the promise, for machines where others take more of the processor than here.
-    assert took_s < 20
+    assert took_s < 10
     assert peak_bytes < GiB
 
 

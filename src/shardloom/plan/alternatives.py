@@ -105,7 +105,7 @@ def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[A
     for name, condition in kinds:
         fastest = plan.pool.fastest(1, plan.pool.where(condition))
         if fastest:
-            yield Alternative(name, Priced(plan.job, plan.pool.choice(fastest[0])), None)
+            yield Alternative(name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
             continue
         found = survey(plan.job, 0.0, condition)
         if found.nearest is not None:

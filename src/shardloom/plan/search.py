@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from shardloom.cost import memory
+from shardloom.cost.estimate import Estimate
 from shardloom.cost.job import Candidates, Job
-from shardloom.cost.step import StepTime, step_time
+from shardloom.cost.step import step_time
 from shardloom.errors import InputError
 from shardloom.plan.choice import Choice, choice_at
 from shardloom.plan.pool import Condition, Pool
@@ -22,36 +22,15 @@ CELLS = 2**17
 
 
 @dataclass(frozen=True)
-class Priced:
-    """One layout with what it costs; the schedule is simulated."""
+class Priced(Estimate):
+    """One layout of the space with what it costs."""
 
-    job: Job
     choice: Choice
 
-    @cached_property
-    def time(self) -> StepTime:
-        """Of a step, with arrays of one."""
-        return step_time(self.job, self.choice.candidates, simulated=True)
-
-    @cached_property
-    def memory(self) -> memory.Memory:
-        """By rank of `pp`, with arrays of one."""
-        return memory.of(self.job, self.choice.candidates)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return float(self.time.total_s[0])
-
-    @property
-    def parts_s(self) -> dict[str, float]:
-        """Where they go; they add up."""
-        return {kind: float(np.asarray(seconds).reshape(-1)[0]) for kind, seconds in self.time.parts.items()}
-
-    @property
-    def peak_bytes(self) -> float:
-        """Of the rank that holds most, with what the allocator cannot use."""
-        return float(self.memory.reserved_bytes[0])
+    @staticmethod
+    def of(job: Job, choice: Choice) -> "Priced":
+        """Not checked: what stands in the space is valid."""
+        return Priced(job, choice.candidates, choice)
 
 
 @dataclass(frozen=True)
@@ -96,7 +75,7 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
     """
     limit = limit_bytes(job, memory_margin)
     found = survey(job, limit)
-    best = [Priced(job, found.pool.choice(number)) for number in found.pool.fastest(top)]
+    best = [Priced.of(job, found.pool.choice(number)) for number in found.pool.fastest(top)]
     return Plan(job, limit, found, best)
 
 

@@ -46,7 +46,7 @@ def by_size(plan: Plan) -> list[Point]:
             continue
         if near.n_layouts:
             fastest = near.pool.fastest(1)
-            found.append(Point(size, Priced(job, near.pool.choice(fastest[0])) if fastest else None))
+            found.append(Point(size, Priced.of(job, near.pool.choice(fastest[0])) if fastest else None))
     return found
 
 
@@ -63,7 +63,7 @@ def by_length(best: Priced) -> list[Priced]:
     job, layout = best.job, best.choice.layout
     lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
     can_be_cut = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
-    return [Priced(replace(job, seq_len=seq_len), best.choice) for seq_len in can_be_cut]
+    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in can_be_cut]
 
 
 def _scaled(n: int, factor: float) -> tuple[int, bool]:

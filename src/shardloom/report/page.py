@@ -4,44 +4,14 @@ import re
 from html import escape
 from pathlib import Path
 
-import shardloom
 from shardloom.files import write_whole
 from shardloom.report.curves import curves_svg
+from shardloom.report.frame import document, in_roles, picture, small
 from shardloom.report.headline import Headline, headline, layout_in_words, model_in_words, percent
 from shardloom.report.run import RunRecord
-from shardloom.report.style import COLOURS, DARK_COLOURS
 from shardloom.report.timeline import READING, PipelineRecord
 from shardloom.schedule.draw import svg as timelines_svg
 from shardloom.units import format_bytes, format_count, format_seconds
-
-_STYLE = """
-body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 3rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; text-wrap: balance; }
-h2 { font-size: 1.05rem; margin: 2.25rem 0 .5rem; }
-p { margin: .4rem 0; max-width: 46rem; }
-.quiet, dt, figcaption, footer { color: var(--quiet); font-size: .875rem; }
-.bad { color: var(--limit); font-weight: 600; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: 1.1rem 1.25rem;
-  margin: 1.5rem 0; padding: 1.1rem 0; border: solid var(--grid); border-width: 1px 0; }
-dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
-figure { margin: 1.5rem 0; }
-figure svg { display: block; width: 100%; height: auto; }
-figure div { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem 1.5rem .2rem 0; text-align: right; font-weight: 400; }
-th { color: var(--quiet); font-size: .875rem; border-bottom: 1px solid var(--grid); }
-code, pre { font: .875rem/1.5 ui-monospace, monospace; }
-pre { margin: .5rem 0; padding: .8rem 1rem; border: 1px solid var(--grid); border-radius: 6px; overflow-x: auto; }
-pre.file { columns: 20rem 2; column-gap: 2rem; white-space: pre-wrap; }
-ul { margin: .4rem 0; padding-left: 1.25rem; }
-footer { margin-top: 3rem; }
-@media print { body { max-width: none; padding: 0; font-size: 10pt; } pre { white-space: pre-wrap; }
-  code, pre { font-size: 8.5pt; }
-  figure svg { min-width: 0 !important; }
-  dl, figure, pre, table { break-inside: avoid; } h2 { break-after: avoid; } }
-"""
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:
@@ -51,26 +21,16 @@ def write_page(run: RunRecord, path: str | Path) -> None:
 
 def _page(run: RunRecord) -> str:
     told = headline(run)
-    model, layout = escape(model_in_words(run)), escape(layout_in_words(run.config.layout.layout()))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{model}: {told.steps:,} steps</title>
-<style>{_variables()}{_STYLE}</style>
-</head>
-<body>
-<header>
-<h1>{model}, on {layout}</h1>
+    title = f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+    body = f"""<header>
+<h1>{escape(title)}</h1>
 <p class="quiet"><code>{escape(str(run.folder))}</code></p>
 </header>
 {_alarm(told)}<dl>
 {_numbers(told)}
 </dl>
 <figure>
-{_curves(run)}
+{picture(curves_svg(run), "curves", "Curves of the run")}
 <figcaption>{_caption(run)}</figcaption>
 </figure>
 {_pipeline(run)}<h2>Layout</h2>
@@ -79,43 +39,15 @@ def _page(run: RunRecord) -> str:
 {_checkpoints(run, told)}
 <h2>Run file</h2>
 <p class="quiet">With every default filled in; <code>shardloom train</code> accepts it.</p>
-<pre class="file">{escape(run.run_file)}</pre>
-<footer>Written by shardloom {escape(shardloom.__version__)}.</footer>
-</body>
-</html>
-"""
-
-
-def _variables() -> str:
-    """The colours by role. Paper is white and printers have no dark mode, so dark is for screens alone."""
-    light, dark = (
-        " ".join(f"--{role}: {colour};" for role, colour in colours.items()) for colours in (COLOURS, DARK_COLOURS)
-    )
-    return f"\n:root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-
-
-def _curves(run: RunRecord) -> str:
-    """The picture of the curves, as wide as the page."""
-    svg = curves_svg(run)
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img" aria-labelledby="curves">', svg, count=1)
-    svg = svg.replace(">", '><title id="curves">Curves of the run</title>', 1)
-    return _in_roles(svg.replace("xlink:href", "href"))
+<pre class="file">{escape(run.run_file)}</pre>"""
+    return document(f"{title}: {told.steps:,} steps", body)
 
 
 def _timelines(pipeline: PipelineRecord) -> str:
     """The picture of a step, as wide as the page, and wider where its numbers could not be read; one then scrolls."""
     svg = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     svg = re.sub(r' width="(\d+)" height="[^"]*"', r' style="min-width: calc(.9 * \1px)"', svg, count=1)
-    return _in_roles(svg)
-
-
-def _in_roles(svg: str) -> str:
-    """A picture whose colours are those of the page's roles."""
-    for role, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{role})")
-    return svg.strip()
+    return in_roles(svg)
 
 
 def _alarm(told: Headline) -> str:
@@ -155,11 +87,7 @@ def _numbers(told: Headline) -> str:
                 f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}",
             )
         )
-    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{_small(remark)}</dd></div>" for name, value, remark in rows)
-
-
-def _small(remark: str) -> str:
-    return f"<small>{escape(remark)}</small>" if remark else ""
+    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{small(remark)}</dd></div>" for name, value, remark in rows)
 
 
 def _caption(run: RunRecord) -> str:

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
 from shardloom.schedule import build
@@ -114,6 +112,8 @@ def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
 
     The last stage has the head, the first the embedding, which is a copy and counts the bytes it moves as FLOPs.
     """
+    import numpy as np  # Not at the top: run files are read, and pages drawn, without it.
+
     layers = [3 * (_products(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
     upto = np.array([0.0, *accumulate(layers)])
     # [begin, end]: the work of the layers between, inf where there are none.

@@ -1,0 +1,69 @@
+"""What one layout costs, in one call."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardloom.cost import memory
+from shardloom.cost.job import Candidates, Job
+from shardloom.cost.step import StepTime, step_time
+from shardloom.errors import LayoutError
+from shardloom.layout import DENSE_AXES, Layout, accumulation
+from shardloom.split.rules import problems
+from shardloom.split.stages import schedule_problems
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of one layout for a job, computed when asked for; the schedule is simulated."""
+
+    job: Job
+    candidates: Candidates
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step, with arrays of one."""
+        return step_time(self.job, self.candidates, simulated=True)
+
+    @cached_property
+    def memory(self) -> memory.Memory:
+        """By rank of `pp`, with arrays of one."""
+        return memory.of(self.job, self.candidates)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return float(self.time.total_s[0])
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Where they go; they add up."""
+        return {kind: float(np.asarray(seconds).reshape(-1)[0]) for kind, seconds in self.time.parts.items()}
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most, with what the allocator cannot use."""
+        return float(self.memory.reserved_bytes[0])
+
+
+def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | None = None) -> Estimate:
+    """What a layout costs. `recompute`: instead of the layout's, which knows no "selective".
+
+    Raises LayoutError with everything that keeps the layout from running this job: rules of the model, the size of the
+    cluster, the batch, the schedule.
+    """
+    wrong = problems(job.model, layout, job.seq_len)
+    if layout.world_size != job.cluster.size:
+        degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)
+        wrong.append(
+            f"{' x '.join(DENSE_AXES)} = {degrees} = {layout.world_size} ranks, and {job.cluster.name} has "
+            f"{job.cluster.size} accelerators; change the degrees so that they multiply to that"
+        )
+    try:
+        wrong += schedule_problems(layout, accumulation(job.global_batch, micro_batch, layout.data_ranks))
+    except LayoutError as error:
+        wrong += error.problems
+    if wrong:
+        raise LayoutError(*wrong)
+    return Estimate(job, Candidates.of(layout, micro_batch, recompute))
