@@ -221,13 +221,9 @@ def _priced(job: "Job", choice: "Choice") -> "Priced":
     """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
     priced."""
     from shardloom.cost.estimate import estimate
-    from shardloom.plan.choice import NOT_PRICED
     from shardloom.plan.search import Priced
 
-    layout = choice.layout
-    if layout.schedule in NOT_PRICED or layout.cp_method in NOT_PRICED:
-        raise LayoutError(f"the planner has no price for {' and '.join(NOT_PRICED)}")
-    estimate(job, layout, choice.micro_batch)
+    estimate(job, choice.layout, choice.micro_batch)
     return Priced.of(job, choice)
 
 

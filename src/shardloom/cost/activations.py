@@ -27,11 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardloom.cost.job import Candidates, Floats, Ints, Job
+from shardloom.cost.job import RECOMPUTE, Candidates, Floats, Ints, Job
 from shardloom.cost.parameters import vocabulary_rows
 
 Array = Floats | Ints
-NONE, SELECTIVE, FULL = range(3)
+NONE, SELECTIVE, FULL = range(len(RECOMPUTE))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from shardloom.layout import DENSE_AXES, Layout, accumulation
 from shardloom.split.rules import problems
 from shardloom.split.stages import schedule_problems
 
+NOT_PRICED = ("auto", "usp")
+"""A schedule that is built for given times, and a way of dealing out heads and tokens, that have no formulas here."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -50,9 +53,11 @@ class Estimate:
 def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | None = None) -> Estimate:
     """What a layout costs. `recompute`: instead of the layout's, which knows no "selective".
 
-    Raises LayoutError with everything that keeps the layout from running this job: rules of the model, the size of the
-    cluster, the batch, the schedule.
+    Raises LayoutError for what has no price, and with everything that keeps the layout from running this job: rules of
+    the model, the size of the cluster, the batch, the schedule.
     """
+    if layout.schedule in NOT_PRICED or layout.cp_method in NOT_PRICED:
+        raise LayoutError(f"there is no price for schedule and cp_method {' and '.join(NOT_PRICED)}")
     wrong = problems(job.model, layout, job.seq_len)
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)

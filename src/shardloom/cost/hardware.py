@@ -240,7 +240,8 @@ def network_of(text: str, node_size: int) -> float | None:
     """Bytes/s of a whole node to the others, as a published text states it; None where it does not.
 
     `8x200Gb HDR IB per node`, `1600Gbps node-node RoCE`, `400Gb/s RDMA per GPU`, `8xHDR IB`, `2x 100GB/s per node`. A
-    speed without a number of ports, a node or a GPU beside it is a port's, and says nothing of the node.
+    speed without a number of ports, a node or a GPU beside it is a port's, and says nothing of the node; nor does one
+    that no network has, such as 0.
     """
     for part in re.split(r"[+;,&]|\band\b", text):
         if re.search(_IN_NODE, part, re.I):
@@ -252,9 +253,12 @@ def network_of(text: str, node_size: int) -> float | None:
         else:
             continue
         if re.search(r"(per|/|each)\s*(gpu|accelerator|card)", part, re.I):
-            return speed * node_size
-        if found[1] or re.search("node", part, re.I):
-            return speed * int(found[1] or 1)
+            speed *= node_size
+        elif found[1] or re.search("node", part, re.I):
+            speed *= float(found[1] or 1)
+        else:
+            continue
+        return speed if _BELIEVED_BYTES_PER_S[0] <= speed <= _BELIEVED_BYTES_PER_S[1] else None
     return None
 
 
@@ -265,6 +269,7 @@ def kind_of(text: str) -> str | None:
 
 
 _IN_NODE = r"nvlink|nvswitch|xgmi|infinity fabric|pcie|bus\s*bw"
+_BELIEVED_BYTES_PER_S = 1e6, 1e15
 _PORTS = r"(?:(\d+)\s*x\s*)?"
 # Four lanes of a port (InfiniBand Trade Association's roadmap).
 _INFINIBAND_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}

@@ -41,7 +41,7 @@ def busy(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     return found * m[:, None]
 
 
-def least(of: Candidates, times: StageTimes, m: Ints, *, staggered_steps: bool) -> Floats:
+def least(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     """A time that no run of the schedule is under: (n,) seconds.
 
     The work of a rank cannot begin before the first microbatch has come to it, and after it has given the last input
@@ -71,14 +71,12 @@ def least(of: Candidates, times: StageTimes, m: Ints, *, staggered_steps: bool) 
             hop = times.message if stage + 1 < len(way) and way[stage + 1] != rank else 0.0
             before = before + times.forward[:, stage] + hop
             after = after + back[:, stage] + hop
-    if staggered_steps and _staggered(of.schedule):
-        return work.max(axis=1)
     if split:
         return (heads + work).max(axis=1)
     return (heads + work + tails).max(axis=1)
 
 
-def simulated(of: Candidates, times: StageTimes, m: Ints, *, staggered_steps: bool) -> Floats:
+def simulated(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     """What the schedule takes with these times: (n,) seconds.
 
     Exact for `MOST_SIMULATED` and fewer. The time of a schedule is the longest of many paths, each of which grows with
@@ -98,37 +96,30 @@ def simulated(of: Candidates, times: StageTimes, m: Ints, *, staggered_steps: bo
                 tuple(times.weight[at].tolist()),
                 float(times.message[at]),
             ),
-            staggered_steps,
         )
         for at in range(len(of))
     ]
-    return np.maximum(np.array(runs), least(of, times, m, staggered_steps=staggered_steps))
+    return np.maximum(np.array(runs), least(of, times, m))
 
 
 @lru_cache(maxsize=4096)  # layouts that differ in their data axes alone have stages of the same times
-def _makespan(pipeline: tuple[str, int, int], m: int, times: Times, staggered_steps: bool) -> float:
+def _makespan(pipeline: tuple[str, int, int], m: int, times: Times) -> float:
     pp, stages = pipeline[1], len(paths(*pipeline)[0])
     # A whole number of rounds of an interleaved schedule, and an even one for those with two directions.
     unit = 2 * pp
     most = max(3, MOST_SIMULATED // stages // unit) * unit
     if m <= most + unit:
-        return _run(pipeline, m, times, staggered_steps)
+        return _run(pipeline, m, times)
     longer = most + (m - most) % unit
-    ends = [_run(pipeline, count, times, staggered_steps) for count in (longer - unit, longer)]
+    ends = [_run(pipeline, count, times) for count in (longer - unit, longer)]
     return ends[1] + (ends[1] - ends[0]) / unit * (m - longer)
 
 
-def _run(pipeline: tuple[str, int, int], m: int, times: Times, staggered_steps: bool) -> float:
-    simulation = simulate(_built(pipeline, m), times)
-    return simulation.cost if staggered_steps else simulation.makespan
+def _run(pipeline: tuple[str, int, int], m: int, times: Times) -> float:
+    return simulate(_built(pipeline, m), times).makespan
 
 
 @lru_cache(maxsize=256)
 def _built(pipeline: tuple[str, int, int], m: int) -> Schedule:
     name, pp, virtual_stages = pipeline
     return build(name, pp, m, virtual_stages)
-
-
-@lru_cache
-def _staggered(name: str) -> bool:
-    return build(name, 2, 4).staggered

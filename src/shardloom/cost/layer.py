@@ -74,7 +74,7 @@ def layer(job: Job, of: Candidates, *, experts: bool) -> Passes:
     _multiply(passes, job, [*attention_products(job, of, tokens), *inner(job, of, tokens)])
     _attend(passes, job, of, tokens)
     _elementwise(passes, job, of, tokens, experts=experts)
-    _tensor(passes, job, of, tokens)
+    _tensor(passes, job, of, tokens, experts=experts)
     _context(passes, job, of, tokens)
     if experts:
         _dispatch(passes, job, of, tokens)
@@ -84,22 +84,35 @@ def layer(job: Job, of: Candidates, *, experts: bool) -> Passes:
 
 
 def head(job: Job, of: Candidates) -> Passes:
-    """Final norm, logits and loss. Logits pass the memory in 16 bits from the product and several times in fp32."""
+    """Final norm, logits and loss. Logits pass the memory in 16 bits from the product and several times in fp32. Over
+    tp the input is gathered and its gradient scattered, or summed where tokens are no shards."""
     passes = Passes()
     tokens = tokens_of(job, of)
     _multiply(passes, job, [head_product(job, of, tokens)])
     logits = tokens * job.model.vocab_size / of.tp
     _move(passes, job, job.stack.speed.loss_bytes * logits / 2, job.stack.speed.loss_bytes * logits / 2)
+    given = tokens * job.model.d_model * job.element_bytes
+    shards = of.sequence_parallel
+    passes.add(
+        "tensor parallel",
+        np.where(shards, _tp(all_gather, job, of, given), 0.0),
+        np.where(shards, _tp(reduce_scatter, job, of, given), _tp(all_reduce, job, of, given)),
+    )
     return passes
 
 
 def embedding(job: Job, of: Candidates) -> Passes:
-    """Rows looked up, and their gradients added up."""
+    """Rows looked up, and their gradients added up. Over tp each rank has a part of the rows, so that results are
+    summed, and on token shards gradients gathered."""
     passes = Passes()
     rows = tokens_of(job, of) * job.model.d_model * job.element_bytes
     _move(passes, job, 2 * rows, 2 * rows)
-    seconds = _tp_collective(job, of, rows)
-    passes.add("tensor parallel", seconds, np.zeros_like(seconds))
+    shards = of.sequence_parallel
+    passes.add(
+        "tensor parallel",
+        np.where(shards, _tp(reduce_scatter, job, of, rows), _tp(all_reduce, job, of, rows)),
+        np.where(shards, _tp(all_gather, job, of, rows), 0.0),
+    )
     return passes
 
 
@@ -185,33 +198,50 @@ def _elementwise(passes: Passes, job: Job, of: Candidates, tokens: Floats, *, ex
     _move(passes, job, scale * moved, scale * moved * BACKWARD_TRAFFIC)
 
 
-def _tp_collective(job: Job, of: Candidates, n_bytes: Floats) -> Floats:
-    """An all-reduce over tp, or the all-gather and the reduce-scatter that take its place on token shards."""
-    tp, stride = of.tp, np.ones_like(of.tp)
-    whole = all_reduce(job.cluster, n_bytes, tp, stride)
-    parts = all_gather(job.cluster, n_bytes, tp, stride) + reduce_scatter(job.cluster, n_bytes, tp, stride)
-    return np.where(of.sequence_parallel, parts, whole)
+def _tensor(passes: Passes, job: Job, of: Candidates, tokens: Floats, *, experts: bool) -> None:
+    """What ranks of tp send for each region that they work on together: attention, and a feed-forward network or the
+    shared experts; a mixture itself works on each rank's tokens.
 
+    |                         | forward                            | backward                                   |
+    | ----------------------- | ---------------------------------- | ------------------------------------------ |
+    | without token shards    | all-reduce of the region's result  | all-reduce of its input's gradient         |
+    | on token shards         | all-gather in, reduce-scatter out  | all-gather out, reduce-scatter in, and the |
+    |                         |                                    | input gathered again where it was not kept |
 
-def _tensor(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
-    """Two sums over tp forward and two backward, each of tokens x d_model.
-
-    What a stack hides backward is the sum of a product's input gradients, beside the product for its weights: all of it
-    where that is an all-reduce; on token shards the reduce-scatter, while the all-gather that the other product begins
-    with has nothing beside it. A stack that cuts products and messages into pieces hides them in both directions, but
-    for the first piece.
+    In and out are tokens x d_model; into latent attention go its narrow vectors (Korthikanti et al., arXiv 2205.05198,
+    section 4.2.2). Hidden are, backward, the sum of the input's gradients beside the product for weights and the second
+    gathering beside the product for inputs; while the first message backward has nothing beside it. A stack that cuts
+    products and messages into pieces hides them all, but for the first piece.
     """
-    speed = job.stack.speed
-    each = _tp_collective(job, of, tokens * job.model.d_model * job.element_bytes)
-    forward, backward = 2 * each, 2 * each
+    spec, speed = job.model, job.stack.speed
+    latent, moe = spec.latent_attention, spec.moe
+    width = spec.d_model if latent is None else (latent.q_rank or spec.d_model) + latent.kv_rank + latent.rope_dim
+    result = tokens * spec.d_model * job.element_bytes
+    regions = [tokens * width * job.element_bytes]
+    if not experts or (moe is not None and moe.n_shared):
+        regions.append(result)
+    zero = np.zeros(len(of))
+    forward, first, sums, again = zero, zero, zero, zero
+    for given in regions:
+        gather_in, scatter_in = _tp(all_gather, job, of, given), _tp(reduce_scatter, job, of, given)
+        gather_out, scatter_out = _tp(all_gather, job, of, result), _tp(reduce_scatter, job, of, result)
+        shards = of.sequence_parallel
+        forward = forward + np.where(shards, gather_in + scatter_out, _tp(all_reduce, job, of, result))
+        first = first + np.where(shards, gather_out, 0.0)
+        sums = sums + np.where(shards, scatter_in, _tp(all_reduce, job, of, given))
+        again = again + np.where(shards & (not job.stack.keeps_gathered), gather_in, 0.0)
     if speed.hides_tp:
         beside = passes.forward["matrix products"]
-        forward, backward = (hidden(time, beside, speed.interference, time / of.tp) for time in (forward, backward))
-    elif speed.hides_tp_backward:
-        open_share = np.where(of.sequence_parallel, 0.5, 0.0)
-        beside = passes.weight["matrix products"]
-        backward = open_share * backward + hidden((1 - open_share) * backward, beside, speed.interference)
-    passes.add("tensor parallel", forward, backward)
+        forward, first = (hidden(time, beside, speed.interference, time / of.tp) for time in (forward, first))
+    if speed.hides_tp or speed.hides_tp_backward:
+        sums = hidden(sums, passes.weight["matrix products"], speed.interference)
+    again = hidden(again, passes.backward_input["matrix products"], speed.interference)
+    passes.add("tensor parallel", forward, first + sums + again)
+
+
+def _tp(collective: Callable[..., Floats], job: Job, of: Candidates, n_bytes: Floats) -> Floats:
+    """One collective over tp, whose ranks are neighbours."""
+    return collective(job.cluster, n_bytes, of.tp, 1)
 
 
 def hidden(message_s: Floats, beside_s: Floats, interference: float, least_s: Floats | float = 0.0) -> Floats:
@@ -221,27 +251,46 @@ def hidden(message_s: Floats, beside_s: Floats, interference: float, least_s: Fl
 
 
 def _context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
-    """Keys and values go round a ring beside attention, with their gradients on the way back, and what each hop gives
-    is merged into the result by its log-sum-exp; or heads are dealt out by all-to-alls of queries, keys, values and
-    results, which nothing hides."""
+    """How attention reaches the tokens of other ranks of cp.
+
+    zigzag, ring: keys and values go round beside attention, backward with their gradients in fp32, which at the end go
+    home with nothing beside them; what each hop gives is merged into the result by its log-sum-exp. On a contiguous
+    ring the last rank has the scores of all that came before, 2 - 1 / cp of the mean. allgather: keys and values are
+    gathered before, their gradients scattered after. ulysses: queries, keys, values and results are dealt out by head.
+    Of the last two nothing is hidden.
+    """
     if np.all(of.cp == 1):
         return
-    spec = job.model
-    kv = 2 * tokens * np.maximum(spec.n_kv_heads / of.tp, 1) * spec.head_dim * job.element_bytes
+    spec, cluster = job.model, job.cluster
+    # Elements of keys and values of a token on this rank.
+    kv = tokens * np.maximum(spec.n_kv_heads / of.tp, 1) * (spec.qk_dim + spec.head_dim)
     if of.cp_method == "ulysses":
-        q = 2 * tokens * spec.n_heads / of.tp * spec.head_dim * job.element_bytes
-        seconds = all_to_all(job.cluster, kv + q, of.cp, of.tp)
+        queries = tokens * spec.n_heads / of.tp * (spec.qk_dim + spec.head_dim)
+        seconds = all_to_all(cluster, (kv + queries) * job.element_bytes, of.cp, of.tp)
         passes.add("context parallel", seconds, seconds)
         return
-    hop = point_to_point(job.cluster, kv, of.cp, of.tp)
-    beside = passes.forward["attention"] / of.cp
-    beside_back = passes.backward_input["attention"] / of.cp
+    if of.cp_method == "allgather":
+        gathered = kv * of.cp
+        passes.add(
+            "context parallel",
+            all_gather(cluster, gathered * job.element_bytes, of.cp, of.tp),
+            all_gather(cluster, gathered * job.element_bytes, of.cp, of.tp)
+            + reduce_scatter(cluster, gathered * 4.0, of.cp, of.tp),
+        )
+        return
+    if of.cp_method == "ring":
+        more = 1 - 1 / of.cp
+        passes.add("attention", passes.forward["attention"] * more, passes.backward_input["attention"] * more)
+    hop = point_to_point(cluster, kv * job.element_bytes, of.cp, of.tp)
+    hop_back = point_to_point(cluster, kv * (job.element_bytes + 4.0), of.cp, of.tp)
+    home = np.where(of.cp > 1, point_to_point(cluster, kv * 4.0, of.cp, of.tp), 0.0)
+    beside, beside_back = passes.forward["attention"] / of.cp, passes.backward_input["attention"] / of.cp
     merge = MERGE_BYTES * tokens * spec.n_heads * spec.head_dim / of.tp / reached_bytes_per_s(job)
     hops = of.cp - 1
     passes.add(
         "context parallel",
         hops * (np.maximum(hop - beside, 0) + merge),
-        hops * (np.maximum(2 * hop - beside_back, 0) + merge),
+        hops * (np.maximum(hop_back - beside_back, 0) + merge) + home,
     )
 
 

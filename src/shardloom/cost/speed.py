@@ -24,8 +24,7 @@ class Speed:
     cut into pieces that run side by side; `hides_dp`: data-parallel communication runs beside the passes it belongs
     to; `interference`: share of a hidden message's time by which it slows what it is hidden behind;
     `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` beside its bytes;
-    `scatters_messages`: ranks of tp send a part each of what all have; `staggered_steps`: ranks of zb-h2 start the
-    next step before the others have ended this one.
+    `scatters_messages`: ranks of tp send a part each of what all have.
 
     `kernel_share`: of the bandwidth that fused kernels reach, what these do. `flash_gain`: rate of attention beside
     FlashAttention-2, which later kernels surpass (FlashAttention-3, arXiv 2407.08608, figure 5: 1.5 to 2 on H100).
@@ -33,7 +32,8 @@ class Speed:
     The processor: `launch_s`: seconds to start all kernels of one layer forward, `launch_backward`: how many times that
     backward; `step_s`: once a step.
 
-    `reduce_bytes`: of a gradient on its way; `optimizer_bytes`: moved for each parameter by the optimizer.
+    `reduce_bytes`: of a gradient on its way, 2 where gradients of 16 bits are summed as they are, whatever they are
+    kept in afterwards; `optimizer_bytes`: moved for each parameter by the optimizer.
     """
 
     kind: str = "shardloom"
@@ -52,7 +52,6 @@ class Speed:
     hides_dp: bool = True
     interference: float = 0.2
     blocking_sends: bool = False
-    staggered_steps: bool = False
     scatters_messages: bool = False
     message_s: float = 20e-6
     flash_gain: float = 1.0
@@ -61,7 +60,7 @@ class Speed:
     launch_backward: float = 1.7
     step_s: float = 10e-3
     reduce_bytes: float = 2.0
-    optimizer_bytes: float = 36.0
+    optimizer_bytes: float = 38.0
 
     def calibrated(self, by: Calibration) -> "Speed":
         """With the numbers that were fitted for this stack."""

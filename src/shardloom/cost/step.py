@@ -16,7 +16,7 @@ class StepTime:
     """Seconds of one step of each candidate, arrays of shape (n,). `parts` add up to `total_s`, in the order in which
     they are shown; each is what its kind of work adds to the step, not how long it takes where it is hidden.
 
-    Work is that of the rank of `pp` that has most of it; "bubble" is the time in which that rank waits for others.
+    Work is that of the rank of `pp` that has most of it; "pipeline" is the time in which that rank waits for others.
     """
 
     parts: dict[str, Floats]
@@ -36,7 +36,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
     times = stages.times()
     work = busy(of, times, m)
     run = idle.simulated if simulated else idle.least
-    span = run(of, times, m, staggered_steps=job.stack.speed.staggered_steps)
+    span = run(of, times, m)
     most = work.argmax(axis=1)
     parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
     parts["pipeline"] = span - np.take_along_axis(work, most[:, None], 1)[:, 0]
@@ -115,53 +115,87 @@ class StagePasses:
 
 
 def data_parallel(job: Job, of: Candidates, m: Ints, forward: Floats, backward: Floats) -> Floats:
-    """What communication over the data axes adds to a step.
+    """What communication of weights and gradients adds to a step; `forward`, `backward`: seconds of a microbatch's
+    passes on the rank.
 
-    zero 0: gradients are all-reduced; 1: reduce-scattered, and changed weights gathered; 2: reduce-scattered for every
-    microbatch; 3: weights gathered for every pass of a microbatch instead. A stack that overlaps hides it beside the
-    passes of the microbatches that it belongs to, but for the last layer's, and pays `interference` for what it hides.
+    | zero | gradients                                                | weights                                    |
+    | ---- | -------------------------------------------------------- | ------------------------------------------ |
+    | 0    | all-reduced over all copies, once                        |                                            |
+    | 1    | reduce-scattered over the shards, once                   | gathered once                              |
+    | 2    | reduce-scattered for each microbatch                     | gathered once                              |
+    | 3    | as 2                                                     | gathered for each pass, all but embedding  |
+    |      |                                                          | and head forward and backward              |
+
+    Shares are then all-reduced over replicas, once. Under a pipeline that gathers once a step, zero 3 is as 1. Experts
+    have groups of their own. A stack that overlaps hides messages beside the pass of the microbatch that they belong
+    to, but for a layer's share of them, and pays `interference` for what it hides. At the end of a pipeline come the
+    sum of a tied matrix over its two stages, and that of both copies of each stage under dualpipe.
     """
-    stack, cluster = job.stack, job.cluster
-    dense, experts = rank_parameters(job, of)
-    shards, replicas = of.shards, of.dp_replicate
-    total = np.zeros(len(of))
-    for count, size, stride in (
-        (dense, shards, of.tp),
-        (experts, of.expert_shards, of.ep),
+    speed, cluster = job.stack.speed, job.cluster
+    dense, experts, ends = rank_parameters(job, of)
+    copies = np.maximum(of.copies * of.tp // of.ep, 1)
+    zero = np.zeros(len(of))
+    reduce, gather, gather_again, scatter, across = zero, zero, zero, zero, zero
+    for count, again, n_copies, shards, stride in (
+        (dense, dense - ends, of.copies, of.shards, of.tp),
+        (experts, experts, copies, of.expert_shards, of.ep),
     ):
         if not np.any(count):
             continue
-        weights = count * job.element_bytes
-        gradients = count * stack.speed.reduce_bytes
-        gather = all_gather(cluster, weights, size, stride)
-        scatter = reduce_scatter(cluster, gradients, size, stride)
-        whole = all_reduce(cluster, gradients, size, stride)
-        across = all_reduce(cluster, gradients / np.where(of.zero > 0, size, 1), replicas, size * stride)
-        across = np.where(replicas > 1, across, 0.0)
-        layers = max(job.model.n_layers / of.pp, 1)
+        gradients = count * speed.reduce_bytes
+        reduce = reduce + all_reduce(cluster, gradients, n_copies, stride)
+        gather = gather + all_gather(cluster, count * job.element_bytes, shards, stride)
+        gather_again = gather_again + all_gather(cluster, again * job.element_bytes, shards, stride)
+        scatter = scatter + reduce_scatter(cluster, gradients, shards, stride)
+        across = across + all_reduce(cluster, gradients / shards, n_copies // shards, shards * stride)
+    layers = max(job.model.n_layers / of.pp, 1)
 
-        def beside(message_s: Floats, passes_s: Floats, layers: float = layers) -> Floats:
-            if not stack.speed.hides_dp:
-                return message_s
-            return hidden(message_s, passes_s, stack.speed.interference, message_s / layers)
+    def beside(message_s: Floats, pass_s: Floats) -> Floats:
+        if not speed.hides_dp:
+            return message_s
+        return hidden(message_s, pass_s, speed.interference, message_s / layers)
 
-        by_zero = [
-            beside(whole + across, backward),
-            beside(scatter + across, backward) + beside(gather, forward),
-            m * beside(scatter + across, backward) + beside(gather, forward),
-            m * (beside(gather, forward) + beside(gather + scatter, backward)) + across,
-        ]
-        if of.pp > 1 and of.zero_pp_gather == "step":
-            by_zero[3] = beside(gather, forward) + beside(scatter + across, backward)
-        total = total + np.select([of.zero == stage for stage in range(4)], by_zero)
-    return total
+    once = beside(scatter + across, backward) + beside(gather, forward)
+    each = beside(gather + scatter, backward) if of.pp > 1 else beside(gather_again + scatter, backward)
+    last = beside(gather_again + scatter + across, backward)
+    if of.pp > 1 and of.zero_pp_gather == "step":
+        by_microbatch = once
+    else:
+        by_microbatch = m * beside(gather, forward) + (m - 1) * each + last
+    by_zero = [
+        beside(reduce, backward),
+        once,
+        once + (m - 1) * beside(scatter, backward),
+        by_microbatch,
+    ]
+    found = np.select([of.zero == stage for stage in range(4)], by_zero)
+    return np.asarray(found) + _twins(job, of, np.asarray(dense + experts, dtype=np.float64))
+
+
+def _twins(job: Job, of: Candidates, held: Floats) -> Floats:
+    """Sums of gradients over two ranks of `pp` that hold the same."""
+    if of.pp == 1:
+        return np.zeros(len(of))
+    spec, stride = job.model, of.world // of.pp
+    found = np.zeros(len(of))
+    if spec.tied_embedding:
+        matrix_bytes = spec.vocab_size * spec.d_model / of.tp * job.stack.speed.reduce_bytes
+        found = found + all_reduce(job.cluster, matrix_bytes, 2, (of.pp - 1) * stride)
+    if of.schedule == "dualpipe":
+        shares = np.where(of.zero > 0, of.shards, 1)
+        found = found + all_reduce(job.cluster, held * job.stack.speed.reduce_bytes / shares, 2, stride)
+    return found
 
 
 def optimizer(job: Job, of: Candidates) -> Floats:
-    """Adam reads gradients, master weights and moments and writes all but gradients, at the memory's bandwidth; and
-    what a step does once: the norm of the gradients, the loss, the start of the next."""
+    """Seconds of the optimizer, which memory bounds, and of what a step does once.
+
+    For each parameter the rank has a share of, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8)
+    and writes weight and moments (12) and the working weight (2); the norm of the gradients reads them before (4), and
+    they are set to zero after (4): 38. Then come the loss, the norm's all-reduce and the start of the next step.
+    """
     stack = job.stack
-    dense, experts = rank_parameters(job, of)
+    dense, experts, _ = rank_parameters(job, of)
     held = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
     return stack.speed.optimizer_bytes * held / reached_bytes_per_s(job) + stack.speed.step_s
 
@@ -176,10 +210,15 @@ def stragglers(job: Job, of: Candidates) -> Floats:
     return job.calibration.straggler_share * np.log2(nodes)
 
 
-def rank_parameters(job: Job, of: Candidates) -> tuple[Ints, Ints]:
-    """Dense and expert parameters, each (n,), of the rank of `pp` that has most."""
+def rank_parameters(job: Job, of: Candidates) -> tuple[Ints, Ints, Ints]:
+    """Of the rank of `pp` that has most: dense and expert parameters, and what embedding, last norm and head are of the
+    dense ones, each (n,)."""
     cut = pipeline.stages(job, of)
     held = parameters.of_ranks(job.model, cut, of.tp, of.ep)
-    each = [part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert)]
-    most = (each[0] + each[1]).argmax(axis=1)[:, None]
-    return tuple(np.take_along_axis(part, most, 1)[:, 0] for part in each)  # type: ignore[return-value]
+    dense, experts, ends = (part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends))
+    most = (dense + experts).argmax(axis=1)[:, None]
+
+    def of_that(part: Ints) -> Ints:
+        return np.take_along_axis(part, most, 1)[:, 0]
+
+    return of_that(dense), of_that(experts), of_that(ends)
