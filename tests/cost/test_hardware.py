@@ -128,8 +128,9 @@ def test_a_named_cluster_has_its_own_network():
     [
         ("h100", "write NAME:COUNT"),
         ("h100:many", "write NAME:COUNT"),
-        ("h100:0", "1 accelerator or more"),
-        ("h100:8/0", "1 accelerator or more"),
+        ("h100:0", "1 to 1,000,000 accelerators, and a node 1 or more"),
+        ("h100:8@0Gb", "0 Gbit/s a node; valid: more than 0"),
+        ("h100:8/0", "1 to 1,000,000 accelerators, and a node 1 or more"),
         ("h100:12", "12 = 8*1 + 4); nearest: 8 and 16"),
         ("h100:64/3", "64 = 3*21 + 1); nearest: 63 and 66"),
         ("h10:8", "did you mean 'h100'?"),

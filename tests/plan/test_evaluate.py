@@ -8,7 +8,9 @@ from statistics import fmean
 
 import pytest
 
+from shardloom.plan import megatron_ci
 from shardloom.plan.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+from shardloom.plan.run_model import HABITS
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def test_peak_memory_of_megatrons_own_tests():
     assert len(those) >= 80
     assert error(those, "peak memory") <= 0.03, "required: 0.05"
     # What is left out is no decoder, not plainly trained, or not described.
-    assert len(those) + len(found.skipped) < 301 < len(found.rows) + len(found.skipped) + 1
+    assert len(those) + len(found.skipped) < len(found.rows) + len(found.skipped) == 301
 
 
 def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: Evaluation):
@@ -128,6 +130,26 @@ def test_a_row_may_leave_out_what_can_be_assumed(write: Callable[..., Path]):
         ({"global_batch": "65"}, "global_batch=65 is not a multiple of micro_batch 1 x dp 8"),
         ({"model": "T5-11B"}, "T5-11B is not a decoder"),
         ({"pp": "2", "dp": "4", "schedule": "sideways"}, "schedule='sideways' is not known"),
+        ({"step_time_s": "inf"}, "step_time_s=inf is not finite"),
+        ({"step_time_s": "1e-320"}, "no plausible measurement"),
+        ({"layers": "1e30"}, "layers=1e30 is more than"),
+        ({"vocab": "1e400"}, "vocab=1e400 is not finite"),
+        ({"precision": "fp8"}, "no figures for it on a100-80gb; valid: "),
+        ({"pp": "2", "dp": "4", "vpp": "max", "layers": "1", "schedule": "1F1B-I"}, "fewer layers than ranks of pp"),
+        ({"pp": "2", "dp": "4", "layers": "3", "schedule": "1F1B-I"}, "make 4 stages, more than the 3 layers"),
+        ({"pp": "16", "tp": "4", "dp": "1", "layers": "12"}, "make 16 stages, more than the 12 layers"),
+        ({"heads": "7000"}, "heads=7000 does not divide hidden=6144"),
+        ({"hidden": "6145"}, "heads=64 does not divide hidden=6145"),
+        ({"kv_heads": "5"}, "n_kv_heads=5 does not divide n_heads=64"),
+        ({"kv_heads": "1", "heads": "4"}, "tp=8 does not divide 4 query heads"),
+        ({"ffn": "1001"}, "tp=8 does not divide 1001 ffn features"),
+        ({"seq": "2046", "cp": "2", "dp": "4"}, "seq_len=2046 is not a multiple of"),
+        ({"cp": "0"}, "cp=0 is not positive"),
+        ({"experts": "8", "topk": "9"}, "top_k=9 is more than moe.n_experts=8"),
+        ({"experts": "8", "topk": "2", "ep": "16"}, "ep=16 does not divide 8 experts; valid: 1, 2, 4, 8"),
+        ({"zero_stage": "9"}, "zero_stage=9 is no stage of ZeRO; valid: 0, 1, 2, 3"),
+        ({"tp": "1", "pp": "3", "n_gpus": "24", "schedule": "dualpipe"}, "pp=3 is odd"),
+        ({"tp": "1", "pp": "8", "global_batch": "24", "schedule": "dualpipe"}, "microbatches=3 is odd"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_is_skipped_with_the_reason(
@@ -136,6 +158,105 @@ def test_a_row_that_cannot_be_predicted_is_skipped_with_the_reason(
     found = evaluate(write(RUN | change, RUN))
     assert len(found.rows) == 1
     assert reason in found.skipped[0].reason
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"recompute": "sometimes"}, {"recompute='sometimes' read as none"}),
+        ({"precision": "int4"}, {"precision='int4' read as bf16"}),
+        ({"zero_stage": "", "kv_heads": ""}, {"zero_stage=0", "kv_heads=heads"}),
+        ({"tp": "", "pp": "", "cp": "", "dp": ""}, {"tp, pp, cp=1", "dp=n_gpus / (tp x pp x cp)"}),
+        ({"pp": "2", "dp": "4"}, {"schedule=1f1b", "no sequence parallelism over tp"}),
+        ({"pp": "2", "dp": "4", "schedule": "1F1B-I", "vpp": "0"}, {"vpp=2 (usual)"}),
+        ({"pp": "2", "dp": "4", "schedule": "1F1B-I", "vpp": ""}, {"vpp=2 (usual)"}),
+        ({"pp": "2", "dp": "4", "schedule": "1F1B", "vpp": "0"}, set[str]()),
+        ({"pp": "2", "dp": "4", "schedule": "1F1B", "vpp": "3"}, {"schedule=interleaved-1f1b, as vpp is more than 1"}),
+        ({"pp": "2", "dp": "4", "schedule": "gpipe", "vpp": "3"}, {"vpp does nothing under afab"}),
+        ({"ep": "8"}, {"ep=8 does nothing without experts"}),
+        ({"experts": "0", "ep": "8"}, {"ep=8 does nothing without experts"}),
+        ({"model": "Llama"}, {HABITS["llama"]}),
+        ({}, {"gpt habits: biases, learned positions, tied embedding, dropout 0.1"}),
+        ({"interconnect": ""}, {"network between nodes as usual with a100-80gb"}),
+        ({"interconnect": "0Gb/s per GPU"}, {"network between nodes as usual with a100-80gb"}),
+    ],
+)
+def test_what_a_row_leaves_open_is_said(write: Callable[..., Path], change: dict[str, str], said: set[str]):
+    found = evaluate(write({"vpp": "", "experts": "", "ep": ""} | RUN | change))
+    assert not found.skipped
+    assert set(found.rows[0].run.assumed) >= said
+
+
+def test_a_skipped_row_has_the_keys_of_the_others(write: Callable[..., Path]):
+    rows = evaluate(write(RUN, RUN | {"layers": ""})).as_json()["rows"]
+    assert rows[0].keys() == rows[1].keys()
+    assert {rows[1][key] for key in rows[1] if "predicted" in key or "measured" in key} == {None}
+
+
+HOSTILE = ("", "0", "1", "-1", "0.5", "7", "1000", "1e5", "1e7", "1e30", "1e400", "inf", "-inf", "nan", "x", "9" * 400)
+HOSTILE += ("sometimes", "max", "9" * 400 + "Gb/s per GPU", "2x", "True", "a/b/c", "Infinity", "\u0663", "0x10", "-0")
+
+
+def check_hostile(path: Path) -> None:
+    found = evaluate(path)
+    assert len(found.rows) + len(found.skipped) == len(HOSTILE) + 1
+    assert found.rows[0].run.row == 2, "the row as it was"
+    json.dumps(found.as_json(), allow_nan=False)
+    assert list(report_lines(found))
+
+
+COLUMNS = """
+    source model layers hidden heads kv_heads ffn vocab seq experts topk moe_ffn gpu n_gpus
+    gpus_per_node interconnect tp pp vpp cp ep dp zero_stage schedule micro_batch global_batch recompute precision
+    step_time_s peak_mem_gib notes
+"""
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("column", COLUMNS.split())
+def test_no_cell_of_a_table_of_runs_ends_it(write: Callable[..., Path], column: str, pipeline: bool):
+    row = dict.fromkeys(COLUMNS.split(), "") | RUN
+    if pipeline:
+        row |= {"pp": "4", "dp": "2", "schedule": "1F1B-I", "vpp": "2", "experts": "8", "topk": "2", "ep": "2"}
+    check_hostile(write(row, *(row | {column: value} for value in HOSTILE)))
+
+
+NOT_SAID = """
+    kv_heads ffn swiglu vocab untie experts topk moe_ffn sp layers_per_vpp etp dist_opt fsdp recompute
+    fp16 fp8 attn_backend impl mla mtp
+"""
+TEST = dict.fromkeys(NOT_SAID.split(), "") | {
+    "source_file": "tests/functional_tests/test_cases/gpt/some.json",
+    "test": "gpt3_tp2_pp2",
+    "platform": "dgx_h100",
+    "mem_max_GiB": "4",
+    "layers": "12",
+    "hidden": "512",
+    "heads": "8",
+    "seq": "1024",
+    "mbs": "4",
+    "gbs": "32",
+    "n_gpus_from_recipe": "8",
+    "tp": "2",
+    "pp": "2",
+    "cp": "1",
+    "ep": "1",
+}
+
+
+@pytest.mark.parametrize("experts", ["", "8"])
+@pytest.mark.parametrize("column", TEST)
+def test_no_cell_of_a_table_of_megatrons_tests_ends_it(write: Callable[..., Path], column: str, experts: str):
+    row = TEST | {"experts": experts, "topk": experts and "2"}
+    check_hostile(write(row, *(row | {column: value} for value in HOSTILE)))
+
+
+def test_a_table_of_megatrons_tests_needs_no_more_than_the_columns_that_tell_it(write: Callable[..., Path]):
+    row = {column: TEST[column] for column in megatron_ci.NEEDED}
+    found = evaluate(write(row, row | {"gbs": ""}))
+    assert len(found.rows) == 1
+    assert {"tp, pp, cp, ep=1", "n_gpus_from_recipe=8 (usual)"} <= set(found.rows[0].run.assumed)
+    assert found.skipped[0].reason == "gbs is empty"
 
 
 RUN = {

@@ -10,7 +10,7 @@ import typer
 
 from shardloom.cli.common import console, error_console, print_json, verb
 from shardloom.cli.plan_asked import PRECISIONS, Asked, ask, check
-from shardloom.errors import LayoutError
+from shardloom.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
     from shardloom.cost.job import Job
@@ -102,12 +102,22 @@ def plan(
 
     shardloom plan evaluate runs.csv
 
-    Exit codes: 0 found, 1 nothing fits, 2 the input cannot be used.
+    Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """
     if target == EVALUATE:
+        others = {
+            "--model": model, "--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len,
+            "--precision": precision, "--hardware": hardware, "--explain": explain, "--budget-tokens": budget_tokens,
+            "--write": write, "--html": html,
+        }  # fmt: skip
+        given = [option for option, value in others.items() if value is not None]
+        if given:
+            raise InputError(f"plan evaluate takes a table and --json alone; leave out {', '.join(given)}")
         _evaluate(runs, json)
         return
     asked = ask(target, runs, model, cluster, global_batch, seq_len, precision, hardware)
+    if write is not None and target is not None and write.resolve() == Path(target).resolve():
+        raise InputError(f"--write {write}: that is the run file that is read; name another")
     check(asked.job, memory_margin, top, explain, budget_tokens, write, html)
     if explain is not None:
         _explain(asked, explain, memory_margin, budget_tokens, write, json)
@@ -121,11 +131,13 @@ def _evaluate(runs: Path | None, json: bool) -> None:
     found = evaluate(runs or MEASURED_RUNS)
     if json:
         print_json(found.as_json())
-        return
-    if runs is None:
-        console.print(f"{MEASURED_RUNS.name}, the published runs that come with shardloom", soft_wrap=True)
-    for line in report_lines(found):
-        console.print(line, markup=False, soft_wrap=True)
+    else:
+        if runs is None:
+            console.print(f"{MEASURED_RUNS.name}, the published runs that come with shardloom", soft_wrap=True)
+        for line in report_lines(found):
+            console.print(line, markup=False, soft_wrap=True)
+    if not found.rows:
+        raise typer.Exit(1)
 
 
 def _search(
@@ -212,6 +224,10 @@ def _explain(
         console.print()
         plan_text.print_layout(priced, limit, budget_tokens)
         plan_text.print_explained(lines)
+    if priced.peak_bytes > limit:
+        if write is not None:
+            error_console.print(f"not written to {write}: the layout does not fit", markup=False)
+        raise typer.Exit(1)
     if write is not None:
         _write(asked, choice, write, budget_tokens)
         _say([write], json)

@@ -43,7 +43,7 @@ def ask(
         global_batch = config.batch.global_batch if global_batch is None else global_batch
         seq_len = config.batch.seq_len if seq_len is None else seq_len
         precision = config.precision.compute if precision is None else precision
-    precision = precision or "bf16"
+    precision = (precision or "bf16").lower()
     if target is None and model is None:
         wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run file")
     if cluster is None:

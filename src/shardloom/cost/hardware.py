@@ -23,6 +23,8 @@ from shardloom.errors import InputError, nearest
 from shardloom.units import GiB, MiB
 
 PACKAGED = Path(__file__).with_name("hardware.toml")
+LARGEST = 1_000_000
+"""Accelerators of a cluster; ten times the largest there is."""
 FORM = "NAME:COUNT, then if needed /NODE_SIZE and @GBIT_PER_S_PER_NODE, such as h100:64, h100:64/4 or h100:64@1600Gb"
 
 
@@ -203,8 +205,10 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     tables: dict[str, AcceleratorTable | ClusterTable] = {**known.accelerators, **known.clusters}
     name, table = _find("cluster", named, tables)
     node_size = int(form[3] or table.node_size)
-    if size < 1 or node_size < 1:
-        raise InputError(f"cluster {text!r}: a cluster and a node have 1 accelerator or more")
+    if node_size < 1 or not 1 <= size <= LARGEST:
+        raise InputError(f"cluster {text!r}: a cluster has 1 to {LARGEST:,} accelerators, and a node 1 or more")
+    if form[4] and not 0 < float(form[4]) < 1e6:
+        raise InputError(f"cluster {text!r}: {form[4]} Gbit/s a node; valid: more than 0, such as 1600")
     if isinstance(table, ClusterTable):
         kind, of = _find("accelerator", table.accelerator, known.accelerators)
         gbit_per_s = table.gbit_per_s_per_node / table.node_size

@@ -2,18 +2,28 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from shardloom.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardloom.cost.step import step_time
+from shardloom.errors import InputError
 from shardloom.plan.run import Run, Skipped
 from shardloom.plan.runs import read_runs
 
 MEASURED_RUNS = Path(__file__).with_name("measured") / "training_runs.csv"
 """Published runs that come with Shardloom."""
 QUANTITIES = {"step time": "s", "peak memory": "GiB"}
+_KEYS = (
+    *("row", "source", "model", "stack"),
+    *("predicted_step_time_s", "measured_step_time_s", "predicted_peak_mem_gib", "measured_peak_mem_gib"),
+    *("left_out_step_time_s", "assumed", "skipped"),
+)
+"""Of a row as JSON, whether it is predicted or skipped."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class Evaluation:
     def as_json(self) -> dict[str, Any]:
         """`rows`, with the skipped ones among them, and `sources`."""
         rows = [_row_json(row) for row in self.rows] + [
-            {"row": each.row, "source": each.source, "model": each.name, "skipped": each.reason}
+            dict.fromkeys(_KEYS) | {"row": each.row, "source": each.source, "model": each.name, "skipped": each.reason}
             for each in self.skipped
         ]
         return {
@@ -103,7 +113,11 @@ def of_runs(path: Path, found: Iterable[Run | Skipped]) -> Evaluation:
         if isinstance(each, Skipped):
             skipped.append(each)
         else:
-            rows.append(_predict(each))
+            predicted = _predict(each)
+            if isinstance(predicted, Skipped):
+                skipped.append(predicted)
+            else:
+                rows.append(predicted)
     return Evaluation(path, tuple(rows), tuple(skipped))
 
 
@@ -147,14 +161,24 @@ def report_lines(found: Evaluation) -> Iterator[str]:
         yield "left out: mean absolute error by constants that were fitted without this source"
 
 
-def _predict(run: Run) -> Row:
+def _predict(run: Run) -> Row | Skipped:
+    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its microbatches."""
     left_out = LEFT_OUT.get(run.source)
-    return Row(
-        run,
-        step_s=step_seconds(run),
-        peak_gib=run.predicted_peak_gib(),
-        left_out_s=None if left_out is None or run.measured_step_s is None else step_seconds(run, left_out),
-    )
+    try:
+        # What leaves the range of numbers is told apart below, and is no news for the terminal.
+        with np.errstate(all="ignore"):
+            row = Row(
+                run,
+                step_s=step_seconds(run),
+                peak_gib=run.predicted_peak_gib(),
+                left_out_s=None if left_out is None or run.measured_step_s is None else step_seconds(run, left_out),
+            )
+    except InputError as error:
+        return Skipped(run.row, run.source, run.name, error.problems[0])
+    for what, value in (("step time", row.step_s), ("peak memory", row.peak_gib), ("step time", row.left_out_s)):
+        if value is not None and not 0 < value < inf:
+            return Skipped(run.row, run.source, run.name, f"predicted {what} of {value}: the sizes are out of range")
+    return row
 
 
 def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
@@ -183,19 +207,9 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
 
 def _row_json(row: Row) -> dict[str, Any]:
     run = row.run
-    return {
-        "row": run.row,
-        "source": run.source,
-        "model": run.name,
-        "stack": run.job.stack.name,
-        "predicted_step_time_s": row.step_s,
-        "measured_step_time_s": run.measured_step_s,
-        "predicted_peak_mem_gib": row.peak_gib,
-        "measured_peak_mem_gib": run.measured_peak_gib,
-        "left_out_step_time_s": row.left_out_s,
-        "assumed": list(run.assumed),
-        "skipped": None,
-    }
+    times = row.step_s, run.measured_step_s, row.peak_gib, run.measured_peak_gib, row.left_out_s
+    values = run.row, run.source, run.name, run.job.stack.name, *times, list(run.assumed), None
+    return dict(zip(_KEYS, values, strict=True))
 
 
 def _grouped(what: str, found: Iterable[tuple[str, int]]) -> Iterator[str]:

@@ -15,9 +15,12 @@ import numpy as np
 from shardloom.cost.hardware import Cluster, cluster
 from shardloom.cost.job import RECOMPUTE, Candidates, Job
 from shardloom.cost.stack import MEGATRON_CORE, MEGATRON_CORE_FUSED_LOSS, Stack
+from shardloom.errors import InputError
 from shardloom.model.sections import LatentAttentionSpec, MoESpec
 from shardloom.model.spec import ModelSpec
 from shardloom.plan.run import Run, Skipped
+from shardloom.plan.run_cells import Cells, Unusable, quoted
+from shardloom.plan.run_check import check, check_experts
 
 NEEDED = ("source_file", "test", "platform", "mem_max_GiB", "layers", "hidden", "heads", "seq", "mbs", "gbs")
 """Columns by which a table is known to be of this kind."""
@@ -48,11 +51,19 @@ STAGE_LAYERS = {
 
 def read_row(number: int, row: Fields) -> Run | Skipped:
     """One row; `number`: its line in the file."""
-    name = f"{row['test']} {row['platform']}"
-    if reason := why_skipped(row):
-        return Skipped(number, "Megatron-LM functional tests", name, reason)
-    peak_gib = float(row["mem_max_GiB"])
-    job, candidates = _read(row)
+    cells = Cells(row)
+    name = f"{cells.text('test')} {cells.text('platform')}"
+    try:
+        if reason := why_skipped(cells):
+            raise Unusable(reason)
+        peak_gib = cells.measured("mem_max_GiB")
+        assert peak_gib is not None
+        job, candidates = _read(cells)
+        check(job, candidates)
+    except Unusable as unusable:
+        return Skipped(number, "Megatron-LM functional tests", name, str(unusable))
+    except InputError as error:
+        return Skipped(number, "Megatron-LM functional tests", name, error.problems[0])
     return Run(
         row=number,
         source=f"Megatron-LM functional tests, {'above' if peak_gib > SMALL_GIB else 'up to'} {SMALL_GIB:g} GiB",
@@ -61,91 +72,118 @@ def read_row(number: int, row: Fields) -> Run | Skipped:
         candidates=candidates,
         measured_step_s=None,
         measured_peak_gib=peak_gib,
+        assumed=tuple(cells.assumed),
         peak_rank="last",
     )
 
 
-def why_skipped(row: Fields) -> str:
+def why_skipped(row: Cells) -> str:
     """Why a row is not compared; empty if it is."""
-    if not row["mem_max_GiB"]:
+    if not row.text("mem_max_GiB"):
         return "no peak"
-    if kind := OTHER_MODELS.get(row["source_file"].split("/")[3]):
+    folders = row.text("source_file").split("/")
+    if kind := OTHER_MODELS.get(folders[3] if len(folders) > 3 else ""):
         return kind
-    if row["mtp"]:
+    if row.flag("mtp"):
         return "predicts a second token"
-    return next((why for word, why in OTHER_RUNS.items() if word in row["test"]), "")
+    return next((why for word, why in OTHER_RUNS.items() if word in row.text("test")), "")
 
 
-def _read(row: Fields) -> tuple[Job, Candidates]:
-    gpus, tp, pp, cp = (int(float(row[name])) for name in ("n_gpus_from_recipe", "tp", "pp", "cp"))
+def _read(row: Cells) -> tuple[Job, Candidates]:
+    gpus = row.number("n_gpus_from_recipe", 8, "n_gpus_from_recipe=8 (usual)")
+    tp, pp, cp, ep = row.degrees("tp", "pp", "cp", "ep")
+    if gpus % (tp * pp * cp):
+        raise Unusable(f"tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp} does not divide n_gpus_from_recipe={gpus}")
     data = gpus // (tp * pp * cp)
-    zero = 3 if row["fsdp"] else 1 if row["dist_opt"] else 0
-    instances = 2 if "multi_dist_optimizer_instances" in row["test"] else 1
+    zero = 3 if row.flag("fsdp") else 1 if row.flag("dist_opt") else 0
+    instances = 2 if "multi_dist_optimizer_instances" in row.text("test") and zero else 1
+    if data % instances:
+        raise Unusable(f"{instances} instances of the optimizer do not divide {data} data ranks")
     shard = data // instances if zero else 1
-    per_stage = int(float(row["layers_per_vpp"] or 0))
-    layers = int(float(row["layers"]))
-    each = next((each for word, each in STAGE_LAYERS.items() if word in row["test"]), ())
-    virtual = len(each) // pp if each else layers // pp // per_stage if per_stage else 1
+    micro, total = row.number("mbs"), row.number("gbs")
+    if total % (micro * data):
+        raise Unusable(f"gbs={total} is not a multiple of mbs {micro} x {data} data ranks")
+    virtual, stage_layers = _stages(row, pp)
+    experts = row.number("experts", 0, least=0)
+    if experts:
+        check_experts(experts, ep)
     job = Job(
-        model=_model(row),
+        model=_model(row, experts),
         cluster=_cluster(row, gpus),
-        seq_len=int(float(row["seq"])),
-        global_batch=int(float(row["gbs"])),
-        precision="fp8" if row["fp8"] else "fp16" if row["fp16"] else "bf16",
+        seq_len=row.number("seq"),
+        global_batch=total,
+        precision="fp8" if row.flag("fp8") else "fp16" if row.flag("fp16") else "bf16",
         stack=_stack(row),
     )
+    recompute = row.text("recompute") or "none"
+    if recompute not in RECOMPUTE:
+        raise Unusable(f"recompute={quoted(recompute)} is not known; valid: {', '.join(RECOMPUTE)}")
     candidates = Candidates(
         pp=pp,
         schedule="interleaved-1f1b" if virtual > 1 else "1f1b",
         virtual_stages=virtual,
-        stage_layers=(each or (layers // pp // virtual,) * pp * virtual) if pp > 1 else None,
+        stage_layers=stage_layers,
         dp_replicate=np.array([data // shard]),
         dp_shard=np.array([shard]),
         cp=np.array([cp]),
         tp=np.array([tp]),
         # Experts cut over their own tp hold as much, and see as many rows, as over as many more ranks of ep.
-        ep=np.array([int(row["ep"]) * int(float(row["etp"] or tp)) if row["experts"] else 1]),
+        ep=np.array([ep * row.number("etp", tp) if experts else 1]),
         zero=np.array([zero]),
-        sequence_parallel=np.array([bool(row["sp"]) and tp > 1]),
-        micro_batch=np.array([int(row["mbs"])]),
-        recompute=np.array([RECOMPUTE.index(row["recompute"] or "none")]),
+        sequence_parallel=np.array([row.flag("sp") and tp > 1]),
+        micro_batch=np.array([micro]),
+        recompute=np.array([RECOMPUTE.index(recompute)]),
     )
     return job, candidates
 
 
-def _model(row: Fields) -> ModelSpec:
-    hidden, heads = int(row["hidden"]), int(row["heads"])
-    latent, test = bool(row["mla"]), row["test"]
-    wide = 64 * (hidden * 8 // 3 // 64) if row["swiglu"] else 4 * hidden
-    ffn = int(float(row["ffn"] or wide))
+def _stages(row: Cells, pp: int) -> tuple[int, tuple[int, ...] | None]:
+    """Stages of a rank, and the layers of each."""
+    if pp == 1:
+        return 1, None
+    layers, per_stage = row.number("layers"), row.number("layers_per_vpp", 0, least=0)
+    each = next((each for word, each in STAGE_LAYERS.items() if word in row.text("test")), ())
+    if each:
+        return max(len(each) // pp, 1), each
+    virtual = layers // pp // per_stage if per_stage else 1
+    if not virtual or layers % (pp * virtual):
+        raise Unusable(f"layers={layers} cannot be dealt to pp={pp} ranks in stages of {per_stage or 'as many'} layers")
+    return virtual, (layers // pp // virtual,) * pp * virtual
+
+
+def _model(row: Cells, experts: int) -> ModelSpec:
+    hidden, heads = row.number("hidden"), row.number("heads")
+    latent, gated, test = row.flag("mla"), row.flag("swiglu"), row.text("test")
+    if hidden % heads:
+        raise Unusable(f"heads={heads} does not divide hidden={hidden}")
+    wide = 64 * (hidden * 8 // 3 // 64) if gated else 4 * hidden
+    ffn = row.number("ffn", wide, "ffn=8/3 x hidden, gated" if gated else "ffn=4 x hidden")
     moe = None
-    if row["experts"]:
-        width = int(float(row["moe_ffn"] or ffn))
+    if experts:
         moe = MoESpec(
-            n_experts=int(float(row["experts"])),
-            top_k=int(float(row["topk"])),
-            d_ffn=width,
+            n_experts=experts,
+            top_k=row.number("topk"),
+            d_ffn=row.number("moe_ffn", ffn, "moe_ffn=ffn"),
             n_shared=int(latent),
             first_dense=int(latent),
             normalise=False,
             bias_rate=0.0,
         )
-    head_dim = 128 if latent else hidden // heads
     return ModelSpec(
-        n_layers=int(float(row["layers"])),
+        n_layers=row.number("layers"),
         d_model=hidden,
         n_heads=heads,
-        n_kv_heads=int(float(row["kv_heads"] or heads)),
-        head_dim=head_dim,
+        n_kv_heads=row.number("kv_heads", heads),
+        head_dim=128 if latent else hidden // heads,
         d_ffn=ffn,
-        vocab_size=int(float(row["vocab"] or 50257)),
-        max_seq_len=int(float(row["seq"])),
+        vocab_size=row.number("vocab", 50257, "vocab=50257 (GPT-2's)"),
+        max_seq_len=row.number("seq"),
         norm="rmsnorm" if latent else "layernorm",
-        activation="swiglu" if row["swiglu"] else "gelu_tanh",
+        activation="swiglu" if gated else "gelu_tanh",
         positions="rope" if latent or "rope" in test else "learned",
         qk_norm="qk_layernorm" in test,
         bias=not (latent or moe or "disable_bias" in test),
-        tied_embedding=not row["untie"],
+        tied_embedding=not row.flag("untie"),
         dropout=0.0 if latent else 0.1,
         moe=moe,
         latent_attention=LatentAttentionSpec(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_dim=128)
@@ -154,19 +192,20 @@ def _model(row: Fields) -> ModelSpec:
     )
 
 
-def _stack(row: Fields) -> Stack:
+def _stack(row: Cells) -> Stack:
     """The flags of a row that are choices of a program."""
-    fused = "cross_entropy_loss_fusion" in row["test"] or row["mla"]
+    fused = "cross_entropy_loss_fusion" in row.text("test") or row.flag("mla")
     return replace(MEGATRON_CORE_FUSED_LOSS if fused else MEGATRON_CORE, flash_attention=not _stores_scores(row))
 
 
-def _stores_scores(row: Fields) -> bool:
+def _stores_scores(row: Cells) -> bool:
     """Unfused attention by its flag, or that of the local implementation. Records of one cluster are older than the
     change of their tests to fused attention (README of the reference: stale copies)."""
-    stale = "dracooci" in row["platform"] and not row["attn_backend"]
-    return row["attn_backend"] in ("unfused", "local") or row["impl"] == "local" or stale
+    backend = row.text("attn_backend")
+    stale = "dracooci" in row.text("platform") and not backend
+    return backend in ("unfused", "local") or row.text("impl") == "local" or stale
 
 
-def _cluster(row: Fields, gpus: int) -> Cluster:
-    name = next((name for name in ("gb200", "h100") if name in row["platform"]), "a100-80gb")
+def _cluster(row: Cells, gpus: int) -> Cluster:
+    name = next((name for name in ("gb200", "h100") if name in row.text("platform")), "a100-80gb")
     return cluster(f"{name}:{gpus}/{gpus}")

@@ -7,7 +7,8 @@ from pathlib import Path
 from shardloom.errors import InputError, nearest
 from shardloom.plan import megatron_ci
 from shardloom.plan.run import Run, Skipped
-from shardloom.plan.run_row import Row, Unusable
+from shardloom.plan.run_cells import Unusable
+from shardloom.plan.run_row import Row
 
 NEEDED = ("source", "model", "layers", "hidden", "heads", "seq", "gpu", "n_gpus", "micro_batch", "global_batch")
 MEASURED = ("step_time_s", "peak_mem_gib")
@@ -19,31 +20,27 @@ def read_runs(path: Path) -> list[Run | Skipped]:
     Raises InputError for a file that cannot be read, has no rows, or lacks columns that no prediction can do without.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # Spreadsheets begin a file with a byte order mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = list(reader)
-            columns = list(reader.fieldnames or [])
+            columns = [name.strip() for name in reader.fieldnames or []]
+            rows = [(reader.line_num, _cells(row)) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read as a CSV: {getattr(error, 'strerror', None) or error}") from None
-    if set(megatron_ci.NEEDED) <= set(columns):
-        return [megatron_ci.read_row(number, _cells(row)) for number, row in enumerate(rows, start=2)]
-    missing = [name for name in NEEDED if name not in columns]
-    if missing:
-        hints = [f"{name} ({nearest(name, columns)})" if columns else name for name in missing]
-        raise InputError(f"{path}: columns missing: {', '.join(hints)}")
-    if not set(MEASURED) & set(columns):
-        raise InputError(f"{path}: neither of the columns {' and '.join(MEASURED)}: there is nothing to compare with")
+    of_tests = set(megatron_ci.NEEDED) <= set(columns)
+    if not of_tests:
+        _check_columns(path, columns)
     if not rows:
         raise InputError(f"{path}: no rows below the header")
-    return [read_row(number, _cells(row)) for number, row in enumerate(rows, start=2)]
+    return [megatron_ci.read_row(*row) if of_tests else read_row(*row) for row in rows]
 
 
 def read_row(number: int, cells: Mapping[str, str]) -> Run | Skipped:
-    """One row; `number`: its line in the file."""
+    """One row; `number`: its line in the file, the last one of a row that has several."""
     source, name = cells.get("source", ""), cells.get("model", "")
     reader = Row(cells)
     try:
-        step_s, peak_gib = (reader.optional(column) for column in MEASURED)
+        step_s, peak_gib = (reader.measured(column) for column in MEASURED)
         if step_s is None and peak_gib is None:
             raise Unusable("neither step_time_s nor peak_mem_gib is given")
         job, candidates = reader.read()
@@ -65,6 +62,19 @@ def read_row(number: int, cells: Mapping[str, str]) -> Run | Skipped:
     )
 
 
+def _check_columns(path: Path, columns: list[str]) -> None:
+    """Raises InputError where no prediction could be made, or be compared."""
+    missing = [name for name in NEEDED if name not in columns]
+    for sign, plural in ((";", "semicolons"), ("\t", "tabs")):
+        if missing and len(columns) == 1 and sign in columns[0]:
+            raise InputError(f"{path}: its columns are separated by {plural}; valid: commas")
+    if missing:
+        hints = [f"{name} ({nearest(name, columns)})" if columns else name for name in missing]
+        raise InputError(f"{path}: columns missing: {', '.join(hints)}")
+    if not set(MEASURED) & set(columns):
+        raise InputError(f"{path}: neither of the columns {' and '.join(MEASURED)}: there is nothing to compare with")
+
+
 def _cells(row: Mapping[str, str | None]) -> dict[str, str]:
     """A line's cells; what it has beyond the header comes under None and is passed over."""
-    return {key: (value or "").strip() for key, value in row.items() if key}
+    return {key.strip(): (value or "").strip() for key, value in row.items() if key}
