@@ -50,7 +50,8 @@ def test_the_best_layout_is_told_with_memory_time_and_what_others_lose():
         "peak",
         "limit",
         "The best 10",
-        "another zero",
+        "another tp",
+        "as fast: zero=3",
         "does not fit",
         "accelerator-hours",
     ):
@@ -85,6 +86,23 @@ def test_explaining_the_best_layout_comes_to_what_the_search_said(told: Any):
     shown = plan(*REAL, "--explain", best["text"], columns=400)
     assert shown.exit_code == 0, shown.output
     assert "tokens of a step = global_batch x seq_len = 128 * 8192 = 1.04858e+06 tokens" in shown.output
+
+
+def test_one_sequence_is_one_and_the_peak_of_fp32_is_that_of_tf32_and_every_part_is_shown():
+    asked = (*SMALL[:2], "--cluster", "h100:1/1", "--global-batch", 1, "--seq-len", 128, "--precision", "fp32")
+    result = plan(*asked, columns=400)
+    assert "1 sequence of 128 tokens a step" in result.output
+    assert "peak 494 TFLOP/s in TF32" in result.output
+    parts = document(*asked)["best"][0]["time_s"]
+    assert all(kind in result.output for kind, seconds in parts.items() if seconds > 1e-6)
+
+
+def test_a_layout_that_is_as_fast_is_named_in_one_line():
+    asked = ("--model", "llama-3.1-70b", "--cluster", "h100:64", "--global-batch", 1024, "--seq-len", 8192)
+    result = plan(*asked, "--top", 4, columns=400)
+    assert "4 more layouts cost as much time and memory as one of these: each also with zero=3" in result.output
+    assert result.output.rstrip().endswith("as fast: zero=3")
+    assert "another zero" not in result.output
 
 
 def test_top_is_how_many_are_listed():

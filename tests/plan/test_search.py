@@ -19,11 +19,13 @@ from shardloom.cost.step import step_time
 from shardloom.errors import InputError, LayoutError
 from shardloom.model.presets import PRESETS, resolve
 from shardloom.model.spec import ModelSpec
-from shardloom.plan.alternatives import reasons, runners_up, well_known
+from shardloom.plan.alternatives import reasons, runners_up, savings, well_known
 from shardloom.plan.choice import Choice, choice_at
+from shardloom.plan.distinct import differing
 from shardloom.plan.nearest import remedies
-from shardloom.plan.search import fits, limit_bytes, search, survey
+from shardloom.plan.search import Plan, fits, limit_bytes, search, survey
 from shardloom.plan.space import groups
+from shardloom.plan.words import also_fast, left_out
 from shardloom.units import GiB
 
 DEEP = replace(PRESETS["debug"], n_layers=6, d_model=512, n_heads=8, head_dim=64, d_ffn=1536)
@@ -57,12 +59,29 @@ def test_the_best_layout_of_one_accelerator_is_the_one_with_the_best_micro_batch
     assert [each.step_s for each in found.best] == sorted(each.step_s for each in found.best)
 
 
+def check_listed(found: Plan, everything: list[tuple[float, Choice]], top: int) -> None:
+    """None that is faster than the last one listed is missing: it is listed, or equal to a listed one that is."""
+    times = {choice: time for time, choice in everything}
+    listed = [each.choice for each in found.best]
+    assert [each.step_s for each in found.best] == pytest.approx([times[choice] for choice in listed], rel=1e-9)
+    for each, others in zip(found.best, found.equals, strict=True):
+        assert all(times[other] == pytest.approx(each.step_s, rel=3e-6) for other in others)
+    covered = {*listed, *(other for others in found.equals for other in others)}
+    assert len(covered) == len(listed) + sum(map(len, found.equals))
+    last = found.best[-1].step_s if len(listed) == top else np.inf
+    assert not {choice for time, choice in everything if time < last * (1 - 3e-6)} - covered
+    for at, each in enumerate(found.best):
+        for other in found.best[:at]:
+            same = abs(each.step_s / other.step_s - 1) < 1e-9 and each.peak_bytes == other.peak_bytes
+            assert not (same and len(differing(each.choice, other.choice)) == 1), (each.choice, other.choice)
+
+
 def check_against_brute_force(asked: Job, top: int) -> None:
     limit = limit_bytes(asked, 0.1)
     everything = brute_force(asked, limit)
     found = search(asked, top=top)
     assert len(found.pool) == len(everything)
-    assert [each.step_s for each in found.best] == pytest.approx([time for time, _ in everything[:top]], rel=1e-9)
+    check_listed(found, everything, top)
     assert all(each.peak_bytes <= limit for each in found.best)
     if not everything:
         return
@@ -181,6 +200,33 @@ def test_what_another_layout_loses_is_what_it_takes_longer():
         assert slower >= -1e-12
         every = dict(reasons(best, other.priced, most=99))
         assert sum(every.values()) >= 0.5 * (other.priced.step_s - best.step_s) - 1e-9
+        more = other.priced.step_s - best.step_s
+        back = dict(savings(best, other.priced))
+        assert all(-seconds > 0.2 * more for seconds in back.values())
+        rest = set(best.parts_s) | set(other.priced.parts_s)
+        n_untold = len(rest - set(every) - set(back))
+        assert abs(sum(every.values()) + sum(back.values()) - more) <= 0.2 * n_untold * more + 1e-8
+
+
+def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are_named():
+    found = search(job(resolve("llama-3.1-70b"), "h100:64", 1024, 8192))
+    assert len(found.best) == 10
+    assert {each.choice.layout.zero for each in found.best} == {1}
+    for each, others in zip(found.best, found.equals, strict=True):
+        assert {other.layout.zero for other in others} == {3}, each.choice
+    assert "each also with zero=3" in left_out(found.best, found.equals)
+    same = next(other for other in runners_up(found) if other.name == "another zero")
+    assert same.as_fast(found.best[0])
+    assert also_fast(found.best[0], [same]) == "zero=3"
+
+
+def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
+    asked = job(resolve("llama-3.1-8b"), "h100:64", 64, 131073)
+    assert search(asked).best == []
+    near = next(remedy for remedy in remedies(asked, 0.1) if remedy.what.startswith("--seq-len"))
+    assert near.job.seq_len == 131072
+    assert "into as many as 128 equal parts, 131073 into 1" in near.what
+    assert search(near.job, top=1).best
 
 
 def test_well_known_layouts_are_of_their_kind():

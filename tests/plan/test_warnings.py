@@ -35,13 +35,19 @@ def test_a_good_layout_is_left_in_peace(text: str):
         (replace(GOOD, stack=MEGATRON), SHARDED, ["seq_len=8192 without flash attention", "megatron"]),
         (replace(GOOD, precision="fp32"), SHARDED, ["fp32", "flash attention"]),
         (replace(GOOD, seq_len=262144), "cp=16,zero=1", ["seq_len=262144", "rotary range of 131072"]),
+        (replace(GOOD, seq_len=8191), SHARDED, ["seq_len=8191", "no multiple of 2", "cp", "8190 or 8192"]),
+        (
+            replace(GOOD, model=resolve("gpt2"), seq_len=2048),
+            SHARDED,
+            ["beyond the model's 1024 learned positions", "train refuses it", "new rows have to be learned"],
+        ),
         (
             replace(MIXED, model=replace(MIXED.model, moe=replace(MIXED.model.moe, d_ffn=772))),
             "dp_shard=16,ep=16,zero=1",
             ["ep=16 without grouped products", "772", "1544 bytes", "multiple of 8"],
         ),
     ],
-    ids=["tp", "pp", "fp16", "flash", "fp32", "rotary", "experts"],
+    ids=["tp", "pp", "fp16", "flash", "fp32", "rotary", "odd", "learned", "experts"],
 )
 def test_an_anti_pattern_is_told_once(job: Job, text: str, parts: list[str]):
     found = told(job, text)

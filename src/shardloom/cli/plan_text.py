@@ -12,15 +12,19 @@ from shardloom.plan.line import Line
 from shardloom.plan.nearest import Remedy
 from shardloom.plan.search import Plan, Priced
 from shardloom.plan.warnings import of_job, warnings
-from shardloom.plan.words import choices_in_words, merged, verdict, why
+from shardloom.plan.words import also_fast, choices_in_words, left_out, merged, verdict, why
 from shardloom.units import GiB, format_bytes, format_count, format_seconds
+
+ROUNDING = 1e-9
+"""Share of a step below which a part is what is left of a difference of equal numbers."""
 
 
 def print_job(job: Job, name: str) -> None:
     """What was asked."""
     console.print(
         f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
-        f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision}",
+        f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
+        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}",
         soft_wrap=True,
     )
 
@@ -41,10 +45,14 @@ def print_plan(
     if len(plan.best) > 1:
         console.print(f"\n[bold]The best {len(plan.best)}[/]")
         _print_top(plan)
+    if equal := left_out(plan.best, plan.equals):
+        console.print(equal, markup=False, soft_wrap=True)
     rows = merged(alternatives)
     if rows:
         console.print("\n[bold]Why not another[/]")
-        _print_alternatives(best, rows, plan.limit_bytes)
+        _print_alternatives(best, [row for row in rows if not row[1].as_fast(best)], plan.limit_bytes)
+        if equal := also_fast(best, alternatives):
+            console.print(f"[bold]as fast[/]: {equal}", soft_wrap=True)
 
 
 def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None) -> None:
@@ -110,10 +118,13 @@ def _print_speed(priced: Priced) -> None:
         f"{format_count(told.tokens_per_s_per_accelerator)} on each accelerator",
         soft_wrap=True,
     )
+    peak = f"{job.cluster.accelerator.flops_per_s[job.precision] / 1e12:,.0f} TFLOP/s"
+    if job.precision == "fp32" and "TF32" in job.cluster.accelerator.sources.get("tflops", ""):
+        peak += " in TF32"
     again = "" if priced.choice.layout.recompute == "none" else f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}"
     console.print(
         f"MFU {told.mfu_full:.1%} with the full square of attention, {told.mfu_causal:.1%} with its causal half{again} "
-        f"(PaLM, arXiv 2204.02311; peak {job.cluster.accelerator.flops_per_s[job.precision] / 1e12:,.0f} TFLOP/s)",
+        f"(PaLM, arXiv 2204.02311; peak {peak})",
         soft_wrap=True,
     )
 
@@ -121,8 +132,9 @@ def _print_speed(priced: Priced) -> None:
 def _print_time(priced: Priced) -> None:
     table = _table("time", "s", "share", left=1)
     for kind, seconds in priced.parts_s.items():
-        if abs(seconds) >= 5e-4 * priced.step_s:
-            table.add_row(kind, f"{seconds:.4g}", f"{seconds / priced.step_s:.1%}")
+        share = seconds / priced.step_s
+        if abs(share) > ROUNDING:
+            table.add_row(kind, f"{seconds:.4g}", f"{share:.1%}" if abs(share) >= 1e-3 else f"{share:.2%}")
     table.add_row("[bold]step[/]", f"[bold]{priced.step_s:.4g}[/]", "")
     console.print(table)
 

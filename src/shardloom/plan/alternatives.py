@@ -7,6 +7,7 @@ import numpy as np
 
 from shardloom.cost.job import Candidates
 from shardloom.plan.choice import Choice
+from shardloom.plan.distinct import SAME_TIME
 from shardloom.plan.pool import Condition, Mask
 from shardloom.plan.search import Plan, Priced, survey
 
@@ -31,6 +32,10 @@ class Alternative:
         assert self.nearest is not None
         return self.nearest[0]
 
+    def as_fast(self, best: Priced) -> bool:
+        """Whether it takes as long as the best layout, as far as can be told."""
+        return self.priced is not None and abs(self.priced.step_s - best.step_s) <= SAME_TIME * best.step_s
+
     def slower(self, best: Priced) -> float | None:
         """By which share of the best layout's time a step takes longer; None where none fits."""
         return None if self.priced is None else self.priced.step_s / best.step_s - 1
@@ -49,14 +54,25 @@ def well_known(plan: Plan) -> list[Alternative]:
     return list(_evaluated(plan, kinds.items()))
 
 
-def reasons(best: Priced, other: Priced, most: int = 2) -> list[tuple[str, float]]:
+def reasons(best: Priced, other: Priced, most: int = 3) -> list[tuple[str, float]]:
     """What another layout spends more time on than the best: kinds of work with seconds, the largest first; only those
     that make up a tenth of the difference."""
+    worth = max(0.1 * (other.step_s - best.step_s), 1e-9)
+    return [(kind, seconds) for kind, seconds in _changes(best, other) if seconds > worth][:most]
+
+
+def savings(best: Priced, other: Priced) -> list[tuple[str, float]]:
+    """What another layout spends less time on than the best: kinds of work with seconds below 0, the largest first;
+    only those of more than a fifth of the difference, without which what it spends more seems not to add up."""
+    worth = max(0.2 * (other.step_s - best.step_s), 1e-9)
+    return [(kind, seconds) for kind, seconds in reversed(_changes(best, other)) if -seconds > worth]
+
+
+def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
+    """By how many seconds each kind of work is longer, the most first; they add up to the difference."""
     theirs, ours = other.parts_s, best.parts_s
     more = {kind: theirs.get(kind, 0.0) - ours.get(kind, 0.0) for kind in {**theirs, **ours}}
-    worth = max(0.1 * (other.step_s - best.step_s), 1e-9)
-    ordered = sorted(more.items(), key=lambda item: -item[1])
-    return [(kind, seconds) for kind, seconds in ordered if seconds > worth][:most]
+    return sorted(more.items(), key=lambda item: -item[1])
 
 
 def _sides(best: Candidates) -> Iterator[tuple[str, Condition]]:
@@ -85,7 +101,7 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
         lambda of: alone(of) & (of.zero == 3) & (of.dp_shard == node) & (of.dp_replicate > 1),
     )
     yield (
-        "tp = a node, then pp with 1f1b, zero 1 (Megatron-LM)",
+        "tp = a node, then pp with (interleaved) 1f1b, zero 1 (Megatron-LM)",
         lambda of: (
             (of.tp == node)
             & (of.cp == 1)

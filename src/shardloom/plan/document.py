@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from shardloom.cost.job import Job
-from shardloom.plan.alternatives import Alternative, reasons
+from shardloom.plan.alternatives import Alternative, reasons, savings
 from shardloom.plan.headline import accelerator_hours, days, headline
 from shardloom.plan.nearest import Remedy
 from shardloom.plan.search import Plan, Priced
@@ -51,14 +51,18 @@ def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | N
 def plan_document(
     plan: Plan, name: str, alternatives: list[Alternative], remedies: list[Remedy], budget_tokens: float | None
 ) -> dict[str, Any]:
-    """All that was found. `best` are the fastest layouts that fit; `alternatives` the best of other kinds, with
+    """All that was found. `best` are the fastest layouts that fit, each with those that cost the
+    same (`equals`); `alternatives` the best of other kinds, with
     `slower` as a share of the best layout's time; where nothing fits, `nearest` and `remedies` say what would."""
     found = {
         **job_document(plan.job, name, plan.limit_bytes),
         "n_layouts": plan.survey.n_layouts,
         "n_fit": len(plan.pool),
         "n_simulated": plan.pool.n_simulated,
-        "best": [layout_document(each, plan.limit_bytes, budget_tokens) for each in plan.best],
+        "best": [
+            layout_document(each, plan.limit_bytes, budget_tokens) | {"equals": [str(choice) for choice in equals]}
+            for each, equals in zip(plan.best, plan.equals, strict=True)
+        ],
         "alternatives": [_alternative(plan.best[0], each) for each in alternatives],
     }
     if not plan.best:
@@ -77,6 +81,7 @@ def _alternative(best: Priced, each: Alternative) -> dict[str, Any]:
             "slower": each.slower(best),
             "peak_bytes": each.priced.peak_bytes,
             "slower_in_s": dict(reasons(best, each.priced)),
+            "faster_in_s": dict(savings(best, each.priced)),
         }
     elif each.nearest is not None:
         found["peak_bytes"] = each.nearest[1]

@@ -150,8 +150,50 @@ def _moving(rank: _Rank, kind: str) -> tuple[str, str, str]:
             f"{num(tokens)} * {rows} * {num(each)}",
             "cost/activations.py",
         )
-    said = {"experts": "rows that were sent to experts", "working": "what is made and gone within an action"}
-    return said.get(kind, ""), "", "cost/activations.py"
+    if kind == "working":
+        return _working(rank)
+    if kind == "experts" and rank.kinds[kind]:
+        each = float(activations.mixture(job, of).experts[0])
+        in_flight = round(rank.kinds[kind] / each)
+        return "layers in flight x rows sent to experts", f"{in_flight} * {num(each)}", "cost/activations.py"
+    return "", "", "cost/activations.py"
+
+
+def _working(rank: _Rank) -> tuple[str, str, str]:
+    """What the backward pass of a layer makes at once: gradients of what it kept and gathered inputs, in attention or
+    in the network; and what recomputation makes again."""
+    job, of, spec, e = rank.job, rank.of, rank.job.model, rank.job.element_bytes
+    tokens, tp, h = float(of.micro_batch[0] * job.seq_len / of.cp[0]), int(of.tp[0]), spec.d_model
+    shards, value = int(of.token_shards[0]), rank.kinds["working"]
+    kv_heads = max(spec.n_kv_heads / tp, 1)
+    q, out = spec.n_heads / tp * spec.qk_dim, spec.n_heads / tp * spec.head_dim
+    k, v = kv_heads * spec.qk_dim, kv_heads * spec.head_dim
+    visiting = 0 if of.cp[0] == 1 else int(of.cp[0]) if of.cp_method == "allgather" else 2
+    gathered, inputs = int(shards > 1), 2 if spec.activation == "swiglu" else 1
+    wide = q + k + v + out + gathered * h + visiting * (k + v)
+    attention = (tokens * wide + tokens / shards * 2 * h) * e
+    told = f"({num(tokens)} * {num(wide)} + {num(tokens)} / {shards} * {2 * h}) * {e}"
+    dense = (rank.stages.plain[rank.mine] > 0).any()
+    wide = 2 * gathered * h + spec.d_ffn / tp * (1 + inputs)
+    network = (tokens * wide + tokens / shards * 2 * h) * e if dense else 0.0
+    if network > attention:
+        told = f"({num(tokens)} * {num(wide)} + {num(tokens)} / {shards} * {2 * h}) * {e}"
+    if spec.moe is not None and (rank.stages.mixtures[rank.mine] > 0).any():
+        moe = spec.moe
+        rows = tokens / shards * moe.top_k
+        each = 2 * h + (1 + inputs) * moe.d_ffn
+        experts = (rows * each + tokens / shards * h) * e
+        if experts > max(attention, network):
+            told = f"({num(rows)} * {each} + {num(tokens)} / {shards} * {h}) * {e}"
+        network = max(network, experts)
+    more = value - max(attention, network)
+    source = "cost/activations.py"
+    if more < -0.5:
+        return "what is made and gone within an action", "", source
+    where = "the network" if network > attention else "attention"
+    again = more > 0.5
+    formula = f"gradients in {where} of a layer, and inputs gathered"
+    return formula + " + what is made again" * again, told + f" + {num(more)}" * again, source
 
 
 def _activations(rank: _Rank) -> tuple[str, str, str]:

@@ -1,21 +1,27 @@
 """Where the seconds of a step come from, line by line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from shardloom.cost import idle, layer, products
+from shardloom.cost import idle, layer, pipeline, products
+from shardloom.cost.layer import Passes
 from shardloom.cost.products import TILE_COLUMNS, TILE_ROWS, Product
-from shardloom.cost.step import StagePasses
+from shardloom.cost.step import StagePasses, stragglers
 from shardloom.model.spec import ModelSpec
+from shardloom.plan.explain_data import data_lines, optimizer_line
+from shardloom.plan.explain_ends import embedding_lines, head_lines
+from shardloom.plan.explain_layer import attention_lines, context_lines, elementwise_lines, tensor_lines
+from shardloom.plan.explain_messages import message_line, one
 from shardloom.plan.line import Line, num
 from shardloom.plan.search import Priced
 
 _WAVES = "wave and tile quantisation, NVIDIA Matrix Multiplication Background; cost/products.py"
 _SOURCES = {
-    "element-wise": "bytes moved / reached bandwidth; cost/layer.py",
-    "attention": "fused: FLOPs of the causal half / reached FLOP/s; cost/layer.py",
-    "tensor parallel": "sums over tp, less what is hidden; cost/layer.py, cost/collectives.py",
+    "matrix products": "the products above, those for the gradients of their inputs, and of their weights",
+    "element-wise": "bytes moved / bandwidth reached; cost/layer.py",
+    "attention": "stored scores: two products, and passes over memory; cost/layer.py",
+    "tensor parallel": "sums over tp; cost/layer.py, cost/collectives.py",
     "context parallel": "keys and values round the ring, less what is hidden; cost/layer.py",
     "expert parallel": "all-to-alls of tokens; cost/layer.py",
     "recomputation": "the forward pass once more; cost/layer.py",
@@ -34,6 +40,10 @@ def time_lines(priced: Priced) -> Iterator[Line]:
     of = priced.choice.candidates
     logits = products.head_product(priced.job, of, layer.tokens_of(priced.job, of))
     yield _product(priced, "Head, one microbatch", "logits", logits)
+    yield from _kinds("Head, one microbatch", "the head", layer.head(priced.job, of), dict(head_lines(priced)))
+    yield from _kinds(
+        "Embedding, one microbatch", "the embedding", layer.embedding(priced.job, of), dict(embedding_lines(priced))
+    )
     yield from _pipeline(priced)
     yield from _step(priced)
 
@@ -59,6 +69,26 @@ def _rates(priced: Priced) -> Iterator[Line]:
         "B/s",
         "cost/hardware.toml, cost/calibration.toml",
     )
+    tile = f"{TILE_ROWS} x {TILE_COLUMNS}"
+    yield Line(
+        "Rates",
+        "w0",
+        f"waves that a product takes longer than its own, w = tiles of {tile} of its result / {chip.multiprocessors} "
+        f"multiprocessors: the first starts cold, the last is not full",
+        "",
+        job.calibration.partial_wave,
+        "",
+        "cost/calibration.toml",
+    )
+    yield Line(
+        "Rates",
+        "k0",
+        "features in at which half of the time goes into filling and emptying the multipliers; k = those of a product",
+        "",
+        job.calibration.ramp_k,
+        "",
+        "cost/calibration.toml",
+    )
 
 
 def _layer(priced: Priced, *, experts: bool) -> Iterator[Line]:
@@ -71,12 +101,31 @@ def _layer(priced: Priced, *, experts: bool) -> Iterator[Line]:
     for name, product in zip(_names(job.model, experts=experts), each, strict=True):
         yield _product(priced, section, name, product)
     passes = layer.layer(job, of, experts=experts)
-    parts = (("F", passes.forward), ("I", passes.backward_input), ("W", passes.weight))
+    own = {"element-wise": list(elementwise_lines(priced, section, experts=experts))}
+    if job.stack.flash_attention:
+        own["attention"] = list(attention_lines(priced, section))
+    if of.tp[0] > 1:
+        own["tensor parallel"] = list(tensor_lines(priced, section, passes, experts=experts))
+    if of.cp[0] > 1 and of.cp_method in ("zigzag", "ring"):
+        own["context parallel"] = list(context_lines(priced, section, passes))
+    yield from _kinds(section, "a layer", passes, own)
+
+
+def _kinds(section: str, whose: str, passes: Passes, own: Mapping[str, Sequence[Line]]) -> Iterator[Line]:
+    """Each kind of work, by lines of its `own` where it has some; then F, I and W as sums of the kinds."""
+    parts = {"F": passes.forward, "I": passes.backward_input, "W": passes.weight}
     for kind in passes.forward:
-        seconds = [float(np.asarray(part[kind]).reshape(-1)[0]) for _, part in parts]
+        seconds = [one(part[kind]) for part in parts.values()]
         if any(seconds):
             source = _SOURCES.get(kind, "cost/layer.py")
-            yield Line(section, kind, "F + I + W", " + ".join(map(num, seconds)), sum(seconds), "s", source)
+            yield from own.get(kind) or [
+                Line(section, kind, "F + I + W", " + ".join(map(num, seconds)), sum(seconds), "s", source)
+            ]
+    for name, part in parts.items():
+        those = {kind: one(seconds) for kind, seconds in part.items() if one(seconds)}
+        if those:
+            numbers = " + ".join(map(num, those.values()))
+            yield Line(section, f"{name} of {whose}", " + ".join(those), numbers, sum(those.values()), "s")
 
 
 def _names(spec: ModelSpec, *, experts: bool) -> list[str]:
@@ -117,28 +166,48 @@ def _pipeline(priced: Priced) -> Iterator[Line]:
     """Work of the busiest rank, and how long the schedule takes with it."""
     job, of = priced.job, priced.choice.candidates
     m = of.microbatches(job.global_batch)
-    times = StagePasses(job, of).times()
+    passes = StagePasses(job, of)
+    times = passes.times()
     rank = int(idle.busy(of, times, m)[0].argmax())
     ways = idle.ways_of(of)
     section = f"Pipeline, busiest rank {rank}" if of.pp > 1 else "Step on a rank"
+    mine = [stage for way in ways for stage, there in enumerate(way) if there == rank]
+    if of.pp > 1:
+        counts = [len(layers) for layers in pipeline.stages(job, of).layers]
+        told = f"layers of each of {len(counts)} stages"
+        yield Line(section, told, "cut so that they take about as long", " + ".join(map(str, counts)),
+                   float(sum(counts)), "layers", "split/stages.py")  # fmt: skip
+        where = "its stages" if len(ways) == 1 else "its stages, half of the microbatches each way"
+        told = ", ".join(f"{stage} ({counts[stage]})" for stage in mine)
+        yield Line(
+            section, f"{where}, with their layers", told, "", float(sum(counts[stage] for stage in mine)), "layers"
+        )
+        yield (message := _message(priced, section))
     each = []
-    for name, seconds in (("F", times.forward), ("I", times.backward_input), ("W", times.weight)):
-        mine = [float(seconds[0, stage]) for way in ways for stage, there in enumerate(way) if there == rank]
-        each.append(sum(mine) / len(ways))
-        formula = "sum over its stages" if of.pp > 1 else "sum over layers, embedding and head"
-        whole = " + ".join(map(num, mine))
-        numbers = (f"({whole}) / {len(ways)}" if len(ways) > 1 else whole) if len(mine) > 1 else ""
-        yield Line(section, f"{name} of a microbatch", formula, numbers, each[-1], "s")
-    work = float(m[0]) * sum(each)
+    blocks = of.pp > 1 and job.stack.speed.blocking_sends
+    for place, name in enumerate("FIW"):
+        names, numbers, value = [], [], 0.0
+        for what, (work, count) in zip(_works(job.model), passes.work, strict=True):
+            n, seconds = int(count[mine].sum()), one(work.totals[place])
+            if n and seconds:
+                names.append(what)
+                numbers.append(f"{n} * {num(seconds)}")
+                value += n * seconds
+        if blocks and name != "W":
+            names.append("messages")
+            numbers.append(f"{len(mine)} * {num(message.value)}")
+            value += len(mine) * message.value
+        each.append(value / len(ways))
+        whole = " + ".join(numbers) or "0"
+        if len(ways) > 1:
+            whole = f"({whole}) / {len(ways)}"
+        yield Line(section, f"{name} of a microbatch", " + ".join(names), whole, each[-1], "s", "of the sections above")
+    work_s = float(m[0]) * sum(each)
     yield Line(
-        section, "work", "m (F + I + W)", f"{int(m[0])} * ({' + '.join(map(num, each))})", work, "s", "cost/idle.py"
+        section, "work", "m (F + I + W)", f"{int(m[0])} * ({' + '.join(map(num, each))})", work_s, "s", "cost/idle.py"
     )
     if of.pp > 1:
-        span = work + priced.parts_s["pipeline"]
-        message = float(times.message[0])
-        yield Line(
-            section, "message between stages", "latency + T' h e / bandwidth", "", message, "s", "cost/collectives.py"
-        )
+        span = work_s + priced.parts_s["pipeline"]
         yield Line(
             section,
             f"{of.schedule} with these times",
@@ -149,31 +218,43 @@ def _pipeline(priced: Priced) -> Iterator[Line]:
             "simulated action by action; cost/idle.py",
         )
         # A small difference of large numbers, which needs their digits.
-        yield Line(section, "pipeline (waiting)", "makespan - work", f"{span:.12g} - {work:.12g}", span - work, "s")
+        yield Line(section, "pipeline (waiting)", "makespan - work", f"{span:.12g} - {work_s:.12g}", span - work_s, "s")
+    if priced.parts_s.get("data parallel"):
+        yield from data_lines(priced, each[0], each[1] + each[2])
+
+
+def _works(spec: ModelSpec) -> list[str]:
+    """Of `StagePasses.work`, in its order."""
+    mixtures, plain = spec.n_expert_layers, spec.n_layers - spec.n_expert_layers
+    return ["embedding", "head", *(["layers"] if plain else []), *(["layers with experts"] if mixtures else [])]
+
+
+def _message(priced: Priced, section: str) -> Line:
+    """From one stage to the next."""
+    job, of, speed = priced.job, priced.choice.candidates, priced.job.stack.speed
+    cut = one(of.tp if speed.scatters_messages else of.token_shards)
+    n_bytes = one(layer.tokens_of(job, of)) * job.model.d_model * job.element_bytes / cut
+    stride = int(of.world[0]) // of.pp
+    return message_line(section, "between stages", "message", job.cluster, n_bytes, of.pp, stride, speed.message_s)
 
 
 def _step(priced: Priced) -> Iterator[Line]:
     """The parts of a step, and their sum."""
     parts = {kind: seconds for kind, seconds in priced.parts_s.items() if seconds}
-    zero = priced.choice.layout.zero
-    said = {
-        0: "gradients all-reduced once, less what is hidden",
-        1: "gradients reduce-scattered and weights gathered once, less what is hidden",
-        2: "gradients reduce-scattered for each microbatch, weights gathered once, less what is hidden",
-        3: "weights gathered for each pass and gradients reduce-scattered, less what is hidden",
-    }[zero]
-    if "data parallel" in parts:
-        yield Line("Step", "data parallel", said, "", parts["data parallel"], "s", "cost/step.py, cost/collectives.py")
     if "optimizer" in parts:
-        speed = priced.job.stack.speed
+        yield optimizer_line(priced)
+    if "stragglers" in parts:
+        rest = priced.step_s - parts["stragglers"]
+        share = one(stragglers(priced.job, priced.choice.candidates))
+        each, nodes = priced.job.calibration.straggler_share, priced.job.cluster.nodes
         yield Line(
             "Step",
-            "optimizer",
-            f"{num(speed.optimizer_bytes)} B x parameters of a rank / reached bandwidth + once a step",
-            "",
-            parts["optimizer"],
+            "stragglers",
+            f"{num(each)} for each doubling of nodes x the rest, {nodes} nodes",
+            f"{num(share)} * {num(rest)}",
+            parts["stragglers"],
             "s",
-            "cost/step.py",
+            "all wait for the slowest; cost/step.py",
         )
     numbers = " + ".join(num(seconds) for seconds in parts.values())
     yield Line("Step", "step", " + ".join(parts), numbers, priced.step_s, "s", "the parts add up")

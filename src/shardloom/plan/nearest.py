@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 
 from shardloom.cost.job import Job
 from shardloom.errors import LayoutError
@@ -33,9 +34,8 @@ def remedies(job: Job, memory_margin: float) -> list[Remedy]:
         except LayoutError:
             return False
 
-    found = [
-        next((each for each in kind if works(each.job)), None) for kind in (_larger(job), _shorter(job), _narrower(job))
-    ]
+    kinds = (_larger(job), _even(job), _shorter(job), _narrower(job))
+    found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
     remedies = [each for each in found if each is not None]
     if memory_margin and works(job, 0.0):
         remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
@@ -60,6 +60,21 @@ def _shorter(job: Job) -> Iterator[Remedy]:
         seq_len, global_batch = seq_len // 2, global_batch * 2
         changed = replace(job, seq_len=seq_len, global_batch=global_batch)
         yield Remedy(f"--seq-len {seq_len} with --global-batch {global_batch}, as many tokens a step", changed)
+
+
+def _even(job: Job) -> Iterator[Remedy]:
+    """The nearest sequence length that tp and cp can cut into more parts, of as many sequences a step: an even one, one
+    for a node, one for all ranks. cp cuts each sequence into twice as many parts as it has ranks."""
+    size, node = job.cluster.size, job.cluster.node_size
+    tried = {job.seq_len}
+    for parts in (2, 2 * node, 2 * size) if size > 1 else ():
+        near = max(1, round(job.seq_len / parts)) * parts
+        if near not in tried:
+            tried.add(near)
+            can, could = (gcd(seq_len, 2 * size) for seq_len in (near, job.seq_len))
+            into = f"as many as {can} equal parts, {job.seq_len} into {could}"
+            what = f"--seq-len {near}, which tp and cp can cut into {into}"
+            yield Remedy(what, replace(job, seq_len=near))
 
 
 def _narrower(job: Job) -> Iterator[Remedy]:

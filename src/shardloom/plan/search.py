@@ -11,6 +11,7 @@ from shardloom.cost.job import Candidates, Job
 from shardloom.cost.step import step_time
 from shardloom.errors import InputError
 from shardloom.plan.choice import Choice, choice_at
+from shardloom.plan.distinct import distinct
 from shardloom.plan.pool import Condition, Pool
 from shardloom.plan.space import groups
 
@@ -45,12 +46,14 @@ class Survey:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits."""
+    """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
+    for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`)."""
 
     job: Job
     limit_bytes: float
     survey: Survey
     best: list[Priced]
+    equals: list[list[Choice]]
 
     @property
     def pool(self) -> Pool:
@@ -66,7 +69,7 @@ def limit_bytes(job: Job, memory_margin: float) -> float:
 
 
 def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
-    """The `top` layouts of the whole cluster that train fastest and fit.
+    """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
     of `plan.space` with a simulated schedule would find (`Pool.fastest`).
@@ -75,8 +78,9 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
     """
     limit = limit_bytes(job, memory_margin)
     found = survey(job, limit)
-    best = [Priced.of(job, found.pool.choice(number)) for number in found.pool.fastest(top)]
-    return Plan(job, limit, found, best)
+    listed = distinct(found.pool, top)
+    best = [Priced.of(job, each.members[each.simplest]) for each in listed]
+    return Plan(job, limit, found, best, [each.others for each in listed])
 
 
 def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:

@@ -22,11 +22,24 @@ def warnings(priced: Priced) -> list[str]:
 def of_job(job: Job) -> Iterator[str]:
     """What is wrong whatever the layout."""
     model = job.model
-    if job.seq_len > model.max_seq_len:
-        kind = "rotary range" if model.positions == "rope" else "learned positions"
+    if job.seq_len > model.max_seq_len and model.positions == "learned":
         yield (
-            f"seq_len={job.seq_len} is beyond the model's {kind} of {model.max_seq_len} tokens (model.max_seq_len); "
-            f"train refuses it until that is raised, and rope_theta or rope_scaling should be chosen for the new length"
+            f"seq_len={job.seq_len} is beyond the model's {model.max_seq_len} learned positions (model.max_seq_len): "
+            f"later tokens have no vector, and train refuses it; a larger max_seq_len makes a longer table, whose new "
+            f"rows have to be learned"
+        )
+    elif job.seq_len > model.max_seq_len:
+        yield (
+            f"seq_len={job.seq_len} is beyond the model's rotary range of {model.max_seq_len} tokens "
+            f"(model.max_seq_len); train refuses it until that is raised, and rope_theta or rope_scaling should be "
+            f"chosen for the new length"
+        )
+    node = job.cluster.node_size
+    if job.cluster.size > 1 and job.seq_len % 2 and (node == 1 or job.seq_len % node):
+        yield (
+            f"seq_len={job.seq_len} is no multiple of 2: neither tp with its token shards nor cp can cut it into 2, 4, "
+            f"... parts, and layouts that would are not among those searched; take {job.seq_len - 1} or "
+            f"{job.seq_len + 1}"
         )
     if job.precision == "fp16":
         yield (

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from shardloom.cost.job import Job
 from shardloom.layout import accumulation
-from shardloom.plan.alternatives import Alternative, reasons
+from shardloom.plan.alternatives import Alternative, reasons, savings
 from shardloom.plan.choice import Choice
+from shardloom.plan.distinct import CHOICES, differing, value
 from shardloom.plan.search import Priced
 from shardloom.units import format_bytes, format_seconds
 
@@ -94,8 +95,45 @@ def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
 
 
 def why(best: Priced, other: Alternative) -> str:
-    """Where an alternative loses its time."""
+    """Where an alternative loses its time, and where it wins some back."""
     if other.priced is None:
         return "with the least memory of its kind"
     parts = [f"{kind} +{format_seconds(seconds)}" for kind, seconds in reasons(best, other.priced)]
+    parts += [f"{kind} -{format_seconds(-seconds)}" for kind, seconds in savings(best, other.priced)]
     return ", ".join(parts) or "as fast, as far as can be told"
+
+
+def difference(best: Choice, other: Choice) -> str:
+    """What another layout chooses otherwise: `zero=3`, or `tp=4, dp_shard=2`."""
+    keys = [key for name in differing(best, other) for key in CHOICES[name]]
+    return ", ".join(f"{key}={value(other, key)}" for key in keys if value(other, key) != value(best, key))
+
+
+def also_fast(best: Priced, found: Sequence[Alternative]) -> str:
+    """In one line, what could be chosen otherwise at no cost in time, with its memory; empty where nothing could."""
+    named: dict[str, str] = {}
+    for each in found:
+        if each.as_fast(best) and each.priced is not None and each.choice != best.choice:
+            same = abs(each.priced.peak_bytes - best.peak_bytes) < 1e-3 * best.peak_bytes
+            needs = "" if same else f" (with {format_bytes(each.priced.peak_bytes)})"
+            named[difference(best.choice, each.choice)] = needs
+    return "; ".join(f"{what}{needs}" for what, needs in named.items())
+
+
+def left_out(best: Sequence[Priced], equals: Sequence[Sequence[Choice]]) -> str:
+    """How many layouts cost the same as one that is listed, and in what they differ; empty where none does."""
+    n = sum(map(len, equals))
+    if not n:
+        return ""
+    told: dict[str, list[int]] = {}
+    for number, (each, others) in enumerate(zip(best, equals, strict=True), 1):
+        for other in others:
+            told.setdefault(difference(each.choice, other), []).append(number)
+    parts = []
+    for what, numbers in told.items():
+        which = ", ".join(map(str, numbers))
+        one = f"number {which}" if len(numbers) == 1 else f"numbers {which}"
+        whom = "each" if len(numbers) == len(best) > 1 else one
+        parts.append(f"{whom} also with {what}")
+    layouts = "1 more layout costs" if n == 1 else f"{n} more layouts cost"
+    return f"{layouts} as much time and memory as one of these: {'; '.join(parts)}"
