@@ -23,7 +23,7 @@ from tests.cost.jobs import candidates, job
 def test_the_products_of_all_ranks_are_twice_the_matrices_a_token_meets(name: str, cut: dict[str, int]):
     the_job, of = job(name), candidates(**cut)
     spec = the_job.model
-    tokens = np.asarray(of.micro_batch * the_job.seq_len / of.cp)
+    tokens = of.tokens(the_job.seq_len)
     flops = float(head_product(the_job, of, tokens).flops[0])
     for layer in range(spec.n_layers):
         inner = expert_products if spec.has_experts(layer) else dense_products

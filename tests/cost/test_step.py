@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from shardloom.cost.flops import executed_flops, model_flops
 from shardloom.cost.hardware import Cluster
-from shardloom.cost.idle import MOST_SIMULATED, StageTimes, busy, simulated, ways_of
+from shardloom.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans, ways_of
 from shardloom.cost.job import Candidates, Job
 from shardloom.cost.layer import layer
 from shardloom.cost.stack import STACKS
-from shardloom.cost.step import data_parallel, step_time
+from shardloom.cost.step import data_parallel, rank_parameters, step_time
 from shardloom.schedule.build import build
 from shardloom.schedule.simulate import Times, simulate
 from tests.cost.jobs import candidates, job, layouts
@@ -123,7 +123,7 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
     times = StageTimes(one, one, one, np.zeros(1))
     for m in (4, 8, 64):
         work = float(busy(of, times, np.array([m])).max())
-        span = float(simulated(of, times, np.array([m]))[0])
+        span = float(makespans(of, times, np.array([m]))[0])
         assert (span - work) / span == pytest.approx(3 / (m + 3))
 
 
@@ -135,7 +135,8 @@ def test_a_long_step_is_drawn_out_from_a_shorter_simulation(schedule: str):
     assert m * stages > 3 * MOST_SIMULATED
     rng = np.random.default_rng(0)
     f, i, w = (rng.uniform(0.8, 1.2, stages) for _ in range(3))
-    drawn = simulated(of, StageTimes(f[None], i[None], w[None], np.array([0.01])), np.array([m]))[0]
+    times, count = StageTimes(f[None], i[None], w[None], np.array([0.01])), np.array([m])
+    drawn = max(makespans(of, times, count)[0], least(of, times, busy(of, times, count))[0])
     full = simulate(build(schedule, 4, m, virtual), Times(tuple(f), tuple(i), tuple(w), 0.01)).makespan
     assert drawn == pytest.approx(full, rel=0.005)
     assert drawn <= full * (1 + 1e-9)
@@ -146,7 +147,10 @@ def test_replicas_are_summed_over_once_a_step_however_many_microbatches(zero: in
     more = []
     for replicas in (1, 8):
         of, nothing = candidates(dp_replicate=replicas, dp_shard=8, zero=zero), np.zeros(1)
-        times = [float(data_parallel(job(), of, np.array([m]), nothing, nothing)[0]) for m in (1, 8)]
+        times = [
+            float(data_parallel(job(), of, rank_parameters(job(), of), np.array([m]), nothing, nothing)[0])
+            for m in (1, 8)
+        ]
         more.append(times[1] - times[0])
     assert more[1] == pytest.approx(more[0])
 

@@ -117,10 +117,13 @@ def check(
 ) -> None:
     """Raises InputError, before anything is searched, for options that cannot be used."""
     from shardloom.plan.run_file import PRECISIONS as WRITTEN
+    from shardloom.plan.search import limit_bytes
 
     wrong = []
-    if not 0 <= memory_margin < 1:
-        wrong.append(f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1")
+    try:
+        limit_bytes(job, memory_margin)
+    except InputError as error:
+        wrong += error.problems
     if top < 1:
         wrong.append(f"--top {top}: a number of 1 or more is needed")
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):

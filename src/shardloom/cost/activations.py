@@ -121,7 +121,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
 
 
 def _sizes(job: Job, candidates: Candidates) -> _Sizes:
-    tokens = candidates.micro_batch * job.seq_len / candidates.cp
+    tokens = candidates.tokens(job.seq_len)
     outside = tokens / candidates.token_shards
     return _Sizes(
         tokens=tokens,

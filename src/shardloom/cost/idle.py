@@ -41,8 +41,8 @@ def busy(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     return found * m[:, None]
 
 
-def least(of: Candidates, times: StageTimes, m: Ints) -> Floats:
-    """A time that no run of the schedule is under: (n,) seconds.
+def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
+    """A time that no run of the schedule is under: (n,) seconds. `work`: of each rank (`busy`).
 
     The work of a rank cannot begin before the first microbatch has come to it, and after it has given the last input
     gradient away the stages before it still have to pass that on:
@@ -52,7 +52,6 @@ def least(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     head: sum of F over the stages before the rank's first, and a message for each; tail: the same with I + W, or with
     I alone where the backward pass is split.
     """
-    work = busy(of, times, m)
     if of.pp == 1:
         return work[:, 0]
     split = of.schedule in SPLIT_BACKWARD
@@ -62,12 +61,9 @@ def least(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     for way in ways_of(of):
         before = np.zeros(len(of))
         after = np.zeros(len(of))
-        first: dict[int, None] = {}
         for stage, rank in enumerate(way):
-            if rank not in first:
-                first[rank] = None
-                heads[:, rank] = np.minimum(heads[:, rank], before)
-                tails[:, rank] = np.minimum(tails[:, rank], after)
+            heads[:, rank] = np.minimum(heads[:, rank], before)
+            tails[:, rank] = np.minimum(tails[:, rank], after)
             hop = times.message if stage + 1 < len(way) and way[stage + 1] != rank else 0.0
             before = before + times.forward[:, stage] + hop
             after = after + back[:, stage] + hop
@@ -76,16 +72,16 @@ def least(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     return (heads + work + tails).max(axis=1)
 
 
-def simulated(of: Candidates, times: StageTimes, m: Ints) -> Floats:
-    """What the schedule takes with these times: (n,) seconds.
+def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
+    """What the schedule takes with these times: (n,) seconds; 0 without a pipeline, where nothing waits.
 
     Exact for `MOST_SIMULATED` and fewer. The time of a schedule is the longest of many paths, each of which grows with
     m by as much as its slowest rank has to do, so that it is convex in m: a longer step takes at least what the last
-    microbatches of a shorter one go on to, and at least `least`. The larger of the two is taken; where a rank that is
-    hardly slower than the others has not yet come to lead, that is some tenths of a percent too little.
+    microbatches of a shorter one go on to, which is what is given, and at least `least`. Of the larger of the two,
+    where a rank that is hardly slower than the others has not yet come to lead, some tenths of a percent are missing.
     """
     if of.pp == 1:
-        return busy(of, times, m)[:, 0]
+        return np.zeros(len(of))
     runs = [
         _makespan(
             (of.schedule, of.pp, of.virtual_stages),
@@ -99,7 +95,7 @@ def simulated(of: Candidates, times: StageTimes, m: Ints) -> Floats:
         )
         for at in range(len(of))
     ]
-    return np.maximum(np.array(runs), least(of, times, m))
+    return np.array(runs)
 
 
 @lru_cache(maxsize=4096)  # layouts that differ in their data axes alone have stages of the same times

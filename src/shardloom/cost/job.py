@@ -142,6 +142,10 @@ class Candidates:
         """Parts of a sequence between a block's products: tp with sequence parallelism, else 1."""
         return np.where(self.sequence_parallel, self.tp, 1)
 
+    def tokens(self, seq_len: int) -> Floats:
+        """Of a microbatch on one rank of cp."""
+        return self.micro_batch * seq_len / self.cp
+
     def microbatches(self, global_batch: int) -> Ints:
         """A data rank's in one step; the batch has to divide."""
         return global_batch // (self.micro_batch * self.data_ranks)

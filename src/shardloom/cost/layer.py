@@ -61,15 +61,10 @@ def reached_bytes_per_s(job: Job) -> float:
     return reached * job.stack.speed.kernel_share
 
 
-def tokens_of(job: Job, of: Candidates) -> Floats:
-    """Tokens of a microbatch on one rank of cp."""
-    return np.asarray(of.micro_batch * job.seq_len / of.cp)
-
-
 def layer(job: Job, of: Candidates, *, experts: bool) -> Passes:
     """One layer, with a feed-forward network or a mixture of experts."""
     passes = Passes()
-    tokens = tokens_of(job, of)
+    tokens = of.tokens(job.seq_len)
     inner = expert_products if experts else dense_products
     _multiply(passes, job, [*attention_products(job, of, tokens), *inner(job, of, tokens)])
     _attend(passes, job, of, tokens)
@@ -87,7 +82,7 @@ def head(job: Job, of: Candidates) -> Passes:
     """Final norm, logits and loss. Logits pass the memory in 16 bits from the product and several times in fp32. Over
     tp the input is gathered and its gradient scattered, or summed where tokens are no shards."""
     passes = Passes()
-    tokens = tokens_of(job, of)
+    tokens = of.tokens(job.seq_len)
     _multiply(passes, job, [head_product(job, of, tokens)])
     logits = tokens * job.model.vocab_size / of.tp
     _move(passes, job, job.stack.speed.loss_bytes * logits / 2, job.stack.speed.loss_bytes * logits / 2)
@@ -105,7 +100,7 @@ def embedding(job: Job, of: Candidates) -> Passes:
     """Rows looked up, and their gradients added up. Over tp each rank has a part of the rows, so that results are
     summed, and on token shards gradients gathered."""
     passes = Passes()
-    rows = tokens_of(job, of) * job.model.d_model * job.element_bytes
+    rows = of.tokens(job.seq_len) * job.model.d_model * job.element_bytes
     _move(passes, job, 2 * rows, 2 * rows)
     shards = of.sequence_parallel
     passes.add(

@@ -14,6 +14,7 @@ from shardloom.layout import Layout
 from shardloom.model.spec import ModelSpec
 from shardloom.schedule import build
 from shardloom.schedule.actions import Action, Schedule
+from shardloom.schedule.placement import held_by
 from shardloom.split.stages import stage_layers
 
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage")
@@ -109,7 +110,7 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
     mixtures = np.array([sum(model.has_experts(layer) for layer in each) for each in layers], dtype=np.int64)
     of_rank = np.array(
         [
-            sorted(stage for way in layout.ways for stage, there in enumerate(way) if there == rank)
+            sorted(stage for _, stage in held_by(layout.schedule, layout.pp, layout.virtual_stages, rank))
             for rank in range(layout.pp)
         ],
         dtype=np.int64,

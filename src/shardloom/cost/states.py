@@ -28,13 +28,10 @@ from shardloom.cost.pipeline import Stages
 def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
     """Bytes by kind, each (n, R)."""
     stack, e = job.stack, job.element_bytes
-    dense, expert = (part[:, stages.of_rank].sum(2).astype(np.float64) for part in (held.dense, held.expert))
+    dense, expert = _on_ranks(stages, held)
 
     def spent(shared: NDArray[np.bool_], n_bytes: float) -> Floats:
-        """Bytes of what some candidates share out."""
-        dense_ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
-        found: Floats = n_bytes * (dense / dense_ranks[:, None] + expert / expert_ranks[:, None])
-        return found
+        return n_bytes * _elements(of, stages, held, shared)
 
     has_master = job.precision != "fp32"
     sharded = of.zero == 3
@@ -44,7 +41,7 @@ def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict
         weights = weights + (dense + expert - ends) * stack.fp8_weight_bytes
     if stack.gathers_master and has_master:
         weights = np.where(sharded[:, None], 0.0, weights)
-    tokens = of.micro_batch * job.seq_len / of.cp / of.token_shards
+    tokens = of.tokens(job.seq_len) / of.token_shards
     # One message on its way in each direction.
     messages = (of.pp > 1) * 2 * tokens * job.model.d_model * e
     workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
@@ -61,10 +58,20 @@ def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict
 
 def optimizer_step(job: Job, of: Candidates, stages: Stages, held: Parameters) -> Floats:
     """Bytes that the update of the parameters takes on top of what it changes, (n, R)."""
-    dense, expert = (part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert))
-    sharded = of.zero >= 1
-    shards, expert_shards = np.where(sharded, of.shards, 1), np.where(sharded, of.expert_shards, 1)
-    found: Floats = (dense / shards[:, None] + expert / expert_shards[:, None]) * job.stack.step_bytes
+    return job.stack.step_bytes * _elements(of, stages, held, of.zero >= 1)
+
+
+def _on_ranks(stages: Stages, held: Parameters) -> tuple[Floats, Floats]:
+    """Dense and expert parameters of each rank, (n, R)."""
+    dense, expert = (part[:, stages.of_rank].sum(2).astype(np.float64) for part in (held.dense, held.expert))
+    return dense, expert
+
+
+def _elements(of: Candidates, stages: Stages, held: Parameters, shared: NDArray[np.bool_]) -> Floats:
+    """Elements that a rank has of something for each parameter, which some candidates share out, (n, R)."""
+    dense, expert = _on_ranks(stages, held)
+    dense_ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
+    found: Floats = dense / dense_ranks[:, None] + expert / expert_ranks[:, None]
     return found
 
 

@@ -1,6 +1,8 @@
 """How long a step takes, and where the time goes."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,7 +10,7 @@ from shardloom.cost import idle, parameters, pipeline
 from shardloom.cost.collectives import all_gather, all_reduce, point_to_point, reduce_scatter
 from shardloom.cost.idle import StageTimes, busy
 from shardloom.cost.job import Candidates, Floats, Ints, Job
-from shardloom.cost.layer import Passes, embedding, head, hidden, layer, reached_bytes_per_s, tokens_of
+from shardloom.cost.layer import Passes, embedding, head, hidden, layer, reached_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,16 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
     stages = StagePasses(job, of)
     times = stages.times()
     work = busy(of, times, m)
-    run = idle.simulated if simulated else idle.least
-    span = run(of, times, m)
+    span = idle.least(of, times, work)
+    if simulated:
+        span = np.maximum(span, idle.makespans(of, times, m))
     most = work.argmax(axis=1)
     parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
     parts["pipeline"] = span - np.take_along_axis(work, most[:, None], 1)[:, 0]
     forward, backward = stages.passes_of_rank(most)
-    parts["data parallel"] = data_parallel(job, of, m, forward, backward)
-    parts["optimizer"] = optimizer(job, of)
+    held = rank_parameters(job, of)
+    parts["data parallel"] = data_parallel(job, of, held, m, forward, backward)
+    parts["optimizer"] = optimizer(job, of, held)
     parts["stragglers"] = stragglers(job, of) * StepTime(parts).total_s
     return StepTime(parts)
 
@@ -69,18 +73,20 @@ class StagePasses:
         for passes, count in self.work:
             for into, seconds in zip((f, i, w), passes.totals, strict=True):
                 into += seconds[..., None] * count
-        message = np.zeros(len(self.of))
-        if self.of.pp > 1:
-            n_bytes = tokens_of(self.job, self.of) * self.job.model.d_model * self.job.element_bytes
-            stride = self.of.world // self.of.pp
-            cut = self.of.tp if self.job.stack.speed.scatters_messages else self.of.token_shards
-            message = (
-                point_to_point(self.job.cluster, n_bytes / cut, self.of.pp, stride) + self.job.stack.speed.message_s
-            )
-            if self.job.stack.speed.blocking_sends:
-                f += message[:, None]
-                i += message[:, None]
-        return StageTimes(f, i, w, message)
+        if self.of.pp > 1 and self.job.stack.speed.blocking_sends:
+            f += self.message[:, None]
+            i += self.message[:, None]
+        return StageTimes(f, i, w, self.message)
+
+    @cached_property
+    def message(self) -> Floats:
+        """Seconds of one message between stages, (n,)."""
+        job, of, speed = self.job, self.of, self.job.stack.speed
+        if of.pp == 1:
+            return np.zeros(len(of))
+        n_bytes = of.tokens(job.seq_len) * job.model.d_model * job.element_bytes
+        cut = of.tp if speed.scatters_messages else of.token_shards
+        return point_to_point(job.cluster, n_bytes / cut, of.pp, of.world // of.pp) + speed.message_s
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
         """Seconds of one microbatch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
@@ -92,7 +98,7 @@ class StagePasses:
                     found[kind] = found.get(kind, 0.0) + seconds * share
         if self.job.stack.speed.blocking_sends and self.of.pp > 1:
             n_stages = self._share(np.ones(self.n_stages, dtype=int))[rank]
-            found["messages"] = 2 * self.times().message * n_stages
+            found["messages"] = 2 * self.message * n_stages
         return found
 
     def passes_of_rank(self, rank: Ints) -> tuple[Floats, Floats]:
@@ -114,7 +120,16 @@ class StagePasses:
         return found
 
 
-def data_parallel(job: Job, of: Candidates, m: Ints, forward: Floats, backward: Floats) -> Floats:
+class RankParameters(NamedTuple):
+    """Parameters on the rank of `pp` that has most, each (n,). `ends`: what embedding, last norm and head are of the
+    dense ones."""
+
+    dense: Ints
+    experts: Ints
+    ends: Ints
+
+
+def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats) -> Floats:
     """What communication of weights and gradients adds to a step; `forward`, `backward`: seconds of a microbatch's
     passes on the rank.
 
@@ -132,7 +147,7 @@ def data_parallel(job: Job, of: Candidates, m: Ints, forward: Floats, backward: 
     sum of a tied matrix over its two stages, and that of both copies of each stage under dualpipe.
     """
     speed, cluster = job.stack.speed, job.cluster
-    dense, experts, ends = rank_parameters(job, of)
+    dense, experts, ends = held
     copies = np.maximum(of.copies * of.tp // of.ep, 1)
     zero = np.zeros(len(of))
     reduce, gather, gather_again, scatter, across = zero, zero, zero, zero, zero
@@ -187,7 +202,7 @@ def _twins(job: Job, of: Candidates, held: Floats) -> Floats:
     return found
 
 
-def optimizer(job: Job, of: Candidates) -> Floats:
+def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
     """Seconds of the optimizer, which memory bounds, and of what a step does once.
 
     For each parameter the rank has a share of, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8)
@@ -195,9 +210,9 @@ def optimizer(job: Job, of: Candidates) -> Floats:
     they are set to zero after (4): 38. Then come the loss, the norm's all-reduce and the start of the next step.
     """
     stack = job.stack
-    dense, experts, _ = rank_parameters(job, of)
-    held = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
-    return stack.speed.optimizer_bytes * held / reached_bytes_per_s(job) + stack.speed.step_s
+    dense, experts, _ = held
+    changed = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
+    return stack.speed.optimizer_bytes * changed / reached_bytes_per_s(job) + stack.speed.step_s
 
 
 def stragglers(job: Job, of: Candidates) -> Floats:
@@ -210,9 +225,8 @@ def stragglers(job: Job, of: Candidates) -> Floats:
     return job.calibration.straggler_share * np.log2(nodes)
 
 
-def rank_parameters(job: Job, of: Candidates) -> tuple[Ints, Ints, Ints]:
-    """Of the rank of `pp` that has most: dense and expert parameters, and what embedding, last norm and head are of the
-    dense ones, each (n,)."""
+def rank_parameters(job: Job, of: Candidates) -> RankParameters:
+    """Those of each candidate."""
     cut = pipeline.stages(job, of)
     held = parameters.of_ranks(job.model, cut, of.tp, of.ep)
     dense, experts, ends = (part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends))
@@ -221,4 +235,4 @@ def rank_parameters(job: Job, of: Candidates) -> tuple[Ints, Ints, Ints]:
     def of_that(part: Ints) -> Ints:
         return np.take_along_axis(part, most, 1)[:, 0]
 
-    return of_that(dense), of_that(experts), of_that(ends)
+    return RankParameters(of_that(dense), of_that(experts), of_that(ends))

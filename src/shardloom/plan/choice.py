@@ -11,7 +11,7 @@ COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sequence_paral
 """The arrays of `Candidates`."""
 _SHARED = ("pp", "schedule", "virtual_stages", "stage_layers", "zero_pp_gather", "cp_method")
 _IN_ORDER = ("tp", "pp", "schedule", "virtual_stages", "cp", "cp_method", "ep", "dp_replicate", "dp_shard", "zero")
-"""Choices that the cost model knows nothing of: a schedule searched for given times, Ulysses inside a ring."""
+"""Keys of a layout that come first where it is written."""
 
 
 @dataclass(frozen=True)

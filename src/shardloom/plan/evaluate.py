@@ -108,17 +108,9 @@ def evaluate(path: Path) -> Evaluation:
 
 def of_runs(path: Path, found: Iterable[Run | Skipped]) -> Evaluation:
     """The same for runs that have been read."""
-    rows, skipped = [], []
-    for each in found:
-        if isinstance(each, Skipped):
-            skipped.append(each)
-        else:
-            predicted = _predict(each)
-            if isinstance(predicted, Skipped):
-                skipped.append(predicted)
-            else:
-                rows.append(predicted)
-    return Evaluation(path, tuple(rows), tuple(skipped))
+    predicted = [each if isinstance(each, Skipped) else _predict(each) for each in found]
+    rows = tuple(each for each in predicted if isinstance(each, Row))
+    return Evaluation(path, rows, tuple(each for each in predicted if isinstance(each, Skipped)))
 
 
 def step_seconds(run: Run, calibration: Calibration = CALIBRATED) -> float:
@@ -133,18 +125,12 @@ def report_lines(found: Evaluation) -> Iterator[str]:
     yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
     for row in found.rows:
         line = f"{row.run.row:>4}  {row.run.name[:28]:<28} "
-        for quantity, form in (
-            ("step time", "{:>8.4g} s {:>8.4g} s {:>+6.1%}"),
-            ("peak memory", "{:>13.2f} {:>10.2f}"),
-        ):
-            pair = row.pair(quantity)
-            error = row.error(quantity)
-            if pair is None or error is None:
-                line += " " * 29 if quantity == "step time" else ""
-            elif quantity == "step time":
-                line += form.format(pair[1], pair[0], error)
-            else:
-                line += "  " + form.format(pair[1], pair[0]) + f" {error:>+7.1%}"
+        if (time := row.pair("step time")) is None:
+            line += " " * 29
+        else:
+            line += f"{time[1]:>8.4g} s {time[0]:>8.4g} s {time[0] / time[1] - 1:>+6.1%}"
+        if (peak := row.pair("peak memory")) is not None:
+            line += f"  {peak[1]:>13.2f} {peak[0]:>10.2f} {peak[0] / peak[1] - 1:>+7.1%}"
         yield line.rstrip()
     yield from _grouped("skipped", ((each.reason, each.row) for each in found.skipped))
     yield from _grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))

@@ -13,7 +13,7 @@ HEAD, EMBEDDING = "Head, one microbatch", "Embedding, one microbatch"
 def head_lines(priced: Priced) -> Iterator[tuple[str, list[Line]]]:
     """The loss, and messages over tp, by kind of work."""
     job, of = priced.job, priced.choice.candidates
-    tokens, rate, loss = one(layer.tokens_of(job, of)), layer.reached_bytes_per_s(job), job.stack.speed.loss_bytes
+    tokens, rate, loss = one(of.tokens(job.seq_len)), layer.reached_bytes_per_s(job), job.stack.speed.loss_bytes
     vocab, tp = job.model.vocab_size, int(of.tp[0])
     yield (
         "element-wise",
@@ -40,7 +40,7 @@ def head_lines(priced: Priced) -> Iterator[tuple[str, list[Line]]]:
 def embedding_lines(priced: Priced) -> Iterator[tuple[str, list[Line]]]:
     """Rows read and written, and messages over tp, by kind of work."""
     job, of = priced.job, priced.choice.candidates
-    tokens, rate, e = one(layer.tokens_of(job, of)), layer.reached_bytes_per_s(job), job.element_bytes
+    tokens, rate, e = one(of.tokens(job.seq_len)), layer.reached_bytes_per_s(job), job.element_bytes
     h = job.model.d_model
     yield (
         "element-wise",
@@ -65,7 +65,7 @@ def embedding_lines(priced: Priced) -> Iterator[tuple[str, list[Line]]]:
 def _messages(priced: Priced, section: str, kinds: list[tuple[str, str]]) -> list[Line]:
     """Collectives of T h e bytes over tp, and their sum."""
     job, of = priced.job, priced.choice.candidates
-    n_bytes = one(layer.tokens_of(job, of)) * job.model.d_model * job.element_bytes
+    n_bytes = one(of.tokens(job.seq_len)) * job.model.d_model * job.element_bytes
     found = [message_line(section, what, kind, job.cluster, n_bytes, int(of.tp[0]), 1) for what, kind in kinds]
     numbers = " + ".join(num(line.value) for line in found)
     whole = sum(line.value for line in found)

@@ -13,7 +13,7 @@ def attention_lines(priced: Priced, section: str) -> Iterator[Line]:
     """FLOPs, rate and seconds of fused attention."""
     job, of, spec = priced.job, priced.choice.candidates, priced.job.model
     chip, fitted, precision = job.cluster.accelerator, job.calibration, priced.job.wide_precision
-    tokens, width, tp = one(layer.tokens_of(job, of)), (spec.qk_dim + spec.head_dim) / 2, int(of.tp[0])
+    tokens, width, tp = one(of.tokens(job.seq_len)), (spec.qk_dim + spec.head_dim) / 2, int(of.tp[0])
     flops = 4 * tokens * job.seq_len * spec.n_heads / tp * width * (0.5 + 64 / job.seq_len)
     yield Line(
         section,
@@ -54,7 +54,7 @@ def attention_lines(priced: Priced, section: str) -> Iterator[Line]:
 def elementwise_lines(priced: Priced, section: str, *, experts: bool) -> Iterator[Line]:
     """Bytes of each kind of operation forward, and the seconds of all."""
     job, of, spec, speed = priced.job, priced.choice.candidates, priced.job.model, priced.job.stack.speed
-    tokens, tp = one(layer.tokens_of(job, of)), int(of.tp[0])
+    tokens, tp = one(of.tokens(job.seq_len)), int(of.tp[0])
     scale, rate = job.element_bytes / 2, layer.reached_bytes_per_s(job)
     found: list[Term] = []
 
@@ -107,7 +107,7 @@ def elementwise_lines(priced: Priced, section: str, *, experts: bool) -> Iterato
 def _cast_elements(priced: Priced, *, experts: bool) -> float:
     """Elements of products' inputs that are cast to fp8, forward and backward."""
     job, of = priced.job, priced.choice.candidates
-    tokens = layer.tokens_of(job, of)
+    tokens = of.tokens(job.seq_len)
     inner = products.expert_products if experts else products.dense_products
     those = [*products.attention_products(job, of, tokens), *inner(job, of, tokens)]
     cast = [each for each in those if not each.precision]
@@ -120,7 +120,7 @@ def tensor_lines(priced: Priced, section: str, passes: layer.Passes, *, experts:
     tp, e, h = int(of.tp[0]), job.element_bytes, spec.d_model
     latent, moe = spec.latent_attention, spec.moe
     width = h if latent is None else (latent.q_rank or h) + latent.kv_rank + latent.rope_dim
-    tokens, shards = one(layer.tokens_of(job, of)), bool(of.sequence_parallel[0])
+    tokens, shards = one(of.tokens(job.seq_len)), bool(of.sequence_parallel[0])
     regions = [("attention", tokens * width * e)]
     if not experts:
         regions.append(("network", tokens * h * e))
@@ -184,7 +184,7 @@ def context_lines(priced: Priced, section: str, passes: layer.Passes) -> Iterato
     """Hops of keys and values round a ring of cp, beside attention, and the merging of what they give."""
     job, of, spec = priced.job, priced.choice.candidates, priced.job.model
     cp, tp, e, rate = int(of.cp[0]), int(of.tp[0]), job.element_bytes, layer.reached_bytes_per_s(job)
-    tokens = one(layer.tokens_of(job, of))
+    tokens = one(of.tokens(job.seq_len))
     kv = tokens * max(spec.n_kv_heads / tp, 1) * (spec.qk_dim + spec.head_dim)
     hops = [
         message_line(section, what, "message", job.cluster, n_bytes, cp, tp)

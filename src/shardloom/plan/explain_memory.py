@@ -143,7 +143,7 @@ def _moving(rank: _Rank, kind: str) -> tuple[str, str, str]:
         return _activations(rank)
     if kind == "logits":
         rows = int(parameters.vocabulary_rows(job.model, of.tp, multiple=job.stack.vocabulary_multiple)[0])
-        tokens = float(of.micro_batch[0] * job.seq_len / of.cp[0])
+        tokens = float(of.tokens(job.seq_len)[0])
         each = rank.kinds[kind] / (tokens * rows)
         return (
             "T x rows of the vocabulary x bytes of a logit, its copies and gradients, and of microbatches in flight",
@@ -163,7 +163,7 @@ def _working(rank: _Rank) -> tuple[str, str, str]:
     """What the backward pass of a layer makes at once: gradients of what it kept and gathered inputs, in attention or
     in the network; and what recomputation makes again."""
     job, of, spec, e = rank.job, rank.of, rank.job.model, rank.job.element_bytes
-    tokens, tp, h = float(of.micro_batch[0] * job.seq_len / of.cp[0]), int(of.tp[0]), spec.d_model
+    tokens, tp, h = float(of.tokens(job.seq_len)[0]), int(of.tp[0]), spec.d_model
     shards, value = int(of.token_shards[0]), rank.kinds["working"]
     kv_heads = max(spec.n_kv_heads / tp, 1)
     q, out = spec.n_heads / tp * spec.qk_dim, spec.n_heads / tp * spec.head_dim

@@ -15,6 +15,7 @@ from shardloom.plan.explain_layer import attention_lines, context_lines, element
 from shardloom.plan.explain_messages import message_line, one
 from shardloom.plan.line import Line, num
 from shardloom.plan.search import Priced
+from shardloom.schedule.placement import held_by
 
 _WAVES = "wave and tile quantisation, NVIDIA Matrix Multiplication Background; cost/products.py"
 _SOURCES = {
@@ -38,7 +39,7 @@ def time_lines(priced: Priced) -> Iterator[Line]:
     if spec.n_expert_layers:
         yield from _layer(priced, experts=True)
     of = priced.choice.candidates
-    logits = products.head_product(priced.job, of, layer.tokens_of(priced.job, of))
+    logits = products.head_product(priced.job, of, of.tokens(priced.job.seq_len))
     yield _product(priced, "Head, one microbatch", "logits", logits)
     yield from _kinds("Head, one microbatch", "the head", layer.head(priced.job, of), dict(head_lines(priced)))
     yield from _kinds(
@@ -95,7 +96,7 @@ def _layer(priced: Priced, *, experts: bool) -> Iterator[Line]:
     """The products of a layer forward, and all its work for one microbatch."""
     job, of = priced.job, priced.choice.candidates
     section = "A layer with experts, one microbatch" if experts else "A layer, one microbatch"
-    tokens = layer.tokens_of(job, of)
+    tokens = of.tokens(job.seq_len)
     inner = products.expert_products if experts else products.dense_products
     each = [*products.attention_products(job, of, tokens), *inner(job, of, tokens)]
     for name, product in zip(_names(job.model, experts=experts), each, strict=True):
@@ -171,7 +172,7 @@ def _pipeline(priced: Priced) -> Iterator[Line]:
     rank = int(idle.busy(of, times, m)[0].argmax())
     ways = idle.ways_of(of)
     section = f"Pipeline, busiest rank {rank}" if of.pp > 1 else "Step on a rank"
-    mine = [stage for way in ways for stage, there in enumerate(way) if there == rank]
+    mine = [stage for _, stage in held_by(of.schedule, of.pp, of.virtual_stages, rank)]
     if of.pp > 1:
         counts = [len(layers) for layers in pipeline.stages(job, of).layers]
         told = f"layers of each of {len(counts)} stages"
@@ -233,7 +234,7 @@ def _message(priced: Priced, section: str) -> Line:
     """From one stage to the next."""
     job, of, speed = priced.job, priced.choice.candidates, priced.job.stack.speed
     cut = one(of.tp if speed.scatters_messages else of.token_shards)
-    n_bytes = one(layer.tokens_of(job, of)) * job.model.d_model * job.element_bytes / cut
+    n_bytes = one(of.tokens(job.seq_len)) * job.model.d_model * job.element_bytes / cut
     stride = int(of.world[0]) // of.pp
     return message_line(section, "between stages", "message", job.cluster, n_bytes, of.pp, stride, speed.message_s)
 

@@ -6,7 +6,7 @@ from math import gcd
 
 from shardloom.cost.job import Job
 from shardloom.errors import LayoutError
-from shardloom.plan.search import fits
+from shardloom.plan.search import fits, limit_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""
@@ -30,7 +30,7 @@ def remedies(job: Job, memory_margin: float) -> list[Remedy]:
 
     def works(changed: Job, margin: float = memory_margin) -> bool:
         try:
-            return fits(changed, (1 - margin) * changed.cluster.accelerator.memory_bytes)
+            return fits(changed, limit_bytes(changed, margin))
         except LayoutError:
             return False
 
