@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,17 +87,17 @@ CONSTANTS: dict[str, Constant] = {
 
 def calibration(values: Sequence[float]) -> Calibration:
     """The constants as the model takes them; accelerators that nothing was fitted to get the mean of the others."""
-    document: dict[str, dict[str, object]] = {}
+    document: dict[str, Any] = {}
     for constant, value in zip(CONSTANTS.values(), values, strict=True):
         for place in constant.places:
             table = document
             for key in place[:-1]:
-                table = table.setdefault(key, {})  # type: ignore[assignment]
-            table[place[-1]] = float(value)  # type: ignore[assignment]
+                table = table.setdefault(key, {})
+            table[place[-1]] = float(value)
     for name in ("product_share", "flash_share"):
         table = document[name]
-        table["others"] = float(np.mean(list(set(table.values()))))  # type: ignore[arg-type]
-    return Calibration(**document)  # type: ignore[arg-type]
+        table["others"] = float(np.mean(list(set(table.values()))))
+    return Calibration(**document)
 
 
 def fit(runs: Sequence[Run], start: Sequence[float], rounds: int) -> list[float]:

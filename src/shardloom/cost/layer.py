@@ -51,7 +51,10 @@ class Passes:
     @property
     def totals(self) -> tuple[Floats, Floats, Floats]:
         """Seconds of F, I and W."""
-        return tuple(sum(part.values(), np.zeros(1)) for part in (self.forward, self.backward_input, self.weight))  # type: ignore[return-value]
+        forward, backward_input, weight = (
+            sum(part.values(), np.zeros(1)) for part in (self.forward, self.backward_input, self.weight)
+        )
+        return forward, backward_input, weight
 
 
 def reached_bytes_per_s(job: Job) -> float:
