@@ -14,7 +14,7 @@ help:
 
 # torch comes first and pinned: asked for as a range, pip may take a build with several GB of CUDA.
 .venv/.base: constraints.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardloom needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwright needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
@@ -25,7 +25,7 @@ help:
 	@touch $@
 
 quickstart: .venv/.base
-	$(BIN)/shardloom quickstart $(QUICKSTART)
+	$(BIN)/shardwright quickstart $(QUICKSTART)
 
 test: .venv/.dev
 	$(BIN)/pytest

@@ -1,4 +1,4 @@
-"""Fit what no data sheet says to measured runs, and write it to src/shardloom/cost/calibration.toml.
+"""Fit what no data sheet says to measured runs, and write it to src/shardwright/cost/calibration.toml.
 
     python benchmarks/calibrate.py [RUNS.csv] [--left-out]
 
@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from shardloom.cost.calibration import PACKAGED, Calibration
-from shardloom.plan.evaluate import MEASURED_RUNS, step_seconds
-from shardloom.plan.run import Run
-from shardloom.plan.runs import read_runs
+from shardwright.cost.calibration import PACKAGED, Calibration
+from shardwright.plan.evaluate import MEASURED_RUNS, step_seconds
+from shardwright.plan.run import Run
+from shardwright.plan.runs import read_runs
 
 MOST_ROWS = 20
 """Rows of a source that count; a longer table has each row count for less."""

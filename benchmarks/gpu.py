@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--write]
     python benchmarks/gpu.py --device cpu --presets debug --seq-len 128 --steps 4     does the script itself run?
 
-Tokens/s and MFU are medians of the logged steps of real runs, through the same loop as `shardloom train`. The
+Tokens/s and MFU are medians of the logged steps of real runs, through the same loop as `shardwright train`. The
 measured peak of memory stands beside the sum that the formulas give: fp32 weights, gradients and AdamW's two moments,
 4 bytes a parameter each; the bf16 copy that products are made with, 2 bytes; and activations.
 """
@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from shardloom.config import parse
-from shardloom.data.prepare import prepare
-from shardloom.model.presets import resolve
-from shardloom.model.spec import ModelSpec
-from shardloom.train.loop import run
-from shardloom.train.ranks import Place
-from shardloom.units import GiB
+from shardwright.config import parse
+from shardwright.data.prepare import prepare
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.train.loop import run
+from shardwright.train.ranks import Place
+from shardwright.units import GiB
 
 PRESETS = ["smollm2-1.7b", "llama-3.2-1b"]
 

@@ -1,4 +1,4 @@
-"""What Shardloom's training loop costs beside loops written by hand in plain PyTorch (`plain.py`).
+"""What Shardwright's training loop costs beside loops written by hand in plain PyTorch (`plain.py`).
 
     python benchmarks/overhead.py [--rounds 5] [--steps 12] [--only NAME ...] [--write]
 
@@ -92,10 +92,10 @@ def ours(kind: str, data: Path, steps: int) -> list[tuple[float, float]]:
     """(wall, CPU) seconds of each step of a real run of ours, taken between the batches that it asks for."""
     import torch
 
-    from shardloom.config import parse
-    from shardloom.data.batches import Batches
-    from shardloom.train import loop
-    from shardloom.train.ranks import Place, place_from_environment
+    from shardwright.config import parse
+    from shardwright.data.batches import Batches
+    from shardwright.train import loop
+    from shardwright.train.ranks import Place, place_from_environment
 
     stamps: list[tuple[float, float]] = []
 
@@ -158,7 +158,7 @@ def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
 
 def write_tokens(folder: Path) -> Path:
     """A data folder of random tokens, through the project's own tools."""
-    from shardloom.data.prepare import prepare
+    from shardwright.data.prepare import prepare
 
     rng = np.random.default_rng(0)
     words = ["".join(chr(97 + c) for c in rng.integers(0, 26, 6)) for _ in range(3000)]

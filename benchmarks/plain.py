@@ -1,6 +1,6 @@
-"""What `overhead.py` measures Shardloom against: a Llama and training loops, written by hand in plain PyTorch.
+"""What `overhead.py` measures Shardwright against: a Llama and training loops, written by hand in plain PyTorch.
 
-Nothing here imports Shardloom. It is what one writes to have as little as possible between the model and the
+Nothing here imports Shardwright. It is what one writes to have as little as possible between the model and the
 hardware: no metrics, no checkpoints, no clipping, tokens made up on the spot.
 """
 

@@ -3,7 +3,7 @@
     python -m docs.draw_axes
 
 To be run in the root of the repository. The activations are those of docs/kept.py: lines by the formula, dots as
-counted. The balance of attention is computed by src/shardloom/split/sequence.py.
+counted. The balance of attention is computed by src/shardwright/split/sequence.py.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tests.parallel.test_tensor import WIDE
 
-from shardloom.layout import Layout
-from shardloom.model.presets import resolve
-from shardloom.report.style import COLOURS, SETTINGS
-from shardloom.split.sequence import attention_flops, attention_pairs, step_pairs
+from shardwright.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.split.sequence import attention_flops, attention_pairs, step_pairs
 
 HERE = Path(__file__).parent
 DPI = 160

@@ -12,8 +12,8 @@ from statistics import mean, median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from shardloom.report.run import Logged, RunRecord, read_run
-from shardloom.report.style import COLOURS, SETTINGS
+from shardwright.report.run import Logged, RunRecord, read_run
+from shardwright.report.style import COLOURS, SETTINGS
 
 PICTURE = Path(__file__).parent / "experts-load.svg"
 GOAL = 1.2

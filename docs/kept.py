@@ -22,10 +22,10 @@ from tests.distributed import run_ranks
 from tests.parallel import test_tensor as tensor
 from torch import Tensor
 
-from shardloom.layout import Layout
-from shardloom.model.spec import ModelSpec
-from shardloom.parallel.apply import apply
-from shardloom.parallel.model import ParallelModel
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.apply import apply
+from shardwright.parallel.model import ParallelModel
 
 
 def formula_bytes(spec: ModelSpec, layout: Layout) -> float:

@@ -1,7 +1,7 @@
 """Fills the outputs in docs/plan.md: run `python docs/make_plan.py` after a change of the planner or of its constants.
 
-Behind a block of `sh` with one `shardloom plan` stands a block of `text` with what it prints. Where the block ends with
-a line of dots, what it prints before the list of others; where it begins with one, the last paragraph.
+After a block of `sh` with one `shardwright plan` comes a block of `text` with what it prints. Where the block ends
+with a line of dots, it holds the output before the list of others; where it begins with one, the last paragraph.
 """
 
 import re
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from shardloom.cli.main import app
+from shardwright.cli.main import app
 
 PAGE = Path(__file__).parent / "plan.md"
-_SHOWN = re.compile(r"```sh\n(shardloom plan [^`]*)```\n\n```text\n(.*?)```\n", re.DOTALL)
+_SHOWN = re.compile(r"```sh\n(shardwright plan [^`]*)```\n\n```text\n(.*?)```\n", re.DOTALL)
 _CUT = "...\n"
 
 

@@ -1,4 +1,4 @@
-"""Write docs/run-file.md, the reference of the run file, from the schema in src/shardloom/config.py.
+"""Write docs/run-file.md, the reference of the run file, from the schema in src/shardwright/config.py.
 
 python docs/make_run_file.py
 """
@@ -7,17 +7,17 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardloom.config import Key, RunConfig, keys
-from shardloom.model.presets import PRESETS
-from shardloom.units import format_count
+from shardwright.config import Key, RunConfig, keys
+from shardwright.model.presets import PRESETS
+from shardwright.units import format_count
 
 PAGE = Path(__file__).with_name("run-file.md")
 
 HEAD = """\
 # The run file: every key
 
-This page is made from `src/shardloom/config.py`. Do not edit it; run `python docs/make_run_file.py`.
-`shardloom train --keys` prints the same list in the terminal, and `shardloom train --keys --json` prints it for a
+This page is made from `src/shardwright/config.py`. Do not edit it; run `python docs/make_run_file.py`.
+`shardwright train --keys` prints the same list in the terminal, and `shardwright train --keys --json` prints it for a
 program.
 
 A run file is TOML. A key that is not on this page is an error that names the nearest one that is, and all errors of a

@@ -1,4 +1,4 @@
-"""Run `shardloom verify` on Shardloom with a bug put into it, to see what it says of one.
+"""Run `shardwright verify` on Shardwright with a bug put into it, to see what it says of one.
 
     python -m docs.verify_with_bug examples/debug.toml --set layout.tp=2 --steps 1
 
@@ -13,8 +13,8 @@ from functools import partial
 from tests.train.test_mutations import BUGS
 from tests.train.worlds import train_mutated
 
-from shardloom import verify
-from shardloom.cli.main import app
+from shardwright import verify
+from shardwright.cli.main import app
 
 BUG = BUGS["11: gradients of norms on token shards are not summed"]
 

@@ -1,8 +1,8 @@
-"""The multi-process helper of the tests: shardloom's own, from a server that has imported the tests' modules too."""
+"""The multi-process helper of the tests: shardwright's own, from a server that has imported the tests' modules too."""
 
-from shardloom.verify.ranks import context, run_ranks
+from shardwright.verify.ranks import context, run_ranks
 
 __all__ = ["context", "run_ranks"]
 
-context.set_forkserver_preload(["shardloom.verify.preload", "tests.preload"])
+context.set_forkserver_preload(["shardwright.verify.preload", "tests.preload"])
 _context = context

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.config import keys, load, parse, resolved_toml
-from shardloom.errors import ConfigError
-from shardloom.model.presets import resolve
-from shardloom.model.sections import MoESpec
-from shardloom.model.spec import ModelSpec
+from shardwright.config import keys, load, parse, resolved_toml
+from shardwright.errors import ConfigError
+from shardwright.model.presets import resolve
+from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
 
 SMALLEST = """
 out = "runs/x"

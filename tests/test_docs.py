@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import typer
 
-from shardloom.cli.main import app
-from shardloom.config import keys, parse
+from shardwright.cli.main import app
+from shardwright.config import keys, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])
@@ -28,7 +28,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 REPO_PATH = re.compile(r"(?:src|tests|docs|examples|benchmarks)/[\w./-]*\w")
-BEFORE_VERB = re.compile(r"(?:^|\s)(?:\S*/)?(?:-m )?shardloom(?=\s|$)")
+BEFORE_VERB = re.compile(r"(?:^|\s)(?:\S*/)?(?:-m )?shardwright(?=\s|$)")
 # What a fragment of a run file is laid over, so that its keys are checked too.
 REST = {
     "out": "runs/x",
@@ -55,7 +55,7 @@ def inline(text: str) -> list[str]:
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
-    """Arguments of every `shardloom` in shell text, also behind torchrun, srun or python -m."""
+    """Arguments of every `shardwright` in shell text, also behind torchrun, srun or python -m."""
     for line in text.replace("\\\n", " ").splitlines():
         found = BEFORE_VERB.search(line)
         if found and not line.startswith("#"):
@@ -83,7 +83,7 @@ def check_command(arguments: list[str]) -> None:
     command, rest = walk(arguments)
     if "--help" in rest or "--version" in rest:
         return
-    context = command.context_class(command, info_name="shardloom")
+    context = command.context_class(command, info_name="shardwright")
     command.parse_args(context, list(rest))
     for override in context.params.get("overrides") or ():
         assert override.partition("=")[0] in known_keys(), f"--set {override}: there is no such key"
@@ -146,7 +146,7 @@ def test_every_command_shown_is_one_that_the_command_line_takes(page: Path):
         for arguments in command_lines(block):
             check_command(arguments)
     for code in inline(text):
-        if re.match(r"shardloom [a-z]", code):
+        if re.match(r"shardwright [a-z]", code):
             command, rest = walk(shlex.split(code)[1:])
             unknown = {part.partition("=")[0] for part in rest if part.startswith("--")} - options_of(command)
             assert not unknown, f"`{code}`: no option {', '.join(unknown)}"

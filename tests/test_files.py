@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.errors import InputError
-from shardloom.files import sole_owner, write_whole
+from shardwright.errors import InputError
+from shardwright.files import sole_owner, write_whole
 
 SECOND_OWNER = """
 import sys, pathlib
-from shardloom.errors import InputError
-from shardloom.files import sole_owner
+from shardwright.errors import InputError
+from shardwright.files import sole_owner
 try:
     with sole_owner(pathlib.Path(sys.argv[1])):
         print("owned")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.errors import LayoutError
-from shardloom.layout import DENSE_AXES, EXPERT_AXES, Layout, accumulation
+from shardwright.errors import LayoutError
+from shardwright.layout import DENSE_AXES, EXPERT_AXES, Layout, accumulation
 
 degree = st.integers(1, 4)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardloom.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(

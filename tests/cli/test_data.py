@@ -1,4 +1,4 @@
-"""Proves that `shardloom data` prepares and shows token shards, and leaves with the right code and words."""
+"""Proves that `shardwright data` prepares and shows token shards, and leaves with the right code and words."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardloom.cli.data import app
+from shardwright.cli.data import app
 
 
 def run(*arguments: object) -> Result:
@@ -87,4 +87,4 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
 def test_help_has_an_example(verb: str) -> None:
     done = run(verb, "--help")
     assert done.exit_code == 0
-    assert f"Example: shardloom data {verb}" in " ".join(done.output.split())
+    assert f"Example: shardwright data {verb}" in " ".join(done.output.split())

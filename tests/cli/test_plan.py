@@ -1,4 +1,4 @@
-"""Proves that `shardloom plan` finds and tells, writes what is asked for, refuses bad input, and starts at once."""
+"""Proves that `shardwright plan` finds and tells, writes what is asked for, refuses bad input, and starts at once."""
 
 import json
 import re
@@ -12,9 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from shardloom.cli.main import VERBS, app
-from shardloom.config import load
-from shardloom.plan.choice import read
+from shardwright.cli.main import VERBS, app
+from shardwright.config import load
+from shardwright.plan.choice import read
 
 SMALL = ("--model", "debug", "--cluster", "h100:8", "--global-batch", 16, "--seq-len", 128)
 REAL = ("--model", "llama-3.1-8b", "--cluster", "h100:8", "--global-batch", 128, "--seq-len", 8192)
@@ -275,11 +275,11 @@ def test_every_problem_is_told_at_once():
 @pytest.mark.parametrize("arguments", [["plan", "--help"], ["--help"]], ids=" ".join)
 def test_help_starts_at_once_and_imports_nothing_heavy(arguments: list[str]):
     code = (
-        f"import sys; sys.argv = ['shardloom', *{arguments!r}]\n"
-        "from shardloom.cli.main import main\n"
+        f"import sys; sys.argv = ['shardwright', *{arguments!r}]\n"
+        "from shardwright.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'shardloom.config', 'tokenizers'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'shardwright.config', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     took = []
@@ -294,10 +294,10 @@ def test_help_starts_at_once_and_imports_nothing_heavy(arguments: list[str]):
 
 def test_planning_needs_no_torch():
     code = (
-        "import sys; from typer.testing import CliRunner; from shardloom.cli.main import app\n"
+        "import sys; from typer.testing import CliRunner; from shardwright.cli.main import app\n"
         f"made = CliRunner().invoke(app, ['plan', *{[str(each) for each in SMALL]!r}])\n"
         "assert made.exit_code == 0, made.output\n"
-        "sys.exit('torch' in sys.modules or 'shardloom.config' in sys.modules)"
+        "sys.exit('torch' in sys.modules or 'shardwright.config' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardloom.cli.main import app
+from shardwright.cli.main import app
 
 
 def quickstart(out: Path, steps: int) -> dict[str, object]:

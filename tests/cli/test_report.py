@@ -1,4 +1,4 @@
-"""Proves that `shardloom report` writes a page and a picture, tells the numbers, and refuses what is no run."""
+"""Proves that `shardwright report` writes a page and a picture, tells the numbers, and refuses what is no run."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from shardloom.cli.report import report
+from shardwright.cli.report import report
 from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()

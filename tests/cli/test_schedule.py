@@ -1,4 +1,4 @@
-"""Proves that `shardloom schedule` tells what a schedule costs, writes what is asked for, and refuses bad input."""
+"""Proves that `shardwright schedule` tells what a schedule costs, writes what is asked for, and refuses bad input."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardloom.cli.main import app
-from shardloom.schedule.build import NAMES
+from shardwright.cli.main import app
+from shardwright.schedule.build import NAMES
 
 BUILT = [name for name in NAMES if name != "auto"]
 SIZES = ("--pp", "4", "--microbatches", "8")
@@ -249,7 +249,7 @@ def test_a_csv_that_cannot_be_run_is_refused_with_the_place(rows: str, said: lis
 
 def test_help_and_a_picture_need_neither_torch_nor_matplotlib(tmp_path: Path):
     code = (
-        "import sys; from typer.testing import CliRunner; from shardloom.cli.main import app\n"
+        "import sys; from typer.testing import CliRunner; from shardwright.cli.main import app\n"
         "assert CliRunner().invoke(app, ['schedule', '--help']).exit_code == 0\n"
         "arguments = ['schedule', '--schedule', '1f1b', '--pp', '2', '--microbatches', '2', '--draw', sys.argv[1]]\n"
         "made = CliRunner().invoke(app, arguments)\n"

@@ -1,4 +1,4 @@
-"""Proves that `shardloom train` answers each bad input with a clear message and exit code 2, before anything is
+"""Proves that `shardwright train` answers each bad input with a clear message and exit code 2, before anything is
 written, and that the command explains itself and its keys."""
 
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardloom.cli.main import app
-from shardloom.data.prepare import prepare
+from shardwright.cli.main import app
+from shardwright.data.prepare import prepare
 
 RUN = """
 out = "{out}"
@@ -65,7 +65,7 @@ def test_a_misspelt_key_names_the_one_that_was_meant(run_file: Path):
         (["batch.seq_len=5000", "model.max_seq_len=8192"], ["train split has", "fewer than seq_len + 1 = 5001"]),
         (["batch.global_batch=9", "batch.micro_batch=2"], ["nearest: 8 or 10"]),
         (["layout.dp_shard=2", "layout.zero=0"], ["set zero to 1, 2 or 3"]),
-        (["data.path=/nowhere"], ["/nowhere", "shardloom data prepare"]),
+        (["data.path=/nowhere"], ["/nowhere", "shardwright data prepare"]),
         (["checkpoint.resume=/nowhere"], ["is not a folder"]),
         (["batch.global_batch=9", "batch.micro_batch=2", "schedule.warmup_steps=9"], ["nearest: 8 or 10", "steps=4"]),
     ],
@@ -117,5 +117,5 @@ def test_every_verb_explains_itself(verb: str):
 
 
 def test_the_command_starts_without_torch():
-    code = "import sys, shardloom.cli.main; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwright.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Proves that `shardloom verify` answers yes with 0, no with 1 and the culprit, bad input with 2, a crash with 3."""
+"""Proves that `shardwright verify` answers yes with 0, no with 1 and the culprit, bad input with 2, a crash with 3."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardloom.cli.main import app
-from shardloom.layout import Layout
-from shardloom.verify import Case, Verifier
-from shardloom.verify.trace import RankTrace
+from shardwright.cli.main import app
+from shardwright.layout import Layout
+from shardwright.verify import Case, Verifier
+from shardwright.verify.trace import RankTrace
 from tests.train.runs import is_alive
 from tests.train.worlds import train_mutated
 
@@ -47,7 +47,7 @@ def with_bug(monkeypatch: pytest.MonkeyPatch, *mutation: str) -> None:
     monkeypatch.setattr(Verifier.__init__, "__defaults__", (partial(train_mutated, (mutation,)), 60.0))
 
 
-TWICE = ("shardloom.parallel.apply", "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(0.5)")
+TWICE = ("shardwright.parallel.apply", "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(0.5)")
 
 
 def test_a_layout_that_is_equal_is_a_yes(run_file: Path):
@@ -187,7 +187,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ctrl_c_ends_every_rank_and_says_one_word(run_file: Path):
-    command = [sys.executable, "-m", "shardloom", "verify", str(run_file), "--matrix", "4"]
+    command = [sys.executable, "-m", "shardwright", "verify", str(run_file), "--matrix", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     until = time.monotonic() + 60
     while len(below := children(process.pid)) < 4 and time.monotonic() < until:

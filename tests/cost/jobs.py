@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Candidates, Job
-from shardloom.model.presets import resolve
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Candidates, Job
+from shardwright.model.presets import resolve
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "micro_batch", "recompute")
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Candidates, Job
-from shardloom.cost.stack import SHARDLOOM, Stack
-from shardloom.layout import Layout
-from shardloom.model.presets import resolve
-from shardloom.model.spec import ModelSpec
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.stack import SHARDWRIGHT, Stack
+from shardwright.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
 
 CLUSTER = cluster("h100:8")
 GPT = replace(resolve("gpt-22b"), dropout=0.1)
@@ -15,7 +15,7 @@ GPT = replace(resolve("gpt-22b"), dropout=0.1)
 
 def job(
     model: str | ModelSpec = "llama-3.1-8b",
-    stack: Stack = SHARDLOOM,
+    stack: Stack = SHARDWRIGHT,
     seq_len: int = 4096,
     global_batch: int = 64,
     precision: str = "bf16",

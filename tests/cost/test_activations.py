@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardloom.cost import activations, memory
-from shardloom.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDLOOM
-from shardloom.model.presets import resolve
-from shardloom.model.sections import LatentAttentionSpec
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
-from shardloom.units import GiB
+from shardwright.cost import activations, memory
+from shardwright.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDWRIGHT
+from shardwright.model.presets import resolve
+from shardwright.model.sections import LatentAttentionSpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.units import GiB
 from tests.cost.layouts import GPT, job, one
 
-CSV = Path(__file__).parents[2] / "src/shardloom/plan/measured/korthikanti_activation_memory.csv"
+CSV = Path(__file__).parents[2] / "src/shardwright/plan/measured/korthikanti_activation_memory.csv"
 S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
 SQUARE = 5 * A * S / H
 
@@ -142,7 +142,7 @@ def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
     spec = SMALL[name]
     found = saved_bytes(spec, 3, precision) - saved_bytes(spec, 2, precision)
     make = activations.mixture if spec.moe else activations.plain
-    formula = make(job(spec, SHARDLOOM, 64, 2, precision), one(2)).kept[0]
+    formula = make(job(spec, SHARDWRIGHT, 64, 2, precision), one(2)).kept[0]
     # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
     copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if spec.latent_attention else 0
     # Means, variances, indices and counts are not in the formula.

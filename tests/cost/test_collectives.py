@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.cost.collectives import Placement, all_gather, all_reduce, all_to_all, point_to_point, reduce_scatter
-from shardloom.cost.hardware import Cluster, Link, accelerator, cluster
-from shardloom.layout import Layout
-from shardloom.units import GiB, MiB
+from shardwright.cost.collectives import Placement, all_gather, all_reduce, all_to_all, point_to_point, reduce_scatter
+from shardwright.cost.hardware import Cluster, Link, accelerator, cluster
+from shardwright.layout import Layout
+from shardwright.units import GiB, MiB
 
 EVERY = (all_reduce, all_gather, reduce_scatter, all_to_all, point_to_point)
 GB_PER_S = 1e9

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shardloom.cost.estimate import estimate
-from shardloom.errors import LayoutError
-from shardloom.layout import Layout
-from shardloom.units import GiB
+from shardwright.cost.estimate import estimate
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.units import GiB
 from tests.cost.jobs import job
 
 

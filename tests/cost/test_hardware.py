@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.cost.hardware import _packaged as packaged
-from shardloom.cost.hardware import accelerator, cluster, kind_of, network_of
-from shardloom.errors import InputError
-from shardloom.units import GiB
+from shardwright.cost.hardware import _packaged as packaged
+from shardwright.cost.hardware import accelerator, cluster, kind_of, network_of
+from shardwright.errors import InputError
+from shardwright.units import GiB
 
 MINE = """
 [accelerators.mine]

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.cost import memory
-from shardloom.cost.job import Candidates
-from shardloom.cost.memory import KINDS, MOMENTS
-from shardloom.cost.stack import FSDP, MEGATRON_CORE, SHARDLOOM, STACKS, Stack
-from shardloom.model.presets import resolve
-from shardloom.schedule import build
+from shardwright.cost import memory
+from shardwright.cost.job import Candidates
+from shardwright.cost.memory import KINDS, MOMENTS
+from shardwright.cost.stack import FSDP, MEGATRON_CORE, SHARDWRIGHT, STACKS, Stack
+from shardwright.model.presets import resolve
+from shardwright.schedule import build
 from tests.cost.layouts import job, one
 
 STATES = ("weights", "master", "gradients", "optimizer")
 # Of the ZeRO paper: gradients in 16 bits, and shards of working weights beside those of the master weights.
-ZERO = replace(SHARDLOOM, gradient_bytes=2, reduced_bytes=0, weight_gradient_bytes=0, gathers_master=False)
+ZERO = replace(SHARDWRIGHT, gradient_bytes=2, reduced_bytes=0, weight_gradient_bytes=0, gathers_master=False)
 
 
 def states(candidates: Candidates, stack: Stack = ZERO, model: str = "llama-3.1-8b", precision: str = "bf16") -> float:

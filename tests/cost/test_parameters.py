@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardloom.cost import parameters, pipeline
-from shardloom.cost.job import Candidates
-from shardloom.layout import Layout
-from shardloom.model.presets import PRESETS, resolve
-from shardloom.model.spec import ModelSpec
-from shardloom.parallel.norm import local_part
-from shardloom.parallel.stage import cut_stages
-from shardloom.split.rules import problems
-from shardloom.split.stages import stage_layers
-from shardloom.split.table import how_split, kv_copies, split_dim, vocabulary_rows
+from shardwright.cost import parameters, pipeline
+from shardwright.cost.job import Candidates
+from shardwright.layout import Layout
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.norm import local_part
+from shardwright.parallel.stage import cut_stages
+from shardwright.split.rules import problems
+from shardwright.split.stages import stage_layers
+from shardwright.split.table import how_split, kv_copies, split_dim, vocabulary_rows
 from tests.cost.layouts import job
 from tests.distributed import run_ranks
 from tests.train.worlds import build

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from shardloom.cost import pipeline
-from shardloom.cost.job import Candidates
-from shardloom.layout import Layout
-from shardloom.schedule import build
+from shardwright.cost import pipeline
+from shardwright.cost.job import Candidates
+from shardwright.layout import Layout
+from shardwright.schedule import build
 from tests.cost.layouts import job, one
 
 

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.cost.flops import executed_flops, model_flops
-from shardloom.cost.products import (
+from shardwright.cost.flops import executed_flops, model_flops
+from shardwright.cost.products import (
     Product,
     attention_products,
     dense_products,
     expert_products,
     head_product,
 )
-from shardloom.cost.stack import STACKS
-from shardloom.model.presets import PRESETS
+from shardwright.cost.stack import STACKS
+from shardwright.model.presets import PRESETS
 from tests.cost.jobs import candidates, job
 
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.cost.flops import executed_flops, model_flops
-from shardloom.cost.hardware import Cluster
-from shardloom.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans, ways_of
-from shardloom.cost.job import Candidates, Job
-from shardloom.cost.layer import layer
-from shardloom.cost.stack import STACKS
-from shardloom.cost.step import data_parallel, rank_parameters, step_time
-from shardloom.schedule.build import build
-from shardloom.schedule.simulate import Times, simulate
+from shardwright.cost.flops import executed_flops, model_flops
+from shardwright.cost.hardware import Cluster
+from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans, ways_of
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.layer import layer
+from shardwright.cost.stack import STACKS
+from shardwright.cost.step import data_parallel, rank_parameters, step_time
+from shardwright.schedule.build import build
+from shardwright.schedule.simulate import Times, simulate
 from tests.cost.jobs import candidates, job, layouts
 
 MODELS = ("llama-3.1-8b", "mixtral-8x7b", "deepseek-v3")
@@ -51,7 +51,7 @@ def test_parts_add_up_and_none_is_negative(of: Candidates, stack: str):
     assert all(float(part[0]) >= -1e-12 for part in found.parts.values())
 
 
-@given(layouts(), st.sampled_from(["megatron", "shardloom"]), st.sampled_from(MODELS))
+@given(layouts(), st.sampled_from(["megatron", "shardwright"]), st.sampled_from(MODELS))
 @settings(max_examples=80, deadline=None)
 def test_the_bound_is_never_above_the_simulated_step(of: Candidates, stack: str, model: str):
     the_job = job(model, stack=STACKS[stack])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.data.prepare import prepare
-from shardloom.data.shards import Manifest, TokenSplit, open_split
+from shardwright.data.prepare import prepare
+from shardwright.data.shards import Manifest, TokenSplit, open_split
 
 
 @pytest.fixture(scope="session")

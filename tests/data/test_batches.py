@@ -19,12 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.data import batches as batches_module
-from shardloom.data.batches import Batches, evaluation_batches
-from shardloom.data.order import SampleOrder
-from shardloom.data.samples import IGNORE, DocumentSamples, PackedSamples
-from shardloom.data.shards import TokenSplit, open_split
-from shardloom.errors import DataError, InputError
+from shardwright.data import batches as batches_module
+from shardwright.data.batches import Batches, evaluation_batches
+from shardwright.data.order import SampleOrder
+from shardwright.data.samples import IGNORE, DocumentSamples, PackedSamples
+from shardwright.data.shards import TokenSplit, open_split
+from shardwright.errors import DataError, InputError
 
 
 class Numbered:
@@ -201,7 +201,7 @@ def test_batches_read_ahead_do_not_count_as_seen(prefetch: int) -> None:
 
 
 def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "shardloom-batches"]
+    return [thread for thread in threading.enumerate() if thread.name == "shardwright-batches"]
 
 
 def test_at_most_prefetch_batches_are_read_ahead() -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.data.inspect import SHOWN_TOKENS, inspect
-from shardloom.data.shards import TokenSplit
-from shardloom.errors import DataError
+from shardwright.data.inspect import SHOWN_TOKENS, inspect
+from shardwright.data.shards import TokenSplit
+from shardwright.errors import DataError
 
 
 def test_the_first_documents_are_decoded(prepared: Path, corpus: Path) -> None:

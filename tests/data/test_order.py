@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.data.order import Permutation, keyed_fractions, sample_order
+from shardwright.data.order import Permutation, keyed_fractions, sample_order
 
 
 def test_an_epoch_is_every_sample_once() -> None:

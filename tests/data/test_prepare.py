@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardloom.data.prepare import Progress, prepare
-from shardloom.data.shards import Manifest, TokenSplit, open_split, verify_checksums
-from shardloom.data.tokenizer import load_tokenizer, train_bpe
-from shardloom.errors import DataError
+from shardwright.data.prepare import Progress, prepare
+from shardwright.data.shards import Manifest, TokenSplit, open_split, verify_checksums
+from shardwright.data.tokenizer import load_tokenizer, train_bpe
+from shardwright.errors import DataError
 
 
 def decoded(folder: Path, split: str) -> list[str]:
@@ -193,7 +193,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-PREPARE = "import sys; from shardloom.data.prepare import prepare; prepare(*sys.argv[1:3], tokenizer=sys.argv[3])"
+PREPARE = "import sys; from shardwright.data.prepare import prepare; prepare(*sys.argv[1:3], tokenizer=sys.argv[3])"
 
 
 def test_a_write_that_really_fails_is_a_clear_error_and_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
@@ -253,7 +253,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Path) -
         words = "word number 42, " * 65_536
         source.write_text(words * megabytes)
         # Small batches on any number of cores, so that both corpora are many.
-        code = "import shardloom.data.prepare as room; room.LARGEST_BATCH_BYTES = 2**20; "
+        code = "import shardwright.data.prepare as room; room.LARGEST_BATCH_BYTES = 2**20; "
         code += PREPARE + "; import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         out = str(tmp_path / f"out{megabytes}")
         done = subprocess.run(
@@ -267,7 +267,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Path) -
 
 
 def test_preparing_does_not_import_torch() -> None:
-    rooms = ", ".join(f"shardloom.data.{name}" for name in ("prepare", "inspect", "samples", "order"))
+    rooms = ", ".join(f"shardwright.data.{name}" for name in ("prepare", "inspect", "samples", "order"))
     code = f"import sys, {rooms}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.data.samples import DocumentSamples, PackedSamples
-from shardloom.data.shards import TokenSplit
-from shardloom.errors import DataError
+from shardwright.data.samples import DocumentSamples, PackedSamples
+from shardwright.data.shards import TokenSplit
+from shardwright.errors import DataError
 
 SEPARATOR = 0
 

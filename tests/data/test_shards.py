@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardloom.data.shards import Manifest, TokenSplit, open_split, verify_checksums
-from shardloom.errors import DataError
+from shardwright.data.shards import Manifest, TokenSplit, open_split, verify_checksums
+from shardwright.errors import DataError
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_model_needs_a_row_for_every_id(manifest: Manifest) -> None:
 
 
 def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such data folder; make it with `shardloom data prepare"):
+    with pytest.raises(DataError, match="there is no such data folder; make it with `shardwright data prepare"):
         Manifest.read(tmp_path / "absent")
     with pytest.raises(DataError, match=r"the folder is empty: no manifest\.json"):
         Manifest.read(tmp_path)
@@ -89,8 +89,8 @@ def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
-    edit(copy, lambda raw: raw.update(format_version=9, created_by="shardloom 7.0"))
-    with pytest.raises(DataError, match=r"format version 9, but .* up to 1; it was written by shardloom 7\.0"):
+    edit(copy, lambda raw: raw.update(format_version=9, created_by="shardwright 7.0"))
+    with pytest.raises(DataError, match=r"format version 9, but .* up to 1; it was written by shardwright 7\.0"):
         Manifest.read(copy)
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.data import readers
-from shardloom.data.sources import Meter, documents
-from shardloom.errors import DataError
+from shardwright.data import readers
+from shardwright.data.sources import Meter, documents
+from shardwright.errors import DataError
 
 
 def texts(source: object, **options: object) -> list[str]:
@@ -113,7 +113,7 @@ def test_a_dataset_is_streamed_by_the_datasets_library(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'shardloom\[hf\]'"):
+    with pytest.raises(DataError, match=r"pip install datasets"):
         texts("hf:some/data")
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.model.balance import attach, aux_loss, entropy, max_over_mean, relative_load, update_bias, z_loss
-from shardloom.model.moe import Router, learn_from_load
-from shardloom.model.presets import PRESETS
-from shardloom.model.sections import MoESpec
-from shardloom.model.transformer import Transformer
+from shardwright.model.balance import attach, aux_loss, entropy, max_over_mean, relative_load, update_bias, z_loss
+from shardwright.model.moe import Router, learn_from_load
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import MoESpec
+from shardwright.model.transformer import Transformer
 
 torch.set_num_threads(1)
 MOE = MoESpec(n_experts=8, top_k=2, d_ffn=8)

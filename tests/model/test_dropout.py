@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from shardloom.model import random
-from shardloom.model.dropout import KeyedDropout
-from shardloom.model.presets import PRESETS
-from shardloom.model.transformer import Transformer
+from shardwright.model import random
+from shardwright.model.dropout import KeyedDropout
+from shardwright.model.presets import PRESETS
+from shardwright.model.transformer import Transformer
 
 torch.set_num_threads(1)
 SPEC = replace(PRESETS["debug"], dropout=0.2)

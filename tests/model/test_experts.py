@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardloom.model import experts
-from shardloom.model.experts import Experts, combine, dispatch, grouped_product, has_grouped_mm, sort_rows
+from shardwright.model import experts
+from shardwright.model.experts import Experts, combine, dispatch, grouped_product, has_grouped_mm, sort_rows
 
 torch.set_num_threads(1)
 COUNTS = [[3, 5, 4], [0, 12, 0], [0, 0, 12], [12, 0, 0], [5, 7, 0], [1, 0, 2]]

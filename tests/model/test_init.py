@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.model.init import initial_std, initial_values, initialise
-from shardloom.model.presets import PRESETS
-from shardloom.model.sections import MoESpec
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
+from shardwright.model.init import initial_std, initial_values, initialise
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
 
 torch.set_num_threads(1)
 SPEC = replace(PRESETS["debug"], qk_norm=True, bias=True)

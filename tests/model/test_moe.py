@@ -15,12 +15,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from shardloom.model.balance import aux_loss, relative_load, z_loss
-from shardloom.model.moe import MoE, Router, WholeSequences, expert_layers, set_share, take_load, within_capacity
-from shardloom.model.presets import PRESETS
-from shardloom.model.sections import MoESpec
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
+from shardwright.model.balance import aux_loss, relative_load, z_loss
+from shardwright.model.moe import MoE, Router, WholeSequences, expert_layers, set_share, take_load, within_capacity
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
 
 torch.set_num_threads(1)
 MOE = MoESpec(n_experts=6, top_k=2, d_ffn=10)

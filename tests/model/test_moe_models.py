@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardloom.model.moe import expert_layers
-from shardloom.model.presets import PRESETS, resolve
-from shardloom.model.sections import LatentAttentionSpec, MoESpec
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
+from shardwright.model.moe import expert_layers
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
 from tests.model.test_transformer import (
     LLAMA,
     llama_name,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.model import random
+from shardwright.model import random
 
 torch.set_num_threads(1)
 

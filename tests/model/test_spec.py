@@ -11,11 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardloom.errors import ConfigError
-from shardloom.model.presets import PRESETS, resolve
-from shardloom.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, descriptions
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
+from shardwright.errors import ConfigError
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, descriptions
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
 
 PUBLISHED_PARAMETERS = {
     "smollm2-135m": 134_515_008,
@@ -108,7 +108,7 @@ def test_training_flops_are_those_counted_in_a_real_forward_and_backward(change:
     model, seq_len = Transformer(spec), 32
     tokens_BT = torch.zeros(3, seq_len, dtype=torch.long)
     # The plain kernel is counted as the formula counts; a fused one computes QK^T again in the backward pass.
-    ours = {torch.ops.shardloom.rows_product: _rows_flops, torch.ops.shardloom.weights_product: _weights_flops}
+    ours = {torch.ops.shardwright.rows_product: _rows_flops, torch.ops.shardwright.weights_product: _weights_flops}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=ours) as counter:
         model(tokens_BT).sum().backward()
     # Weighing and adding up what experts give is written as a product, and so are its two gradients.
@@ -240,5 +240,5 @@ def test_every_field_says_what_it_means() -> None:
 
 
 def test_sizes_and_presets_import_without_torch() -> None:
-    code = "import sys, shardloom.model.spec, shardloom.model.presets; assert 'torch' not in sys.modules"
+    code = "import sys, shardwright.model.spec, shardwright.model.presets; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

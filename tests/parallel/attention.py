@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardloom.parallel.context import ContextAttention
-from shardloom.split.sequence import spans
+from shardwright.parallel.context import ContextAttention
+from shardwright.split.sequence import spans
 
 
 class Case(NamedTuple):

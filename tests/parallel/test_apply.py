@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardloom.layout import Layout
-from shardloom.model.init import initialise
-from shardloom.model.transformer import Transformer
-from shardloom.parallel.apply import apply
-from shardloom.parallel.mesh import build_groups, build_mesh
-from shardloom.parallel.norm import clip_gradients, gradient_norm
+from shardwright.layout import Layout
+from shardwright.model.init import initialise
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.apply import apply
+from shardwright.parallel.mesh import build_groups, build_mesh
+from shardwright.parallel.norm import clip_gradients, gradient_norm
 from tests.distributed import run_ranks
 from tests.train.worlds import SEED, SPEC, build, local_batch, whole
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardloom.model.attention import causal_attention
-from shardloom.parallel import ring
-from shardloom.parallel.blocks import DENSE, FLASH_CPU, FLASH_CUDA, kernel_for, merge
+from shardwright.model.attention import causal_attention
+from shardwright.parallel import ring
+from shardwright.parallel.blocks import DENSE, FLASH_CPU, FLASH_CUDA, kernel_for, merge
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 from tests.parallel.attention import (
@@ -83,7 +83,7 @@ def name_of(case: Case) -> str:
     return f"{case.method} {case.ring}x{case.ulysses}, {case.heads} heads, {case.kv_heads} kv heads"
 
 
-RING = "shardloom.parallel.ring"
+RING = "shardwright.parallel.ring"
 BACKWARD = (f"{RING}:RingAttention", "backward")
 COMING_HOME = "    sum_2BTKC = sums.arrive()\n    _add(sum_2BTKC, ALL, own_block)"
 
@@ -112,14 +112,14 @@ BUGS = {
         *BACKWARD, "dq_BHTC[:, :, rows] += dq_block", "dq_BHTC[:, :, : dq_block.shape[2]] += dq_block"
     ),
     "gradients for other ranks sent in another order": bug(
-        "shardloom.parallel.context",
+        "shardwright.parallel.context",
         "_sum_at_home",
         "chunks[2 * n - 3 - i]",
         "chunks[n - 1 + i]",
         case=Case("allgather", 4, 1),
     ),
     "gradients of copied kv heads not summed": bug(
-        "shardloom.parallel.ulysses", "_to_tokens", ".sum(1)", "[:, 0]", case=Case("ulysses", 1, 4)
+        "shardwright.parallel.ulysses", "_to_tokens", ".sum(1)", "[:, 0]", case=Case("ulysses", 1, 4)
     ),
 }
 JOBS = [*map(Job, ALL), *(Job(case, torch.bfloat16) for case in IN_BF16), *BUGS.values()]

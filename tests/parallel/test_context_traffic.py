@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardloom.parallel import context
+from shardwright.parallel import context
 from tests.distributed import run_ranks
 from tests.parallel.attention import (
     BATCH,

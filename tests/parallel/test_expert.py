@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardloom.layout import Layout
-from shardloom.model.experts import Experts
-from shardloom.model.moe import MoE, expert_layers, run_here
-from shardloom.model.sections import MoESpec
-from shardloom.parallel.expert import Exchange, ExpertPart, read_counts
-from shardloom.parallel.norm import local_part
-from shardloom.verify import Case
-from shardloom.verify.rank import build_trainer, local_batch
+from shardwright.layout import Layout
+from shardwright.model.experts import Experts
+from shardwright.model.moe import MoE, expert_layers, run_here
+from shardwright.model.sections import MoESpec
+from shardwright.parallel.expert import Exchange, ExpertPart, read_counts
+from shardwright.parallel.norm import local_part
+from shardwright.verify import Case
+from shardwright.verify.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
 from tests.train.worlds import OPTIMIZER, SPEC
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardloom.model.moe import MoE
-from shardloom.model.presets import resolve
-from shardloom.parallel.expert import Exchange, take_sent_bytes
+from shardwright.model.moe import MoE
+from shardwright.model.presets import resolve
+from shardwright.parallel.expert import Exchange, take_sent_bytes
 from tests.distributed import run_ranks
 
 D = 8

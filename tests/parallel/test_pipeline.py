@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardloom.layout import Layout
-from shardloom.model.sections import MoESpec
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
-from shardloom.parallel.pipeline import Pipeline, Stage
-from shardloom.schedule.actions import Action, Schedule
-from shardloom.schedule.build import build as build_schedule
-from shardloom.schedule.messages import Message, with_messages
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.split.stages import stage_layers
-from shardloom.train.step import Trainer
-from shardloom.verify.compare import describe
+from shardwright.layout import Layout
+from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.pipeline import Pipeline, Stage
+from shardwright.schedule.actions import Action, Schedule
+from shardwright.schedule.build import build as build_schedule
+from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.split.stages import stage_layers
+from shardwright.train.step import Trainer
+from shardwright.verify.compare import describe
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import GLOBAL_BATCH, RATE, SEQ_LEN, SPEC, build, local_batch
@@ -111,10 +111,10 @@ class Products(TorchDispatchMode):
         if (name := func._schema.name) in ("aten::mm", "aten::addmm", "aten::addmm_"):
             left, right = args[-2:]
             self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        elif name == "shardloom::rows_product":
+        elif name == "shardwright::rows_product":
             rows, weights = args[:2]
             self.flops += 2 * rows.shape[0] * weights.shape[1] * weights.shape[2]
-        elif name == "shardloom::weights_product":
+        elif name == "shardwright::weights_product":
             gradients, rows = args[:2]
             self.flops += 2 * gradients.shape[0] * gradients.shape[1] * rows.shape[1]
         elif name == "aten::bmm":

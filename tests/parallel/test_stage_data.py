@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardloom.layout import Layout
-from shardloom.parallel.pipeline import Pipeline, Stage
-from shardloom.parallel.stage_data import StageShards
-from shardloom.split.stages import stage_layers
+from shardwright.layout import Layout
+from shardwright.parallel.pipeline import Pipeline, Stage
+from shardwright.parallel.stage_data import StageShards
+from shardwright.split.stages import stage_layers
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import RATE, SEQ_LEN, SPEC, build, local_batch

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardloom.layout import Layout
-from shardloom.model.sections import LatentAttentionSpec
-from shardloom.model.spec import ModelSpec
-from shardloom.parallel.apply import apply
-from shardloom.parallel.loss import vocabulary_loss_sum
-from shardloom.parallel.model import ParallelModel
+from shardwright.layout import Layout
+from shardwright.model.sections import LatentAttentionSpec
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.apply import apply
+from shardwright.parallel.loss import vocabulary_loss_sum
+from shardwright.parallel.model import ParallelModel
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import SPEC

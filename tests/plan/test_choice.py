@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from shardloom.config import parse
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Candidates, Job
-from shardloom.errors import InputError, LayoutError
-from shardloom.layout import Layout
-from shardloom.model.presets import PRESETS, resolve
-from shardloom.plan.choice import COLUMNS, Choice, choice_at, read
-from shardloom.plan.run_file import run_file
-from shardloom.plan.space import groups
+from shardwright.config import parse
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Candidates, Job
+from shardwright.errors import InputError, LayoutError
+from shardwright.layout import Layout
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.plan.choice import COLUMNS, Choice, choice_at, read
+from shardwright.plan.run_file import run_file
+from shardwright.plan.space import groups
 
 MIXED = PRESETS["debug-moe"]
 
@@ -73,7 +73,7 @@ def test_columns_are_the_arrays_of_candidates():
 def written(asked: Job, name: str, choice: Choice, budget_tokens: float | None = None):
     import tomllib
 
-    return parse(tomllib.loads(run_file(asked, name, choice, "shardloom plan", budget_tokens)))
+    return parse(tomllib.loads(run_file(asked, name, choice, "shardwright plan", budget_tokens)))
 
 
 def test_every_layout_of_a_space_is_written_as_a_run_file_that_says_the_same():
@@ -90,8 +90,8 @@ def test_a_written_run_is_as_long_as_its_budget_and_says_what_to_fill_in():
     asked = Job(model=resolve("llama-3.1-8b"), cluster=cluster("h100:8"), global_batch=128, seq_len=8192)
     choice = Choice(Layout(dp_shard=8, zero=3), 1)
     assert written(asked, "llama-3.1-8b", choice, 15e9).steps == round(15e9 / (128 * 8192))
-    lines = run_file(asked, "llama-3.1-8b", choice, "shardloom plan --model x").splitlines()
-    assert lines[0] == "# Written by `shardloom plan --model x`."
+    lines = run_file(asked, "llama-3.1-8b", choice, "shardwright plan --model x").splitlines()
+    assert lines[0] == "# Written by `shardwright plan --model x`."
     assert sorted(line.split(" = ")[0] for line in lines if "fill in:" in line) == ["out", "path", "steps"]
 
 
@@ -103,4 +103,4 @@ def test_a_sequence_beyond_the_models_range_is_written_with_the_range_that_train
 def test_a_precision_that_train_does_not_have_is_not_written():
     asked = Job(model=PRESETS["debug"], cluster=cluster("h100:8"), global_batch=8, seq_len=128, precision="fp16")
     with pytest.raises(InputError, match="fp32 or bf16"):
-        run_file(asked, "debug", Choice(Layout(dp_shard=8, zero=3), 1), "shardloom plan")
+        run_file(asked, "debug", Choice(Layout(dp_shard=8, zero=3), 1), "shardwright plan")

@@ -8,9 +8,9 @@ from statistics import fmean
 
 import pytest
 
-from shardloom.plan import megatron_ci
-from shardloom.plan.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
-from shardloom.plan.run_model import HABITS
+from shardwright.plan import megatron_ci
+from shardwright.plan.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+from shardwright.plan.run_model import HABITS
 
 
 @pytest.fixture(scope="module")

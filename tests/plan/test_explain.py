@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Job
-from shardloom.model.presets import resolve
-from shardloom.plan.choice import read
-from shardloom.plan.explain import explain
-from shardloom.plan.line import Line
-from shardloom.plan.search import Priced
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.model.presets import resolve
+from shardwright.plan.choice import read
+from shardwright.plan.explain import explain
+from shardwright.plan.line import Line
+from shardwright.plan.search import Priced
 
 LAYOUTS = [
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1"),

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.cost.hardware import network_of
-from shardloom.errors import InputError
-from shardloom.plan.evaluate import MEASURED_RUNS
-from shardloom.plan.run import Run
-from shardloom.plan.run_model import family
-from shardloom.plan.run_row import Row
-from shardloom.plan.runs import read_runs
+from shardwright.cost.hardware import network_of
+from shardwright.errors import InputError
+from shardwright.plan.evaluate import MEASURED_RUNS
+from shardwright.plan.run import Run
+from shardwright.plan.run_model import family
+from shardwright.plan.run_row import Row
+from shardwright.plan.runs import read_runs
 
 
 def test_a_published_row_becomes_the_job_and_layout_that_it_describes():

@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.cost import memory
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Job
-from shardloom.cost.step import step_time
-from shardloom.errors import InputError, LayoutError
-from shardloom.model.presets import PRESETS, resolve
-from shardloom.model.spec import ModelSpec
-from shardloom.plan.alternatives import reasons, runners_up, savings, well_known
-from shardloom.plan.choice import Choice, choice_at
-from shardloom.plan.distinct import differing
-from shardloom.plan.nearest import remedies
-from shardloom.plan.search import Plan, fits, limit_bytes, search, survey
-from shardloom.plan.space import groups
-from shardloom.plan.words import also_fast, left_out
-from shardloom.units import GiB
+from shardwright.cost import memory
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.cost.step import step_time
+from shardwright.errors import InputError, LayoutError
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.plan.alternatives import reasons, runners_up, savings, well_known
+from shardwright.plan.choice import Choice, choice_at
+from shardwright.plan.distinct import differing
+from shardwright.plan.nearest import remedies
+from shardwright.plan.search import Plan, fits, limit_bytes, search, survey
+from shardwright.plan.space import groups
+from shardwright.plan.words import also_fast, left_out
+from shardwright.units import GiB
 
 DEEP = replace(PRESETS["debug"], n_layers=6, d_model=512, n_heads=8, head_dim=64, d_ffn=1536)
 MIXED = replace(PRESETS["debug-moe"], n_layers=6, d_model=512)
@@ -239,10 +239,10 @@ def test_well_known_layouts_are_of_their_kind():
 
 SPEED = """
 import json, pathlib, re, resource, sys, time
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Job
-from shardloom.model.presets import resolve
-from shardloom.plan.search import search
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.model.presets import resolve
+from shardwright.plan.search import search
 asked = Job(model=resolve("llama-3.1-405b"), cluster=cluster("h100:16384"), seq_len=8192, global_batch=2048)
 begun = time.process_time()
 found = search(asked)

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Job
-from shardloom.errors import LayoutError
-from shardloom.layout import Layout, accumulation
-from shardloom.model.presets import PRESETS
-from shardloom.model.sections import LatentAttentionSpec, MoESpec
-from shardloom.model.spec import ModelSpec
-from shardloom.plan.choice import Choice, choice_at
-from shardloom.plan.space import METHODS, SCHEDULES, VIRTUAL_STAGES, divisors, groups
-from shardloom.split.rules import problems
-from shardloom.split.stages import schedule_problems
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout, accumulation
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.plan.choice import Choice, choice_at
+from shardwright.plan.space import METHODS, SCHEDULES, VIRTUAL_STAGES, divisors, groups
+from shardwright.split.rules import problems
+from shardwright.split.stages import schedule_problems
 
 SMALL = replace(PRESETS["debug"], n_layers=5)
 

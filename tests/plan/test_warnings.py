@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Job
-from shardloom.cost.stack import MEGATRON
-from shardloom.model.presets import resolve
-from shardloom.plan.choice import read
-from shardloom.plan.search import Priced
-from shardloom.plan.warnings import warnings
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.cost.stack import MEGATRON
+from shardwright.model.presets import resolve
+from shardwright.plan.choice import read
+from shardwright.plan.search import Priced
+from shardwright.plan.warnings import warnings
 
 GOOD = Job(model=resolve("llama-3.1-8b"), cluster=cluster("h100:16"), global_batch=256, seq_len=8192)
 MIXED = replace(GOOD, model=resolve("qwen3-30b-a3b"))

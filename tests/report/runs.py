@@ -1,15 +1,15 @@
-"""Run folders for the tests of `report`, as `shardloom train` leaves them, without training."""
+"""Run folders for the tests of `report`, as `shardwright train` leaves them, without training."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardloom.config import parse, resolved_toml
-from shardloom.report.timeline import timeline_path
-from shardloom.schedule.actions import Action
-from shardloom.schedule.build import build
-from shardloom.schedule.simulate import Simulation, Times, simulate
+from shardwright.config import parse, resolved_toml
+from shardwright.report.timeline import timeline_path
+from shardwright.schedule.actions import Action
+from shardwright.schedule.build import build
+from shardwright.schedule.simulate import Simulation, Times, simulate
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardloom.errors import InputError
-from shardloom.report.curves import curves_svg, draw_curves
-from shardloom.report.panel import TIMES
-from shardloom.report.run import read_run
+from shardwright.errors import InputError
+from shardwright.report.curves import curves_svg, draw_curves
+from shardwright.report.panel import TIMES
+from shardwright.report.run import read_run
 from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
@@ -150,9 +150,9 @@ def test_drawing_leaves_pyplot_and_the_users_settings_alone(tmp_path: Path) -> N
     code = f"""
 import sys, matplotlib
 matplotlib.rcParams["font.size"] = 31
-from shardloom.report.curves import draw_curves
-from shardloom.report.panel import TIMES
-from shardloom.report.run import read_run
+from shardwright.report.curves import draw_curves
+from shardwright.report.panel import TIMES
+from shardwright.report.run import read_run
 draw_curves(read_run({str(tmp_path)!r}), {str(tmp_path / "a.png")!r})
 print(matplotlib.rcParams["font.size"], "matplotlib.pyplot" in sys.modules)
 """

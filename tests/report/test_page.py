@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.errors import InputError
-from shardloom.report.page import write_page
-from shardloom.report.run import read_run
-from shardloom.report.style import COLOURS, DARK_COLOURS
+from shardwright.errors import InputError
+from shardwright.report.page import write_page
+from shardwright.report.run import read_run
+from shardwright.report.style import COLOURS, DARK_COLOURS
 from tests.report.runs import PIPELINE, evaluation, moe_record, train_record, usual, usual_pipeline, write_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -63,7 +63,7 @@ def test_a_page_is_sound_html_with_numbers_curves_layout_and_run_file(tmp_path: 
     assert "2 data ranks x 2 microbatches x 1" in text
     assert (tmp_path / "run.toml").read_text() in text
     assert "step-00000020" in text
-    assert f"shardloom train {tmp_path}/run.toml --resume" in text
+    assert f"shardwright train {tmp_path}/run.toml --resume" in text
 
 
 def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:

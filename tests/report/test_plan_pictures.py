@@ -7,16 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardloom.cost.hardware import cluster
-from shardloom.cost.job import Job
-from shardloom.model.presets import resolve
-from shardloom.plan.alternatives import runners_up
-from shardloom.plan.search import Plan, search
-from shardloom.plan.sweep import by_length, by_size
-from shardloom.report.plan_page import write_page
-from shardloom.report.plan_pictures import KINDS, ROLES, length_svg, memory_svg, scaling_svg, time_svg
-from shardloom.report.style import COLOURS, DARK_COLOURS
-from shardloom.units import GiB
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.model.presets import resolve
+from shardwright.plan.alternatives import runners_up
+from shardwright.plan.search import Plan, search
+from shardwright.plan.sweep import by_length, by_size
+from shardwright.report.plan_page import write_page
+from shardwright.report.plan_pictures import KINDS, ROLES, length_svg, memory_svg, scaling_svg, time_svg
+from shardwright.report.style import COLOURS, DARK_COLOURS
+from shardwright.units import GiB
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.errors import InputError
-from shardloom.report.headline import headline, layout_in_words, model_in_words
-from shardloom.report.run import read_run
+from shardwright.errors import InputError
+from shardwright.report.headline import headline, layout_in_words, model_in_words
+from shardwright.report.run import read_run
 from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
@@ -105,7 +105,7 @@ def test_a_run_without_a_record_yet_says_so(tmp_path: Path) -> None:
 
 def test_the_command_to_go_on_fits_the_run(tmp_path: Path) -> None:
     half = read_run(usual(tmp_path / "my run"))
-    command = ["shardloom", "train", str(tmp_path / "my run" / "run.toml"), "--resume"]
+    command = ["shardwright", "train", str(tmp_path / "my run" / "run.toml"), "--resume"]
     assert shlex.split(half.resume_command) == command
     done = read_run(write_run(tmp_path / "done", [evaluation(100, 3.0)]))
     assert done.resume_command.endswith("--resume --set steps=200")
@@ -141,6 +141,6 @@ def test_a_mixture_of_experts_says_how_much_of_it_a_token_uses(tmp_path: Path) -
 
 
 def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, shardloom.report.page; print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))"
+    code = "import sys, shardwright.report.page; print({'torch', 'matplotlib', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.data import prepare as module
-from shardloom.data.prepare import prepare
-from shardloom.errors import InputError
-from shardloom.report.headline import headline
-from shardloom.report.run import read_run
-from shardloom.report.timeline import PipelineRecord, timeline_path
-from shardloom.schedule.actions import Action
-from shardloom.schedule.build import build
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.train.timeline import KEPT_STEPS
+from shardwright.data import prepare as module
+from shardwright.data.prepare import prepare
+from shardwright.errors import InputError
+from shardwright.report.headline import headline
+from shardwright.report.run import read_run
+from shardwright.report.timeline import PipelineRecord, timeline_path
+from shardwright.schedule.actions import Action
+from shardwright.schedule.build import build
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.train.timeline import KEPT_STEPS
 from tests.report.runs import (
     EPOCH_S,
     PIPELINE,

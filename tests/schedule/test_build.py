@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.errors import ScheduleError
-from shardloom.schedule.actions import Schedule
-from shardloom.schedule.build import NAMES, build, problems, stages_per_rank
-from shardloom.schedule.memory import KEPT_FOR_WEIGHT
-from shardloom.schedule.placement import paths
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.schedule.validate import problems as wrong
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Schedule
+from shardwright.schedule.build import NAMES, build, problems, stages_per_rank
+from shardwright.schedule.memory import KEPT_FOR_WEIGHT
+from shardwright.schedule.placement import paths
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.validate import problems as wrong
 
 FIXED = tuple(name for name in NAMES if name != "auto")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.compare import compare, count_messages, parameters_held
-from shardloom.schedule.simulate import Times
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.compare import compare, count_messages, parameters_held
+from shardwright.schedule.simulate import Times
 
 
 def test_every_schedule_has_the_same_work():

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardloom.errors import InputError
-from shardloom.schedule.actions import OPS, Action
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, Timeline, draw, ink_on, planned, svg
-from shardloom.schedule.simulate import Simulation, Times, simulate
-from shardloom.schedule.trace import write_trace
+from shardwright.errors import InputError
+from shardwright.schedule.actions import OPS, Action
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, Timeline, draw, ink_on, planned, svg
+from shardwright.schedule.simulate import Simulation, Times, simulate
+from shardwright.schedule.trace import write_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 BUILT = [name for name in NAMES if name != "auto"]

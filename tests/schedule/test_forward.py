@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.schedule.actions import Action
-from shardloom.schedule.forward import forward_only
-from shardloom.schedule.messages import with_messages
-from shardloom.schedule.placement import paths
-from shardloom.schedule.validate import rendezvous
+from shardwright.schedule.actions import Action
+from shardwright.schedule.forward import forward_only
+from shardwright.schedule.messages import with_messages
+from shardwright.schedule.placement import paths
+from shardwright.schedule.validate import rendezvous
 
 
 def test_a_rank_takes_as_many_microbatches_as_there_are_ranks_through_one_stage_and_then_the_next() -> None:

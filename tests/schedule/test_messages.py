@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.errors import ScheduleError
-from shardloom.schedule.actions import Action, Schedule, make
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.messages import Message, with_messages
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, Schedule, make
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.messages import Message, with_messages
 from tests.schedule.test_build import schedules
 
 FIXED = tuple(name for name in NAMES if name != "auto")

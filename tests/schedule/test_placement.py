@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.placement import SPLIT_BACKWARD, held_by, paths, way_of
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.placement import SPLIT_BACKWARD, held_by, paths, way_of
 from tests.schedule.test_build import schedules
 
 FIXED = tuple(name for name in NAMES if name != "auto")

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.errors import ScheduleError
-from shardloom.schedule.actions import Action, Schedule, make
-from shardloom.schedule.basic import one_f_one_b
-from shardloom.schedule.memory import KEPT_FOR_WEIGHT
-from shardloom.schedule.search import Problem, least_cost, search
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.schedule.validate import problems
-from shardloom.schedule.zero_bubble import zb_h1, zb_h2
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, Schedule, make
+from shardwright.schedule.basic import one_f_one_b
+from shardwright.schedule.memory import KEPT_FOR_WEIGHT
+from shardwright.schedule.search import Problem, least_cost, search
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.validate import problems
+from shardwright.schedule.zero_bubble import zb_h1, zb_h2
 
 # Qi et al., arXiv 2401.10241, tables 5 and 8: ranks, microbatches, the profiled times of F, I, W and a message in
 # microseconds, and the bubble rates of zb-h1 and zb-h2.
@@ -154,7 +154,8 @@ def test_limit_is_twice_the_ranks_unless_given():
 
 def test_every_process_finds_the_same_schedule():
     code = (
-        "import hashlib; from shardloom.schedule.search import search; from shardloom.schedule.simulate import Times;"
+        "import hashlib; from shardwright.schedule.search import search;"
+        "from shardwright.schedule.simulate import Times;"
         "auto = search(5, 12, Times((3., 4., 3., 5., 3.), 3.5, 2.25, 0.25), 6);"
         "print(hashlib.sha256(' '.join(str(a) for _, a in auto.actions()).encode()).hexdigest())"
     )

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.errors import ScheduleError
-from shardloom.schedule.actions import Action, Schedule, make
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.simulate import Times, simulate
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, Schedule, make
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.simulate import Times, simulate
 from tests.schedule.test_build import anytimes, schedules
 
 FIXED = tuple(name for name in NAMES if name != "auto")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.errors import InputError, ScheduleError
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.schedule.table import read_table, write_table
-from shardloom.schedule.validate import problems
+from shardwright.errors import InputError, ScheduleError
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.table import read_table, write_table
+from shardwright.schedule.validate import problems
 from tests.schedule.test_build import schedules
 
 FIXED = tuple(name for name in NAMES if name != "auto")

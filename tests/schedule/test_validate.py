@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardloom.errors import ScheduleError
-from shardloom.schedule.actions import Action, Op, Schedule, make
-from shardloom.schedule.build import NAMES, build
-from shardloom.schedule.messages import Message, with_messages
-from shardloom.schedule.simulate import Times, simulate
-from shardloom.schedule.validate import deadlock, problems, rendezvous
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, Op, Schedule, make
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.schedule.validate import deadlock, problems, rendezvous
 from tests.schedule.test_build import schedules
 
 FIXED = tuple(name for name in NAMES if name != "auto")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.layout import CP_METHODS, Layout
-from shardloom.split.rules import sequence_cuts
-from shardloom.split.sequence import METHODS, attention_flops, attention_pairs, held_by, spans, step_pairs
+from shardwright.layout import CP_METHODS, Layout
+from shardwright.split.rules import sequence_cuts
+from shardwright.split.sequence import METHODS, attention_flops, attention_pairs, held_by, spans, step_pairs
 
 degrees = st.integers(1, 6)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.layout import Layout
-from shardloom.model.spec import ModelSpec
-from shardloom.split.stages import problems, schedule_problems, stage_layers, stage_times
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.split.stages import problems, schedule_problems, stage_layers, stage_times
 from tests.train.worlds import SPEC
 
 EIGHT = replace(SPEC, n_layers=8, vocab_size=64)

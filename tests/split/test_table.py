@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.layout import CP_METHODS, Layout
-from shardloom.model.presets import PRESETS, resolve
-from shardloom.model.spec import ModelSpec
-from shardloom.model.transformer import Transformer
-from shardloom.split.rules import problems, sequence_cuts, tp_divides
-from shardloom.split.sequence import spans
-from shardloom.split.table import how_split, split_dim, summed_over, vocabulary_rows
+from shardwright.layout import CP_METHODS, Layout
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.split.rules import problems, sequence_cuts, tp_divides
+from shardwright.split.sequence import spans
+from shardwright.split.table import how_split, split_dim, summed_over, vocabulary_rows
 
 SPEC = replace(resolve("debug"), n_heads=12, n_kv_heads=4, d_ffn=120, vocab_size=50257)
 

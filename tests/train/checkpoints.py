@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardloom.errors import CheckpointError
-from shardloom.layout import Layout
-from shardloom.model.spec import ModelSpec
-from shardloom.train.checkpoint.manifest import Progress
-from shardloom.train.checkpoint.state import load, named_tensors, save
-from shardloom.train.checkpoint.store import CheckpointStore
-from shardloom.train.step import Trainer
+from shardwright.errors import CheckpointError
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.train.checkpoint.manifest import Progress
+from shardwright.train.checkpoint.state import load, named_tensors, save
+from shardwright.train.checkpoint.store import CheckpointStore
+from shardwright.train.step import Trainer
 from tests.mutation import Mutation, mutated
 from tests.train.worlds import RATE, SEED, SPEC, build, local_batch, whole
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.data import prepare as module
-from shardloom.data.prepare import prepare
+from shardwright.data import prepare as module
+from shardwright.data.prepare import prepare
 from tests.distributed import run_ranks
 from tests.train.checkpoints import ZERO_3, save_ranks
 

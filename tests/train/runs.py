@@ -1,4 +1,4 @@
-"""Whole runs of `shardloom train` in processes of their own, with faults put into their workers.
+"""Whole runs of `shardwright train` in processes of their own, with faults put into their workers.
 
 Nothing of the product is replaced but one thing: where the launcher would start a fresh Python for a worker, which
 takes seconds, it is forked from a process that has imported everything. The command, the launcher, the workers, their
@@ -49,7 +49,7 @@ def write_run_file(folder: Path, tokens: Path) -> Path:
 
 @dataclass
 class Run:
-    """A `shardloom train` that goes on, or has ended."""
+    """A `shardwright train` that goes on, or has ended."""
 
     process: multiprocessing.process.BaseProcess
     folder: Path
@@ -89,7 +89,7 @@ def training(
     environment: dict[str, str] | None = None,
     torchrun: bool = False,
 ) -> Iterator[Run]:
-    """`shardloom train RUN_FILE ARGUMENTS` from here to its end, or to that of the `with`.
+    """`shardwright train RUN_FILE ARGUMENTS` from here to its end, or to that of the `with`.
 
     With `torchrun` its ranks are 2 processes of torchrun's agent, which restarts them once.
     """
@@ -162,7 +162,7 @@ def kill_itself() -> None:
 def _command(
     command: Sequence[str], folder: Path, fault: Fault | None, environment: dict[str, str], torchrun: bool
 ) -> None:
-    from shardloom.train import launch, loop
+    from shardwright.train import launch, loop
 
     _redirect(os.open(folder / "stdout", os.O_WRONLY | os.O_APPEND), 1)
     _redirect(os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND), 2)
@@ -171,16 +171,16 @@ def _command(
     launch.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)  # type: ignore[attr-defined]
     if fault is not None:
         loop.run = functools.partial(_run_with, fault, loop.run)
-    _leave_with(lambda: _torchrun(command, folder) if torchrun else _shardloom(command))
+    _leave_with(lambda: _torchrun(command, folder) if torchrun else _shardwright(command))
 
 
-def _shardloom(command: Sequence[str]) -> None:
+def _shardwright(command: Sequence[str]) -> None:
     import typer
 
-    import shardloom.cli.train
+    import shardwright.cli.train
 
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(shardloom.cli.train.train)
+    app.command()(shardwright.cli.train.train)
     app(command)
 
 
@@ -208,7 +208,7 @@ def _rank_of_torchrun(command: Sequence[str], folder: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     try:
-        _shardloom(command)
+        _shardwright(command)
     except SystemExit as leaving:
         if code := leaving.code:
             _leave_with(lambda: sys.exit(code))
@@ -219,7 +219,7 @@ class _ForkedPopen:
     """What launch.py uses of subprocess.Popen, without the seconds that a new interpreter takes to import torch."""
 
     def __init__(self, folder: Path, command: list[str], **how: Any) -> None:
-        assert command[:3] == [sys.executable, "-m", "shardloom.train.worker"]
+        assert command[:3] == [sys.executable, "-m", "shardwright.train.worker"]
         self.returncode: int | None = None
         sys.stdout.flush()
         self.pid = os.fork()
@@ -246,7 +246,7 @@ class _ForkedPopen:
 def _worker(folder: Path, command: list[str], **how: Any) -> None:
     import torch
 
-    from shardloom.train import worker
+    from shardwright.train import worker
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardloom.errors import CheckpointError
-from shardloom.layout import Layout
-from shardloom.model.sections import LatentAttentionSpec, MoESpec
-from shardloom.model.spec import ModelSpec
-from shardloom.train.checkpoint import state
-from shardloom.train.checkpoint.manifest import Progress
-from shardloom.train.checkpoint.state import load, save
-from shardloom.train.checkpoint.store import CheckpointStore
-from shardloom.train.optimizer import build_optimizer
+from shardwright.errors import CheckpointError
+from shardwright.layout import Layout
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.train.checkpoint import state
+from shardwright.train.checkpoint.manifest import Progress
+from shardwright.train.checkpoint.state import load, save
+from shardwright.train.checkpoint.store import CheckpointStore
+from shardwright.train.optimizer import build_optimizer
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 from tests.train.checkpoints import DATA, ONE, ZERO_3, Logical, equal, load_ranks, logical, save_ranks, take_step
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(save
 def test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen(saved):
     # The check mutated away, float32 goes into float64 in silence; so it is the check that refuses.
     bug = (
-        "shardloom.train.checkpoint.state",
+        "shardwright.train.checkpoint.state",
         "_differences",
         "(saved.shape, saved.dtype) !=",
         "(saved.shape, dtype) !=",
@@ -216,13 +216,13 @@ def resumed_step(path: Path | None, decay: float, rate: float, mutations: tuple[
 
 STALE = {
     "weight decay of the checkpoint": (
-        "shardloom.train.checkpoint.state",
+        "shardwright.train.checkpoint.state",
         "load",
         "return manifest.progress",
         "trainer.optimizer.param_groups[0]['weight_decay'] = 0.1; return manifest.progress",
     ),
     "rate of the step before": (
-        "shardloom.train.step:Trainer",
+        "shardwright.train.step:Trainer",
         "update",
         "set_learning_rate(self.optimizer, rate)\n    self.optimizer.step()",
         "self.optimizer.step()\n    set_learning_rate(self.optimizer, rate)",

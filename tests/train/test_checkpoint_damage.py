@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardloom.errors import CheckpointError, DamagedError
-from shardloom.layout import Layout
+from shardwright.errors import CheckpointError, DamagedError
+from shardwright.layout import Layout
 from tests.distributed import run_ranks
 from tests.train.checkpoints import ZERO_3, Logical, load_ranks, save_ranks
 

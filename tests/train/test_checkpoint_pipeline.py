@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardloom.errors import CheckpointError
-from shardloom.layout import Layout
-from shardloom.model.spec import ModelSpec
-from shardloom.train.checkpoint.manifest import Progress
-from shardloom.train.checkpoint.state import load, save
-from shardloom.train.checkpoint.store import CheckpointStore
-from shardloom.verify.compare import describe
+from shardwright.errors import CheckpointError
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.train.checkpoint.manifest import Progress
+from shardwright.train.checkpoint.state import load, save
+from shardwright.train.checkpoint.store import CheckpointStore
+from shardwright.verify.compare import describe
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 from tests.train.checkpoints import DATA, ONE, ZERO_3, Logical, equal, load_ranks, logical, take_step
@@ -110,7 +110,7 @@ def test_the_step_after_a_resume_is_that_of_a_run_that_never_stopped_with_a_tied
 
 
 LOCAL_NAMES: Mutation = (
-    "shardloom.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"
+    "shardwright.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"
 )  # fmt: skip
 
 

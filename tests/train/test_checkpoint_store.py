@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardloom.errors import CheckpointError
-from shardloom.train.checkpoint import state, storage
-from shardloom.train.checkpoint.manifest import Progress
-from shardloom.train.checkpoint.state import save
-from shardloom.train.checkpoint.store import CheckpointStore
+from shardwright.errors import CheckpointError
+from shardwright.train.checkpoint import state, storage
+from shardwright.train.checkpoint.manifest import Progress
+from shardwright.train.checkpoint.state import save
+from shardwright.train.checkpoint.store import CheckpointStore
 from tests.distributed import run_ranks
 from tests.train.checkpoints import DATA, ONE, ZERO_3, load_ranks, take_step
 from tests.train.worlds import SEED, build

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardloom.layout import Layout
-from shardloom.parallel.apply import apply
-from shardloom.train.optimizer import build_optimizer
-from shardloom.train.step import Trainer
+from shardwright.layout import Layout
+from shardwright.parallel.apply import apply
+from shardwright.train.optimizer import build_optimizer
+from shardwright.train.step import Trainer
 from tests.distributed import run_ranks
 from tests.train.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch
 

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shardloom.data.batches import Batch
-from shardloom.data.samples import IGNORE
-from shardloom.layout import Layout
-from shardloom.model.init import initialise
-from shardloom.model.transformer import Transformer
-from shardloom.parallel.norm import local_part
-from shardloom.verify.compare import describe
+from shardwright.data.batches import Batch
+from shardwright.data.samples import IGNORE
+from shardwright.layout import Layout
+from shardwright.model.init import initialise
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.norm import local_part
+from shardwright.verify.compare import describe
 from tests.distributed import run_ranks
 from tests.train.worlds import RATE, SEED, SPEC, build, local_batch
 

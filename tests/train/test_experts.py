@@ -16,16 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardloom.config import parse
-from shardloom.data.samples import IGNORE
-from shardloom.layout import Layout
-from shardloom.model.init import initialise
-from shardloom.model.moe import learn_from_load, take_load
-from shardloom.model.sections import LatentAttentionSpec, MoESpec
-from shardloom.model.transformer import Transformer
-from shardloom.verify import Case, Verifier, cut
-from shardloom.verify.rank import build_trainer, local_batch
-from shardloom.verify.reference import SGD_RATE
+from shardwright.config import parse
+from shardwright.data.samples import IGNORE
+from shardwright.layout import Layout
+from shardwright.model.init import initialise
+from shardwright.model.moe import learn_from_load, take_load
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.transformer import Transformer
+from shardwright.verify import Case, Verifier, cut
+from shardwright.verify.rank import build_trainer, local_batch
+from shardwright.verify.reference import SGD_RATE
 from tests.distributed import run_ranks
 from tests.train.worlds import OPTIMIZER, SPEC
 

@@ -1,16 +1,16 @@
 """Proves on one GPU that bf16 and fp32 compute what one process does in float64 on the CPU, compiled or not.
 
-Runs where PyTorch sees a CUDA device; one rank, with the process group that `shardloom train` sets up.
+Runs where PyTorch sees a CUDA device; one rank, with the process group that `shardwright train` sets up.
 """
 
 import pytest
 import torch
 
-from shardloom.layout import Layout
-from shardloom.parallel.apply import apply
-from shardloom.train.optimizer import build_optimizer
-from shardloom.train.ranks import Place, process_group
-from shardloom.train.step import Trainer
+from shardwright.layout import Layout
+from shardwright.parallel.apply import apply
+from shardwright.train.optimizer import build_optimizer
+from shardwright.train.ranks import Place, process_group
+from shardwright.train.step import Trainer
 from tests.train.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch, one_process, relative_error, whole
 
 pytestmark = [

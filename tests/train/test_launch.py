@@ -25,7 +25,7 @@ def run_file(tokens: Path, tmp_path: Path) -> Path:
 
 
 def in_step_3_of_rank_1(rank: int, what) -> None:
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     forward_backward, calls = Trainer.forward_backward, []
 
@@ -107,7 +107,7 @@ def test_code_0_before_the_work_is_done_is_a_failure(run_file):
 
 def complains_of_input(rank: int) -> None:
     def what():
-        from shardloom.errors import DataError
+        from shardwright.errors import DataError
 
         raise DataError("tokens/train-00000.bin has a hole at 17", "and another at 34")
 
@@ -120,8 +120,8 @@ def test_bad_input_found_by_a_worker_is_the_plain_message_once_and_exit_code_2(r
 
 
 def all_complain_of_input(rank: int) -> None:
-    from shardloom.errors import DataError
-    from shardloom.train import loop
+    from shardwright.errors import DataError
+    from shardwright.train import loop
 
     def fail(*arguments, **named):
         raise DataError("no rank can read this")
@@ -173,7 +173,7 @@ def test_a_run_of_one_rank_needs_no_launcher_and_reports_as_one(run_file):
 
 
 def raises_in_step_5(rank: int) -> None:
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     forward_backward = Trainer.forward_backward
 
@@ -198,7 +198,7 @@ def is_killed_once(rank: int) -> None:
 
 
 def in_step_8(rank: int, what) -> None:
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     forward_backward = Trainer.forward_backward
 
@@ -234,7 +234,7 @@ def test_under_torchrun_bad_input_is_told_once_a_machine(run_file):
 
 
 def takes_its_time(rank: int) -> None:
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     update = Trainer.update
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardloom.layout import Layout
+from shardwright.layout import Layout
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import RATE, SPEC, build, local_batch

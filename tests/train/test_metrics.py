@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardloom.config import RunConfig, parse
-from shardloom.errors import InputError
-from shardloom.model.presets import resolve
-from shardloom.model.sections import MoESpec
-from shardloom.parallel.model import ExpertLoad
-from shardloom.train.device import peak_flops_per_s, peak_of_name
-from shardloom.train.load import expert_numbers
-from shardloom.train.metrics import JsonLines, line, missing_extras, open_writers
-from shardloom.train.start import start
+from shardwright.config import RunConfig, parse
+from shardwright.errors import InputError
+from shardwright.model.presets import resolve
+from shardwright.model.sections import MoESpec
+from shardwright.parallel.model import ExpertLoad
+from shardwright.train.device import peak_flops_per_s, peak_of_name
+from shardwright.train.load import expert_numbers
+from shardwright.train.metrics import JsonLines, line, missing_extras, open_writers
+from shardwright.train.start import start
 from tests.train.runs import records, train, write_run_file
 
 RECORD = {
@@ -168,7 +168,7 @@ def test_an_extra_that_is_not_installed_is_named_with_its_command(
 ):
     monkeypatch.setitem(sys.modules, module, None)
     assert missing_extras(config(tmp_path)) == []
-    assert f"pip install 'shardloom[{module}]'" in missing_extras(config(tmp_path, **metrics))[0]
+    assert f"pip install {module}" in missing_extras(config(tmp_path, **metrics))[0]
     with pytest.raises(InputError, match=f"{module}, which is not installed"):
         start(config(tmp_path, **metrics))
     assert list(tmp_path.iterdir()) == [], "nothing is written for a run that is refused"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from shardloom.layout import Layout
-from shardloom.model.sections import LatentAttentionSpec, MoESpec
-from shardloom.verify import Case, Verifier
+from shardwright.layout import Layout
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.verify import Case, Verifier
 from tests.mutation import Mutation, mutated
 from tests.train.worlds import CASE, SPEC, train_mutated
 
-TRAINER, APPLY, DATA = "shardloom.train.step:Trainer", "shardloom.parallel.apply", "shardloom.parallel.data"
-MODEL, EXCHANGE = "shardloom.parallel.model:ParallelModel", "shardloom.parallel.expert:Exchange"
+TRAINER, APPLY, DATA = "shardwright.train.step:Trainer", "shardwright.parallel.apply", "shardwright.parallel.data"
+MODEL, EXCHANGE = "shardwright.parallel.model:ParallelModel", "shardwright.parallel.expert:Exchange"
 NORMALISED = "self.loss_sum(logits_BTV, targets_BT) / n_targets"
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_replicate=2),
@@ -27,20 +27,25 @@ ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_shard=2, zero=2),
     Layout(dp_shard=2, zero=3),
 )
-NO_SUM_OF_COPIES: Mutation = ("shardloom.parallel.model", "sum_copies", "if parts and group is not None:", "if False:")
+NO_SUM_OF_COPIES: Mutation = (
+    "shardwright.parallel.model",
+    "sum_copies",
+    "if parts and group is not None:",
+    "if False:",
+)
 HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
 ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="ulysses")
 
-STAGE, COPIES = "shardloom.parallel.pipeline:Stage", "shardloom.parallel.stage_copies"
+STAGE, COPIES = "shardwright.parallel.pipeline:Stage", "shardwright.parallel.stage_copies"
 PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h1", "zb-v", "dualpipe"))
 
 EP, EP_OF_4 = Layout(dp_shard=2, zero=2, ep=2), Layout(dp_shard=4, zero=1, ep=2)
 SP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
 EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch", z_loss=0.01)
-DEALT = "shardloom.parallel.routing:DealtSequences"
+DEALT = "shardwright.parallel.routing:DealtSequences"
 LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
-NORM = ("shardloom.train.step", "gradient_norm")
+NORM = ("shardwright.train.step", "gradient_norm")
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32)  # splits over two ranks of tp or cp
 LONG = replace(CASE, spec=EVEN, seq_len=12)  # and so does the sequence
@@ -124,32 +129,32 @@ BUGS = {
         spec={"moe": EXPERTS},
     ),
     "9: the norm is of the own stage": Bug(
-        ("shardloom.train.step", "gradient_norm", "if stages is not None:", "if False:"),
+        ("shardwright.train.step", "gradient_norm", "if stages is not None:", "if False:"),
         [PP, ZB],
     ),
     "9: what two stages hold counts twice": Bug(
-        ("shardloom.train.step", "gradient_norm", ".sum() / shared_by", ".sum()"),
+        ("shardwright.train.step", "gradient_norm", ".sum() / shared_by", ".sum()"),
         [PP, DUALPIPE],
         spec={"tied_embedding": True},
     ),
     "10: the gradient of what every tp rank reads is not summed": Bug(
-        ("shardloom.parallel.tensor:_ColumnProducts", "backward",
+        ("shardwright.parallel.tensor:_ColumnProducts", "backward",
          "return summing.wait(), None,", "return (summing.wait(), _input_gradient(dys_BTF, weights))[1], None,"),
         [TP],
     ),
     "10: the gradient of the key that all heads read is not summed": Bug(
-        ("shardloom.parallel.tensor:_SharedByHeads", "backward", "ctx.axis.start_sum(own_BTP).wait()", "own_BTP"),
+        ("shardwright.parallel.tensor:_SharedByHeads", "backward", "ctx.axis.start_sum(own_BTP).wait()", "own_BTP"),
         [TP],
         spec={"n_kv_heads": 4, "latent_attention": LATENT},
     ),
     "10: the gradients of latent vectors' norms on token shards are not summed": Bug(
-        ("shardloom.parallel.copies", "summed_over", 'copied = how == "tokens"',
+        ("shardwright.parallel.copies", "summed_over", 'copied = how == "tokens"',
          'copied = (how == "tokens" and "latent_norm" not in name)'),
         [SP],
         spec={"n_kv_heads": 4, "latent_attention": LATENT},
     ),
     "10: the gradient of the router on token shards is not summed": Bug(
-        ("shardloom.parallel.copies", "summed_over", 'copied = how == "tokens"',
+        ("shardwright.parallel.copies", "summed_over", 'copied = how == "tokens"',
          'copied = (how == "tokens" and "router" not in name)'),
         [Layout(tp=2, sequence_parallel=True), SP_EP],
         spec={"moe": EXPERTS},
@@ -171,7 +176,7 @@ BUGS = {
         spec={"moe": EXPERTS},
     ),
     "12: the balance losses are dropped": Bug(
-        ("shardloom.model.moe:MoE", "forward", "y_BTD = attach(y_BTD, loss)", "pass"),
+        ("shardwright.model.moe:MoE", "forward", "y_BTD = attach(y_BTD, loss)", "pass"),
         [EP, SP_EP],
         spec={"moe": EXPERTS},
     ),
@@ -192,11 +197,11 @@ BUGS = {
         spec={"moe": replace(EXPERTS, capacity_factor=1.0)},
     ),
     "13: attention's gradient from the keys of other ranks is left out": Bug(
-        ("shardloom.parallel.ring:RingAttention", "backward", "dq_BHTC[:, :, rows] += dq_block", "pass"),
+        ("shardwright.parallel.ring:RingAttention", "backward", "dq_BHTC[:, :, rows] += dq_block", "pass"),
         [ZIGZAG, RING],
     ),
     "13: gradients of keys and values do not come home": Bug(
-        ("shardloom.parallel.ring:RingAttention", "backward", "if block is not None:", "if step == n:"),
+        ("shardwright.parallel.ring:RingAttention", "backward", "if block is not None:", "if step == n:"),
         [ZIGZAG, RING],
     ),
     "14: rotary positions of the shard": Bug(
@@ -205,7 +210,7 @@ BUGS = {
         [ZIGZAG, RING, ULYSSES],
     ),
     "15: dropout is redrawn in the recomputation": Bug(
-        ("shardloom.model.dropout:KeyedDropout", "forward",
+        ("shardwright.model.dropout:KeyedDropout", "forward",
          "keep_mask(site_keys_B,", "keep_mask(site_keys_B + (torch._C._current_graph_task_id() >= 0),"),
         [Layout(recompute="full"), Layout(dp_shard=2, zero=3, recompute="full")],
         spec={"dropout": 0.2},
@@ -216,7 +221,7 @@ BUGS = {
         spec={"dropout": 0.2},
     ),
     "16: the same dropout on every token shard": Bug(
-        ("shardloom.parallel.tensor:TensorAxis", "own_tokens", "[self.group.rank()]", "[0]"),
+        ("shardwright.parallel.tensor:TensorAxis", "own_tokens", "[self.group.rank()]", "[0]"),
         [SP],
         spec={"dropout": 0.2},
     ),
@@ -244,7 +249,7 @@ BUGS = {
         NO_SUM_OF_COPIES, [TP, Layout(tp=4)], spec={"n_kv_heads": 1}
     ),
     "22: layers are numbered from the start of their stage": Bug(
-        ("shardloom.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"),
+        ("shardwright.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"),
         [PP],
     ),
     "25: with one data rank, gradients are not reduced over cp": Bug(
@@ -256,7 +261,7 @@ BUGS = {
         [ZERO_1, ZERO_2],
     ),
     "26: the last microbatch of a stage does not reshard": Bug(
-        ("shardloom.parallel.stage_data:StageShards", "_set", "last or self.regather", "self.regather"),
+        ("shardwright.parallel.stage_data:StageShards", "_set", "last or self.regather", "self.regather"),
         [Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1")],
     ),
     "biases of routers go by the tokens of the own rank": Bug(
@@ -275,7 +280,7 @@ BUGS = {
         spec={"moe": EXPERTS},
     ),
     "gradients go back to the senders of other rows": Bug(
-        ("shardloom.parallel.expert:_Arrived", "backward", "_start(grads[0], ", "_start(grads[0].flip(0), "),
+        ("shardwright.parallel.expert:_Arrived", "backward", "_start(grads[0], ", "_start(grads[0].flip(0), "),
         [EP],
         spec={"moe": EXPERTS},
     ),
@@ -286,7 +291,7 @@ BUGS = {
         spec={"n_layers": 4},
     ),
     "gradients of experts left for later are kept of the first microbatch alone": Bug(
-        ("shardloom.parallel.deferred", "_add_product", "weight.grad.add_(weights_product(dy, x, counts_E))", "pass"),
+        ("shardwright.parallel.deferred", "_add_product", "weight.grad.add_(weights_product(dy, x, counts_E))", "pass"),
         [ZB],
         spec={"moe": EXPERTS},
     ),
@@ -295,7 +300,7 @@ BUGS = {
         [PP, ZB],
     ),
     "gradients of a stage are not reduced": Bug(
-        ("shardloom.parallel.stage_data:StageReplicas", "after_backward", "if last and", "if False and"),
+        ("shardwright.parallel.stage_data:StageReplicas", "after_backward", "if last and", "if False and"),
         [Layout(pp=2, dp_replicate=2)],
     ),
     "gradients are not reduced over replicas": Bug(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardloom.layout import Layout
-from shardloom.verify import Verifier
+from shardwright.layout import Layout
+from shardwright.verify import Verifier
 from tests.train.worlds import case
 
 LAYOUTS = {

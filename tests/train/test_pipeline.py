@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from shardloom.layout import Layout
-from shardloom.verify import Case, Verifier
-from shardloom.verify.compare import describe
-from shardloom.verify.reference import train_alone
-from shardloom.verify.trace import Trace
+from shardwright.layout import Layout
+from shardwright.verify import Case, Verifier
+from shardwright.verify.compare import describe
+from shardwright.verify.reference import train_alone
+from shardwright.verify.trace import Trace
 from tests.distributed import run_ranks
 from tests.train.worlds import CASE, SPEC
 

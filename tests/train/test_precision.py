@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardloom.layout import Layout
-from shardloom.verify import Verifier
+from shardwright.layout import Layout
+from shardwright.verify import Verifier
 from tests.distributed import run_ranks
 from tests.train.worlds import build, case, local_batch
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardloom.errors import InputError
-from shardloom.train.ranks import Place, first_host, meeting_point, place_from_environment
+from shardwright.errors import InputError
+from shardwright.train.ranks import Place, first_host, meeting_point, place_from_environment
 from tests.train.runs import trajectory, write_run_file
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -87,8 +87,8 @@ def test_jobs_and_steps_of_slurm_meet_at_ports_of_their_own():
 
 
 def started_by_hand(run_file: Path, environments: list[dict[str, str]], *arguments: str) -> list[tuple[int, str]]:
-    """Exit code and stderr of `shardloom train` in each of the environments, all at once."""
-    command = [sys.executable, "-m", "shardloom", "train", str(run_file), *arguments]
+    """Exit code and stderr of `shardwright train` in each of the environments, all at once."""
+    command = [sys.executable, "-m", "shardwright", "train", str(run_file), *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=os.environ | own, **quiet) for own in environments]
     return [(process.wait(), process.stderr.read()) for process in processes]

@@ -1,6 +1,6 @@
 """Proves that a run that is interrupted anywhere, and resumed on any layout, goes on as if nothing had happened.
 
-Every test lets the real `shardloom train` run with real workers (runs.py), ends it in the middle of something, and
+Every test lets the real `shardwright train` run with real workers (runs.py), ends it in the middle of something, and
 compares what the resumed run writes with a run that was left alone. Dropout is on in all of them.
 """
 
@@ -41,7 +41,7 @@ def same_run(run_file: Path, uninterrupted: Path) -> None:
 
 def killed_in_step_13(rank: int) -> None:
     """Rank 1 dies between the backward pass and the update."""
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     update, calls = Trainer.update, []
 
@@ -56,7 +56,7 @@ def killed_in_step_13(rank: int) -> None:
 
 def killed_in_the_middle_of_a_shard(rank: int) -> None:
     """Rank 1 dies when half of its second file is written."""
-    from shardloom.train.checkpoint import storage
+    from shardwright.train.checkpoint import storage
 
     save_file, calls = storage.save_file, []
 
@@ -71,7 +71,7 @@ def killed_in_the_middle_of_a_shard(rank: int) -> None:
 
 
 def killed_between_shards_and_manifest(rank: int) -> None:
-    from shardloom.train.checkpoint.manifest import Manifest
+    from shardwright.train.checkpoint.manifest import Manifest
 
     write = Manifest.write
 
@@ -84,7 +84,7 @@ def killed_between_shards_and_manifest(rank: int) -> None:
 
 
 def killed_before_the_rename(rank: int) -> None:
-    from shardloom.train.checkpoint.store import CheckpointStore
+    from shardwright.train.checkpoint.store import CheckpointStore
 
     publish = CheckpointStore.publish
 
@@ -98,7 +98,7 @@ def killed_before_the_rename(rank: int) -> None:
 
 def killed_after_the_rename(rank: int) -> None:
     """Rank 0 dies when the checkpoint is published but the older ones are not yet deleted."""
-    from shardloom.train.checkpoint import store
+    from shardwright.train.checkpoint import store
 
     rmtree = store.shutil.rmtree
 
@@ -135,7 +135,7 @@ def test_after_a_kill_the_resumed_run_is_the_uninterrupted_one_to_the_last_bit(f
 
 def slowly(rank: int) -> None:
     """Steps that leave the time to send a signal in the middle of one."""
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     update = Trainer.update
 
@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_leaves_at_once(run_file):
 
 
 def waits_before_it_trains(rank: int) -> None:
-    from shardloom.train import loop
+    from shardwright.train import loop
 
     def wait(*arguments, **named):
         print("building", flush=True)
@@ -193,7 +193,7 @@ def test_ctrl_c_before_the_first_step_is_no_failure(run_file):
 
 def records_samples(folder: Path, rank: int) -> None:
     """Every rank writes down the samples of each step that it takes."""
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
 
     step = Trainer.step
     file = (folder / f"samples-{os.getpid()}").open("w")
@@ -319,7 +319,7 @@ SITE = """
 import os
 if os.environ.get("RANK") == "1":
     import signal
-    from shardloom.train.step import Trainer
+    from shardwright.train.step import Trainer
     update, calls = Trainer.update, []
     def update_or_die(self, rate):
         calls.append(rate)
@@ -332,7 +332,7 @@ if os.environ.get("RANK") == "1":
 
 def test_the_installed_command_with_workers_of_its_own_resumes_after_a_kill(run_file, uninterrupted):
     (run_file.parent / "sitecustomize.py").write_text(textwrap.dedent(SITE))
-    command = [sys.executable, "-m", "shardloom", "train", str(run_file)]
+    command = [sys.executable, "-m", "shardwright", "train", str(run_file)]
     fault = {"PYTHONPATH": f"{run_file.parent}:{os.environ.get('PYTHONPATH', '')}"}
     killed = subprocess.run(command, env=os.environ | fault, capture_output=True, text=True)
     assert killed.returncode == 3, killed.stderr

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.config import ScheduleSection
-from shardloom.train.schedule import learning_rate
+from shardwright.config import ScheduleSection
+from shardwright.train.schedule import learning_rate
 
 PEAK = 2.0
 

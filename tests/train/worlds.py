@@ -1,4 +1,4 @@
-"""A tiny model and a ragged batch that tests train for a few steps, on any layout, through `shardloom.verify`."""
+"""A tiny model and a ragged batch that tests train for a few steps, on any layout, through `shardwright.verify`."""
 
 import tempfile
 from dataclasses import dataclass, replace
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardloom.config import OptimizerSection
-from shardloom.data.batches import Batch
-from shardloom.layout import Layout
-from shardloom.model.spec import ModelSpec
-from shardloom.train.step import Trainer
-from shardloom.verify import rank as verify_rank
-from shardloom.verify.case import DTYPES, Case
-from shardloom.verify.reference import train_alone
-from shardloom.verify.trace import Quantity, RankTrace, Trace
+from shardwright.config import OptimizerSection
+from shardwright.data.batches import Batch
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.train.step import Trainer
+from shardwright.verify import rank as verify_rank
+from shardwright.verify.case import DTYPES, Case
+from shardwright.verify.reference import train_alone
+from shardwright.verify.trace import Quantity, RankTrace, Trace
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 

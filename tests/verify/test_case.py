@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardloom.config import RunConfig, parse
-from shardloom.data.samples import IGNORE
-from shardloom.errors import InputError, LayoutError
-from shardloom.layout import Layout
-from shardloom.model.presets import PRESETS
-from shardloom.model.sections import MoESpec
-from shardloom.split import stages
-from shardloom.split.rules import problems
-from shardloom.verify import Case, Verifier, cut
-from shardloom.verify.case import cut_layout, cut_spec
-from shardloom.verify.matrix import layouts
+from shardwright.config import RunConfig, parse
+from shardwright.data.samples import IGNORE
+from shardwright.errors import InputError, LayoutError
+from shardwright.layout import Layout
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import MoESpec
+from shardwright.split import stages
+from shardwright.split.rules import problems
+from shardwright.verify import Case, Verifier, cut
+from shardwright.verify.case import cut_layout, cut_spec
+from shardwright.verify.matrix import layouts
 from tests.train.worlds import SPEC
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardloom.layout import Layout
-from shardloom.verify import Row, Verifier
-from shardloom.verify.compare import describe, differing_copies, errors
-from shardloom.verify.trace import Quantity, RankTrace, Recorder, Trace
+from shardwright.layout import Layout
+from shardwright.verify import Row, Verifier
+from shardwright.verify.compare import describe, differing_copies, errors
+from shardwright.verify.trace import Quantity, RankTrace, Recorder, Trace
 from tests.distributed import run_ranks
 from tests.train.worlds import case
 

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 
-from shardloom.layout import Layout
-from shardloom.schedule.placement import SPLIT_BACKWARD
-from shardloom.verify import Case, Report, Verifier
-from shardloom.verify.culprit import find_culprit
+from shardwright.layout import Layout
+from shardwright.schedule.placement import SPLIT_BACKWARD
+from shardwright.verify import Case, Report, Verifier
+from shardwright.verify.culprit import find_culprit
 from tests.train.worlds import SPEC, train_mutated
 
 CASE = Case(SPEC, seq_len=16, global_batch=16, micro_batch=2)
@@ -106,7 +106,7 @@ def test_what_fails_with_ep_on_any_axis_is_not_taken_for_a_fault_of_that_axis():
 
 
 def test_weight_gradients_that_are_overwritten_are_found_to_need_a_split_backward_pass():
-    wiped = ("shardloom.parallel.deferred", "_add_product", "grad.addmm_(dy.T, x)", "grad.copy_(dy.T @ x)")
+    wiped = ("shardwright.parallel.deferred", "_add_product", "grad.addmm_(dy.T, x)", "grad.copy_(dy.T @ x)")
     with Verifier(partial(train_mutated, (wiped,)), timeout_s=60) as verifier:
         report = verifier.parity(CASE, Layout(pp=2, dp_replicate=2, schedule="zb-h2"))
         assert not report.equal

@@ -8,15 +8,15 @@ from itertools import combinations, product
 
 import pytest
 
-from shardloom.config import OptimizerSection
-from shardloom.errors import LayoutError
-from shardloom.layout import CP_METHODS, DENSE_AXES, Layout
-from shardloom.model.presets import PRESETS
-from shardloom.model.sections import MoESpec
-from shardloom.schedule.build import NAMES
-from shardloom.split.rules import problems
-from shardloom.verify import Case, Report, Row, Verifier
-from shardloom.verify.matrix import layouts
+from shardwright.config import OptimizerSection
+from shardwright.errors import LayoutError
+from shardwright.layout import CP_METHODS, DENSE_AXES, Layout
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import MoESpec
+from shardwright.schedule.build import NAMES
+from shardwright.split.rules import problems
+from shardwright.verify import Case, Report, Row, Verifier
+from shardwright.verify.matrix import layouts
 from tests.train.worlds import SPEC, train_mutated
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, max_seq_len=32)
@@ -261,7 +261,7 @@ def test_in_fewer_bits_biases_of_routers_may_move_by_their_rate(verifier: Verifi
 
 
 def test_a_bias_that_moves_faster_than_its_rate_is_seen_in_16_bits_too():
-    faster = ("shardloom.model.moe", "update_bias", "alpha=rate", "alpha=100 * rate")
+    faster = ("shardwright.model.moe", "update_bias", "alpha=rate", "alpha=100 * rate")
     with Verifier(partial(train_mutated, (faster,))) as verifier:
         report = verifier.parity(expert_case("bfloat16"), Layout(dp_replicate=2))
     assert any(not row.equal for row in loads_and_biases(report) if row.name.endswith("bias"))

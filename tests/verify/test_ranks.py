@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardloom.errors import LayoutError, WorkerError
+from shardwright.errors import LayoutError, WorkerError
 from tests.distributed import run_ranks
 
 
@@ -58,10 +58,10 @@ def test_ranks_that_hang_are_named_with_where_they_stand():
 
 
 SCRIPT = """
-from shardloom.layout import Layout
-from shardloom.model.presets import resolve
-from shardloom.verify import Case, parity
-from shardloom.verify.case import cut_spec
+from shardwright.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.verify import Case, parity
+from shardwright.verify.case import cut_spec
 from dataclasses import replace
 
 spec = replace(cut_spec(resolve("debug"), 2), max_seq_len=16)

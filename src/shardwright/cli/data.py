@@ -1,0 +1,234 @@
+"""`shardwright data`: make token shards from text, and look at them."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shardwright.cli.common import console, error_console, print_json, verb
+from shardwright.data.inspect import inspect as inspect_folder
+from shardwright.data.prepare import Progress as PrepareProgress
+from shardwright.data.prepare import prepare as prepare_folder
+from shardwright.data.readers import EncodingErrors
+from shardwright.data.shards import Manifest, verify_checksums
+from shardwright.units import MiB, format_bytes, format_count, format_seconds
+
+app = typer.Typer(
+    help="Turn text into token shards for training, and look at what is in them.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+PLAIN_LINE_EVERY_S = 5.0
+STAGES = {"tokenizer": "training a tokenizer", "tokens": "writing tokens"}
+
+
+@app.command()
+@verb
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A file or folder of text, source code, .jsonl(.gz) or .parquet; or "
+            "hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local folder).",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to make. It appears only when it is complete.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A tokenizer.json to use; without it a byte-level BPE is trained on the text."),
+    ] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(help="The token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found."),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of a tokenizer trained here.")] = 8192,
+    tokenizer_sample: Annotated[int, typer.Option(help="Bytes of text that a tokenizer is trained on, at most.")] = 256
+    * MiB,
+    validation: Annotated[
+        float, typer.Option(help="Fraction of the documents held out in the split `validation`; 0 for none.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = 0,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = 100_000_000,
+    text_key: Annotated[
+        str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")
+    ] = "text",
+    glob: Annotated[str | None, typer.Option(help="Of a folder only the files that match, for example '*.py'.")] = None,
+    encoding_errors: Annotated[
+        EncodingErrors,
+        typer.Option(help="Bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document."),
+    ] = "error",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON and nothing else.")] = False,
+) -> None:
+    """Tokenise a corpus into shards that training reads by memory map.
+
+    Every document is followed by one separator token; a fraction of the documents is held out for evaluation.
+    All cores are used, and memory does not grow with the corpus. Interrupted, it leaves no OUT.
+
+    Example: `shardwright data prepare ~/books --glob '*.txt' --out data/books --vocab-size 16384`
+    """
+    display = _Display(silent=as_json)
+    with display:
+        manifest = prepare_folder(
+            source,
+            out,
+            tokenizer=tokenizer,
+            separator=separator,
+            vocab_size=vocab_size,
+            tokenizer_sample=tokenizer_sample,
+            validation=validation,
+            seed=seed,
+            shard_tokens=shard_tokens,
+            text_key=text_key,
+            glob=glob,
+            encoding_errors=encoding_errors,
+            overwrite=overwrite,
+            progress=display.update,
+        )
+    if as_json:
+        print_json({"out": str(out), **manifest.model_dump(mode="json"), "fingerprint": manifest.fingerprint})
+        return
+    _print_summary(out, manifest, display.elapsed_s)
+
+
+@app.command()
+@verb
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `data prepare` made.")],
+    split: Annotated[str, typer.Option(help="The split whose documents are shown.")] = "train",
+    documents: Annotated[int, typer.Option(help="How many documents to show, decoded.")] = 3,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read every file and compare its checksum; exit code 1 if damaged."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON and nothing else.")] = False,
+) -> None:
+    """Show what is in a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
+
+    Example: `shardwright data inspect data/books --split validation --documents 1 --verify`
+    """
+    damage = verify_checksums(directory) if verify else []
+    if damage:
+        if as_json:
+            print_json({"folder": str(directory), "damage": damage})
+        else:
+            for problem in damage:
+                error_console.print(f"[bold red]damaged:[/] {escape(f'{directory}: {problem}')}")
+        raise typer.Exit(1)
+    answer = inspect_folder(directory, split, documents)
+    if as_json:
+        print_json(answer | ({"damage": damage} if verify else {}))
+        return
+    _print_folder(answer)
+    if verify:
+        console.print("All checksums are right.")
+
+
+class _Display:
+    """Progress: a bar on a terminal, a line every few seconds elsewhere, nothing under --json."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self._bar = (
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[amount]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            if console.is_terminal and not silent
+            else None
+        )
+        self._tasks: dict[str, Any] = {}
+        self._started_s = self._line_s = time.monotonic()
+        self.elapsed_s = 0.0
+
+    def __enter__(self) -> "_Display":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.elapsed_s = time.monotonic() - self._started_s
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, now: PrepareProgress) -> None:
+        amount = format_bytes(now.read_bytes)
+        if now.total_bytes is not None:
+            amount += f" of {format_bytes(now.total_bytes)}"
+        if now.tokens:
+            amount += f", {format_count(now.tokens)} tokens"
+        stage = STAGES[now.stage]
+        if self._bar is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bar.add_task(stage, total=now.total_bytes, amount=amount)
+            self._bar.update(self._tasks[stage], completed=now.read_bytes, amount=amount)
+        elif not self._silent and time.monotonic() - self._line_s >= PLAIN_LINE_EVERY_S:
+            self._line_s = time.monotonic()
+            sys.stdout.write(f"{stage}: {amount}\n")
+            sys.stdout.flush()
+
+
+def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
+    for name, split in manifest.splits.items():
+        console.print(
+            f"{name}: {format_count(split.tokens)} tokens, {format_count(split.documents)} documents, "
+            f"{len(split.shards)} shard{'s' if len(split.shards) != 1 else ''}"
+        )
+    if "validation" in manifest.splits and not manifest.splits["validation"].documents:
+        console.print(
+            "[yellow]note:[/] the source is one document, so nothing could be held out; "
+            "split it into files or JSONL lines to have a validation split"
+        )
+    if skipped := manifest.source["skipped"]:
+        console.print(f"[yellow]note:[/] documents left out because they are not UTF-8 text: {skipped}; the first:")
+        for reason in manifest.source["skipped_first"][:3]:
+            console.print(f"  {escape(reason)}", soft_wrap=True)
+    read_bytes = manifest.source["read_bytes"]
+    console.print(
+        f"{escape(str(out))}: vocabulary of {manifest.vocab_size}, read {format_bytes(read_bytes)} "
+        f"in {format_seconds(elapsed_s)} ({format_bytes(read_bytes / elapsed_s)}/s)",
+        soft_wrap=True,
+    )
+
+
+def _print_folder(answer: dict[str, Any]) -> None:
+    tokenizer = answer["tokenizer"]
+    console.print(
+        f"{escape(answer['folder'])}: by {answer['created_by']}, "
+        f"from {escape(str(answer['source']['source']))}; "
+        f"vocabulary of {tokenizer['vocab_size']}, separator {escape(tokenizer['separator'])} "
+        f"(id {tokenizer['separator_id']}), {answer['dtype']}",
+        soft_wrap=True,
+    )
+    table = Table("split", "shard")
+    for heading in ("tokens", "documents", "size"):
+        table.add_column(heading, justify="right")
+    for name, split in answer["splits"].items():
+        for shard in split["shards"]:
+            table.add_row(
+                name,
+                shard["file"],
+                f"{shard['tokens']:,}",
+                f"{shard['documents']:,}",
+                format_bytes(shard["bytes"]),
+            )
+        table.add_row(f"[bold]{name}[/]", "all", f"{split['tokens']:,}", f"{split['documents']:,}", "")
+        table.add_section()
+    console.print(table)
+    if lengths := answer["document_tokens"]:
+        console.print(
+            f"tokens of a {answer['split']} document: " + ", ".join(f"{k} {v:,.0f}" for k, v in lengths.items())
+        )
+    for document in answer["documents"]:
+        console.rule(f"{answer['split']} document {document['document']}: {document['tokens']:,} tokens", align="left")
+        console.print(document["text"] + (" ..." if document["shortened"] else ""), markup=False)

@@ -1,0 +1,229 @@
+"""What `shardwright plan` prints."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from shardwright.cli.common import console
+from shardwright.cost.job import Job
+from shardwright.plan.alternatives import Alternative
+from shardwright.plan.headline import accelerator_hours, days, headline
+from shardwright.plan.line import Line
+from shardwright.plan.nearest import Remedy
+from shardwright.plan.search import Plan, Priced
+from shardwright.plan.warnings import of_job, warnings
+from shardwright.plan.words import also_fast, choices_in_words, left_out, merged, verdict, why
+from shardwright.units import GiB, format_bytes, format_count, format_seconds
+
+ROUNDING = 1e-9
+"""Share of a step below which a part is what is left of a difference of equal numbers."""
+
+
+def print_job(job: Job, name: str) -> None:
+    """What was asked."""
+    console.print(
+        f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
+        f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
+        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}",
+        soft_wrap=True,
+    )
+
+
+def print_plan(
+    plan: Plan, alternatives: Sequence[Alternative], margin: float, budget_tokens: float | None, took_s: float
+) -> None:
+    """The best layout, those behind it, and why others lose. Something fits."""
+    n_fit, memory = len(plan.pool), plan.job.cluster.accelerator.memory_bytes
+    console.print(
+        f"{plan.survey.n_layouts:,} layouts, {n_fit:,} of them fit in {format_bytes(plan.limit_bytes)} "
+        f"({1 - margin:.0%} of {format_bytes(memory)}); searched in {format_seconds(took_s)}",
+        soft_wrap=True,
+    )
+    best = plan.best[0]
+    console.print()
+    print_layout(best, plan.limit_bytes, budget_tokens)
+    if len(plan.best) > 1:
+        console.print(f"\n[bold]The best {len(plan.best)}[/]")
+        _print_top(plan)
+    if equal := left_out(plan.best, plan.equals):
+        console.print(equal, markup=False, soft_wrap=True)
+    rows = merged(alternatives)
+    if rows:
+        console.print("\n[bold]Why not another[/]")
+        _print_alternatives(best, [row for row in rows if not row[1].as_fast(best)], plan.limit_bytes)
+        if equal := also_fast(best, alternatives):
+            console.print(f"[bold]as fast[/]: {equal}", soft_wrap=True)
+
+
+def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None) -> None:
+    """One layout: what it is, how fast, where time and memory go, and what to look out for."""
+    console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
+    table = _table("", "", "", left=3)
+    for row in choices_in_words(priced.job, priced.choice):
+        table.add_row(*row)
+    table.show_header = False
+    console.print(table)
+    console.print()
+    _print_speed(priced)
+    if budget_tokens is not None:
+        _print_budget(priced, budget_tokens)
+    console.print()
+    _print_time(priced)
+    console.print()
+    _print_memory(priced, limit_bytes)
+    _print_warnings(warnings(priced))
+
+
+def _print_budget(priced: Priced, budget_tokens: float) -> None:
+    console.print(
+        f"[bold]{format_count(budget_tokens)} tokens: {days(priced.job, priced.step_s, budget_tokens):,.1f} days[/], "
+        f"{accelerator_hours(priced.job, priced.step_s, budget_tokens):,.0f} accelerator-hours "
+        f"({budget_tokens / priced.job.tokens:,.0f} steps, without checkpoints, evaluations and failures)",
+        soft_wrap=True,
+    )
+
+
+def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[Remedy]) -> None:
+    """What is nearest, and what would make it fit."""
+    nearest, memory = plan.survey.nearest, plan.job.cluster.accelerator.memory_bytes
+    console.print(
+        f"[bold red]nothing fits:[/] all {plan.survey.n_layouts:,} layouts need more than "
+        f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})",
+        soft_wrap=True,
+    )
+    console.print(f"nearest: {nearest} needs {format_bytes(plan.survey.nearest_bytes)}", markup=False, soft_wrap=True)
+    if remedies:
+        console.print("what would make it fit, each tried by itself:")
+        for each in remedies:
+            console.print(f"  {each.what}", markup=False, soft_wrap=True)
+    else:
+        console.print("no single change that was tried (accelerators, sequence length, precision) makes it fit")
+    _print_warnings(list(of_job(plan.job)))
+
+
+def print_explained(lines: Iterable[Line]) -> None:
+    """Every formula with its numbers, by section."""
+    section = ""
+    for line in lines:
+        if line.section != section:
+            section = line.section
+            console.print(f"\n[bold]{section}[/]")
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _print_speed(priced: Priced) -> None:
+    told, job = headline(priced), priced.job
+    console.print(
+        f"[bold]a step takes {format_seconds(told.step_s)}[/]: {format_count(told.tokens_per_s)} tokens/s, "
+        f"{format_count(told.tokens_per_s_per_accelerator)} on each accelerator",
+        soft_wrap=True,
+    )
+    peak = f"{job.cluster.accelerator.flops_per_s[job.precision] / 1e12:,.0f} TFLOP/s"
+    if job.precision == "fp32" and "TF32" in job.cluster.accelerator.sources.get("tflops", ""):
+        peak += " in TF32"
+    again = "" if priced.choice.layout.recompute == "none" else f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}"
+    console.print(
+        f"MFU {told.mfu_full:.1%} with the full square of attention, {told.mfu_causal:.1%} with its causal half{again} "
+        f"(PaLM, arXiv 2204.02311; peak {peak})",
+        soft_wrap=True,
+    )
+
+
+def _print_time(priced: Priced) -> None:
+    table = _table("time", "s", "share", left=1)
+    for kind, seconds in priced.parts_s.items():
+        share = seconds / priced.step_s
+        if abs(share) > ROUNDING:
+            table.add_row(kind, f"{seconds:.4g}", f"{share:.1%}" if abs(share) >= 1e-3 else f"{share:.2%}")
+    table.add_row("[bold]step[/]", f"[bold]{priced.step_s:.4g}[/]", "")
+    console.print(table)
+
+
+def _print_memory(priced: Priced, limit_bytes: float) -> None:
+    memory = priced.memory
+    rank = int(memory.rank_bytes[0].argmax())
+    title = f"memory, pp rank {rank}" if priced.choice.layout.pp > 1 else "memory"
+    table = _table(title, "GiB", "of limit", left=1)
+    for kind, held in memory.kinds.items():
+        if (n_bytes := float(held[0, rank])) > 0:
+            table.add_row(kind, f"{n_bytes / GiB:.2f}", f"{n_bytes / limit_bytes:.1%}")
+    lost = priced.peak_bytes - float(memory.rank_bytes[0, rank])
+    table.add_row("allocator", f"{lost / GiB:.2f}", f"{lost / limit_bytes:.1%}")
+    over = " [bold red]does not fit[/]" if priced.peak_bytes > limit_bytes else ""
+    table.add_row(
+        "[bold]peak[/]", f"[bold]{priced.peak_bytes / GiB:.2f}[/]", f"{priced.peak_bytes / limit_bytes:.1%}{over}"
+    )
+    table.add_row("limit", f"{limit_bytes / GiB:.2f}", "")
+    console.print(table)
+
+
+def _print_warnings(found: Sequence[str]) -> None:
+    if found:
+        console.print()
+    for warning in found:
+        console.print("[bold yellow]warning:[/] ", end="")
+        console.print(warning, markup=False, soft_wrap=True)
+
+
+def _print_top(plan: Plan) -> None:
+    """The best layouts side by side; a choice that all of them leave at its default has no column."""
+    rows = [_columns_of(each) for each in plan.best]
+    shown = [name for name in rows[0] if len({row[name] for row in rows} | {_DEFAULTS[name]}) > 1]
+    table = _table("", "step s", "slower", "MFU", "GiB", *shown, left=0)
+    for number, (each, row) in enumerate(zip(plan.best, rows, strict=True), 1):
+        table.add_row(
+            str(number),
+            f"{each.step_s:.4g}",
+            f"{each.step_s / plan.best[0].step_s - 1:+.2%}" if number > 1 else "",
+            f"{headline(each).mfu_full:.1%}",
+            f"{each.peak_bytes / GiB:.1f}",
+            *(row[name] for name in shown),
+        )
+    console.print(table)
+    if "dp" in shown:
+        console.print("dp: copies x ranks that share one out")
+
+
+_DEFAULTS = {
+    "tp": "1",
+    "cp": "1",
+    "pp": "1",
+    "schedule": "",
+    "ep": "1",
+    "dp": "1x1",
+    "zero": "0",
+    "mb": "1",
+    "again": "",
+}
+
+
+def _columns_of(priced: Priced) -> dict[str, str]:
+    """What makes a layout, in few letters."""
+    layout = priced.choice.layout
+    schedule = layout.schedule.replace("interleaved-1f1b", f"1f1b x{layout.virtual_stages}") if layout.pp > 1 else ""
+    return {
+        "tp": str(layout.tp),
+        "cp": f"{layout.cp}u" if layout.cp_method == "ulysses" else str(layout.cp),
+        "pp": str(layout.pp),
+        "schedule": schedule,
+        "ep": str(layout.ep),
+        "dp": f"{layout.dp_replicate}x{layout.dp_shard}",
+        "zero": f"{layout.zero}m" if layout.zero_pp_gather == "microbatch" else str(layout.zero),
+        "mb": str(priced.choice.micro_batch),
+        "again": layout.recompute.replace("none", ""),
+    }
+
+
+def _print_alternatives(best: Priced, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:
+    for name, each in rows:
+        console.print(f"[bold]{name}[/]: {verdict(best, each, limit_bytes)}", soft_wrap=True)
+        console.print(f"  {each.choice}", markup=False, soft_wrap=True)
+        console.print(f"  {why(best, each)}", markup=False, soft_wrap=True)
+
+
+def _table(*names: str, left: int) -> Table:
+    """`left`: how many columns hold words; the others hold numbers."""
+    table = Table(*names, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[left:]:
+        column.justify = "right"
+    return table

@@ -1,0 +1,274 @@
+"""shardwright quickstart: from nothing to a trained model, on text that every Python has on its disk."""
+
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwright.cli.common import console, print_json, verb
+from shardwright.config import RunConfig, load
+from shardwright.errors import DataError
+from shardwright.units import format_bytes, format_count, format_seconds
+
+CORPUS_BYTES = 10_000_000
+STEPS = 340
+PROMPT = "def read_file(path):\n"
+
+RUN_FILE = """\
+# Written by `shardwright quickstart`; change it and run it again with `shardwright train`.
+out = "{out}"
+steps = {steps}
+device = "cpu"
+
+[model]                     # a Llama of about 5M parameters
+preset = "debug"
+n_layers = 6
+d_model = 256
+d_ffn = 704
+n_heads = 8
+n_kv_heads = 4
+head_dim = 32
+vocab_size = {vocab_size}
+max_seq_len = 256
+tied_embedding = true
+init_std = 0.05
+
+[data]
+path = "{data}"
+
+[batch]
+seq_len = 256
+global_batch = 4
+micro_batch = 2
+
+[layout]                    # two ranks that share gradients and optimizer state
+dp_shard = 2
+zero = 2
+
+[optimizer]
+lr = 3e-3
+
+[schedule]
+warmup_steps = {warmup}
+
+[checkpoint]
+every = 85
+
+[metrics]
+every = 10
+
+[evaluation]
+every = 85
+samples = 32
+"""
+VOCAB_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where quickstart puts what it makes."""
+
+    root: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "corpus"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def run_file(self) -> Path:
+        return self.root / "quickstart.toml"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+
+@verb
+def quickstart(
+    out: Annotated[Path, typer.Option(help="folder for everything it makes; reused when it is there")] = Path(
+        "quickstart"
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = STEPS,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON document at the end, and nothing else")] = False,
+) -> None:
+    """Train a small model on real text found on this machine, and show what it learned.
+
+    The text is the source of Python's standard library. Quickstart gathers it, trains a tokenizer on it, writes token
+    shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on files it has
+    not seen, draws the curves and lets the model write. Run again it reuses what is there; interrupted, it goes on.
+    """
+    places = Places(out)
+    say = _silent if json else _say
+    began = time.monotonic()
+    _gather(places.corpus, say)
+    vocab_size = _tokenise(places, say)
+    config = _write_run_file(places, steps, vocab_size)
+    if not _train(config, places, say, quiet=json):
+        say("              the same command goes on from there")
+        return
+    answer = _show(places, say)
+    if json:
+        print_json(answer)
+    else:
+        _next_steps(answer, places, time.monotonic() - began)
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _gather(corpus: Path, say: Any) -> None:
+    """Copy Python sources into `corpus`, whole or not at all."""
+    if corpus.is_dir():
+        say(f"1 corpus      {corpus} is there already")
+        return
+    partial = corpus.with_name("corpus.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    n_files = n_bytes = 0
+    for root in _sources():
+        if n_bytes >= CORPUS_BYTES:
+            break
+        for path in sorted(root.rglob("*.py")):
+            if not _wanted(path.relative_to(root)):
+                continue
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            target = partial / root.name / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+            n_files, n_bytes = n_files + 1, n_bytes + len(text.encode())
+    if n_bytes < CORPUS_BYTES:
+        raise DataError(
+            f"found only {format_bytes(n_bytes)} of Python source on this machine, and quickstart needs "
+            f"{format_bytes(CORPUS_BYTES)}; prepare any text of your own with `shardwright data prepare SRC --out DIR` "
+            f"and train on it with `shardwright train examples/debug.toml --set data.path=DIR`"
+        )
+    partial.rename(corpus)
+    say(f"1 corpus      {n_files} files, {format_bytes(n_bytes)} of Python source -> {corpus}")
+
+
+def _sources() -> Iterator[Path]:
+    """Folders of Python source, the standard library first; more only where that is short."""
+    paths = sysconfig.get_paths()
+    yield Path(paths["stdlib"])
+    yield Path(paths["purelib"])
+
+
+def _wanted(path: Path) -> bool:
+    """Not installed packages inside the library, nor its tests, which are long and much alike."""
+    return not {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} & set(path.parts)
+
+
+def _tokenise(places: Places, say: Any) -> int:
+    """Make token shards of the corpus, if there are none; the size of their vocabulary."""
+    from shardwright.data.prepare import prepare
+    from shardwright.data.shards import Manifest
+
+    if places.data.is_dir():
+        manifest = Manifest.read(places.data)
+        say(f"2 tokens      {places.data} is there already")
+    else:
+        began = time.monotonic()
+        manifest = prepare(places.corpus, places.data, vocab_size=VOCAB_SIZE, validation=0.05, glob="*.py")
+        say(f"2 tokens      tokenizer trained, corpus encoded in {format_seconds(time.monotonic() - began)}")
+    for name, split in manifest.splits.items():
+        say(f"              {name}: {format_count(split.tokens)} tokens of {split.documents} files")
+    return manifest.vocab_size
+
+
+def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
+    text = RUN_FILE.format(
+        out=places.run.as_posix(),
+        data=places.data.as_posix(),
+        steps=steps,
+        warmup=min(20, steps // 4),
+        vocab_size=vocab_size,
+    )
+    places.run_file.write_text(text, encoding="utf-8")
+    return load(places.run_file, ['checkpoint.resume="auto"'])
+
+
+def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
+    """Whether all steps are done; they are not where a signal asked to stop."""
+    from shardwright.train.checkpoint.store import CheckpointStore
+    from shardwright.train.start import start
+
+    spec, layout = config.model.spec(), config.layout.layout()
+    store = CheckpointStore(places.run / "checkpoints")
+    if store.path_of(config.steps) in store.published():
+        say(f"3 training    {places.run} is trained already; delete it to train again")
+        return True
+    say(
+        f"3 training    Llama, {format_count(spec.n_parameters)} parameters, {layout.world_size} workers, "
+        f"ZeRO-{layout.zero}, {config.steps} steps of "
+        f"{format_count(config.batch.global_batch * config.batch.seq_len)} tokens"
+    )
+    began = time.monotonic()
+    start(config, quiet=quiet)
+    say(f"              took {format_seconds(time.monotonic() - began)}")
+    return store.path_of(config.steps) in store.published()
+
+
+def _show(places: Places, say: Any) -> dict[str, Any]:
+    """Pictures and a sample from what the run left; what it came to."""
+    from shardwright.report.curves import draw_curves
+    from shardwright.report.page import write_page
+    from shardwright.report.run import read_run
+    from shardwright.train.sample import open_sampler
+    from shardwright.train.start import summary
+
+    answer = summary(places.run)
+    run = read_run(places.run)
+    curves, page = places.run / "curves.png", places.run / "report.html"
+    draw_curves(run, curves)
+    write_page(run, page)
+    sample = open_sampler(places.run).complete(PROMPT, 60, temperature=0.5)
+    ratio = answer["held_out_loss"] / answer["first_held_out_loss"]
+    say(
+        f"4 result      held-out loss {answer['first_held_out_loss']:.2f} -> {answer['held_out_loss']:.2f} "
+        f"({ratio:.0%} of the first)"
+    )
+    say("5 it writes")
+    say("\n".join("              | " + line for line in sample.splitlines()))
+    return {**answer, "held_out_ratio": ratio, "curves": str(curves), "report": str(page), "sample": sample}
+
+
+def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:
+    run_file, run = places.run_file, places.run
+    rows = {
+        "run file": run_file,
+        "metrics": run / "metrics.jsonl",
+        "curves": answer["curves"],
+        "report": answer["report"],
+        "checkpoint": answer["checkpoint"],
+        "tokens": places.data,
+    }
+    _say(f"\nWhere everything is ({format_seconds(seconds)} in all)")
+    for name, path in rows.items():
+        _say(f"  {name:<11} {path}")
+    command = "shardwright" if shutil.which("shardwright") else sys.argv[0]
+    _say(
+        f"""
+What to try next
+  {command} sample {run} --prompt "import os"
+  {command} data inspect {places.data}
+  {command} train {run_file} --set out=runs/zero3 --set layout.zero=3   # parameters sharded too
+  {command} report {run}
+  {command} train --keys                                     # all that a run file can say"""
+    )

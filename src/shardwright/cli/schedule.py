@@ -1,0 +1,342 @@
+"""shardwright schedule: what a pipeline schedule does, and what it costs, on paper."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from shardwright.cli.common import console, print_json, verb
+from shardwright.cli.timeline import timeline_text
+from shardwright.errors import InputError, ScheduleError
+from shardwright.schedule.actions import Schedule
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.compare import compare, count_messages, parameters_held
+from shardwright.schedule.draw import draw, planned
+from shardwright.schedule.memory import KEPT_FOR_WEIGHT
+from shardwright.schedule.simulate import Simulation, Times, simulate
+from shardwright.schedule.table import read_table, write_table
+from shardwright.schedule.trace import write_trace
+from shardwright.schedule.validate import problems
+
+PICTURES = (".svg", ".json")
+INTERLEAVED = 2  # stages a rank of interleaved-1f1b, if not given
+
+
+@verb
+def schedule(
+    name: Annotated[
+        str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(NAMES), show_default=False)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline", show_default=False)] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(metavar="M", help="microbatches of a step", show_default=False)
+    ] = None,
+    virtual_stages: Annotated[
+        int | None,
+        typer.Option(metavar="V", help="stages a rank of interleaved-1f1b; 2 if not given", show_default=False),
+    ] = None,
+    times: Annotated[
+        str,
+        typer.Option(
+            metavar="F,I,W",
+            help="time of a stage's forward pass, of the gradient of its input, of the gradients of its weights, in "
+            "any one unit",
+        ),
+    ] = "1,1,1",
+    comm: Annotated[float, typer.Option(metavar="C", help="time of a message between ranks, in the same unit")] = 0.0,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given",
+            show_default=False,
+        ),
+    ] = None,
+    kept_for_weight: Annotated[
+        float,
+        typer.Option(
+            metavar="X",
+            help="what a microbatch that waits for its W counts in memory, 0 to 1, where one in flight counts 1",
+        ),
+    ] = KEPT_FOR_WEIGHT,
+    compare_all: Annotated[
+        bool,
+        typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank"),
+    ] = False,
+    read: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv",
+            help="a schedule from PyTorch's compute-only CSV, in place of --schedule",
+            show_default=False,
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV", show_default=False),
+    ] = None,
+    drawing: Annotated[
+        Path | None,
+        typer.Option(
+            "--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev", show_default=False
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")] = False,
+) -> None:
+    """Show what a pipeline schedule does and what it costs, without running it.
+
+    A bubble is the share of the ranks' time in which they wait. A microbatch is in flight on a rank from F to the end
+    of I or B, and takes some memory until the end of W. Both are counted in microbatches of a rank's share of the
+    layers.
+
+    shardwright schedule --schedule zb-h1 --pp 4 --microbatches 8
+
+    shardwright schedule --compare --pp 8 --microbatches 24 --draw all.svg
+
+    Exit codes: 0 shown, 2 the input cannot be used.
+    """
+    _check(name, pp, microbatches, virtual_stages, limit, kept_for_weight, compare_all, read, csv, drawing)
+    of_stage = _times(times, comm)
+    refused: dict[str, str] = {}
+    if compare_all:
+        assert pp is not None
+        assert microbatches is not None
+        found = compare(
+            pp, microbatches, virtual_stages or INTERLEAVED, of_stage, limit, kept_for_weight=kept_for_weight
+        )
+        simulations, refused = found.simulations, found.refused
+    else:
+        one = _schedule(name, pp, microbatches, virtual_stages, of_stage, limit, kept_for_weight, read)
+        simulations = (simulate(one, of_stage),)
+    written = _write(simulations, kept_for_weight, drawing, csv, curves=not compare_all)
+    if json:
+        documents = [_document(simulation, kept_for_weight) for simulation in simulations]
+        print_json({"schedules": documents, "refused": refused} if compare_all else documents[0])
+    else:
+        if compare_all:
+            _print_all(simulations, refused, kept_for_weight)
+        else:
+            _print(simulations[0], kept_for_weight)
+        for path in written:
+            console.print(f"written to {path}", markup=False, soft_wrap=True)
+
+
+def _check(
+    name: str | None,
+    pp: int | None,
+    microbatches: int | None,
+    virtual_stages: int | None,
+    limit: int | None,
+    kept_for_weight: float,
+    compare_all: bool,
+    read: Path | None,
+    csv: Path | None,
+    drawing: Path | None,
+) -> None:
+    """Raises InputError for options that are missing, do not go together, or name no place to write to."""
+    wrong = []
+    asked = {"--schedule": name, "--compare": compare_all or None, "--read": read}
+    given = [option for option, value in asked.items() if value is not None]
+    if len(given) != 1:
+        wrong.append(
+            f"{' and '.join(given) or 'no schedule'} given; give one of --schedule NAME, --compare, --read FILE.csv"
+        )
+    sizes = {"--pp": pp, "--microbatches": microbatches, "--virtual-stages": virtual_stages}
+    if read is not None:
+        wrong += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
+    else:
+        wrong += [
+            f"{option} is missing; give a number, 1 or more" for option in list(sizes)[:2] if sizes[option] is None
+        ]
+    wrong += [
+        f"{option} {n}: a number of 1 or more is needed"
+        for option, n in {**sizes, "--limit": limit}.items()
+        if n is not None and n < 1
+    ]
+    if limit is not None and name != "auto" and not compare_all:
+        wrong.append(f"--limit {limit} is for --schedule auto, which is built to keep it; leave it out")
+    if not 0 <= kept_for_weight <= 1:
+        wrong.append(f"--kept-for-weight {kept_for_weight:g}: a share is needed, 0 to 1")
+    if compare_all and csv is not None:
+        wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
+    if drawing is not None and drawing.suffix.lower() not in PICTURES:
+        wrong.append(f"--draw {drawing}: a picture is named *.svg, a trace *.json")
+    for option, path in {"--draw": drawing, "--csv": csv}.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            wrong.append(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if wrong:
+        raise InputError(*wrong)
+
+
+def _times(text: str, comm: float) -> Times:
+    """`--times` and `--comm`. Raises InputError."""
+    try:
+        forward, backward_input, weight = (float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1") from None
+    for option, value in (("--times", text), ("--comm", f"{comm:g}")):
+        if not all(0 <= number < math.inf for number in map(float, value.split(","))):
+            raise InputError(f"{option} {value}: a time is a finite number, 0 or more")
+    if not forward + backward_input + weight:
+        raise InputError(f"--times {text}: at least one of them has to be more than 0")
+    return Times(forward, backward_input, weight, comm)
+
+
+def _schedule(
+    name: str | None,
+    pp: int | None,
+    microbatches: int | None,
+    virtual_stages: int | None,
+    times: Times,
+    limit: int | None,
+    kept_for_weight: float,
+    read: Path | None,
+) -> Schedule:
+    """The one schedule that is asked for. Raises InputError."""
+    if read is not None:
+        schedule = read_table(read)
+        if wrong := problems(schedule):
+            raise ScheduleError(*(f"{read}: {problem}" for problem in wrong))
+        return schedule
+    assert name is not None
+    assert pp is not None
+    assert microbatches is not None
+    stages = virtual_stages or (INTERLEAVED if name == "interleaved-1f1b" else 1)
+    return build(name, pp, microbatches, stages, times, limit, kept_for_weight=kept_for_weight)
+
+
+def _write(
+    simulations: Sequence[Simulation], kept_for_weight: float, drawing: Path | None, csv: Path | None, curves: bool
+) -> list[Path]:
+    """Write what is asked for; returns where to."""
+    if drawing is not None:
+        timelines = [planned(simulation, kept_for_weight) for simulation in simulations]
+        if drawing.suffix.lower() == ".svg":
+            draw(timelines, drawing, curves)
+        else:
+            write_trace(timelines, drawing)
+    if csv is not None:
+        write_table(simulations[0].schedule, csv)
+    return [path for path in (drawing, csv) if path is not None]
+
+
+def _document(simulation: Simulation, kept_for_weight: float) -> dict[str, Any]:
+    """Everything about a schedule, for machines."""
+    schedule = simulation.schedule
+    return {
+        "schedule": schedule.name,
+        "n_ranks": schedule.n_ranks,
+        "n_stages": schedule.n_stages,
+        "n_microbatches": schedule.n_microbatches,
+        "times": dataclasses.asdict(simulation.times),
+        "makespan": simulation.makespan,
+        "cost": simulation.cost,
+        "work": simulation.work,
+        "bubble_rate": simulation.bubble_rate,
+        "bubble_rates": simulation.bubble_rates,
+        "peak_in_flight": simulation.peak_in_flight,
+        "peak_in_flight_shares": simulation.peak_in_flight_shares,
+        "peak_waiting": simulation.peak_waiting,
+        "kept_for_weight": kept_for_weight,
+        "peak_memory": simulation.peak_memory(kept_for_weight),
+        "peak_memory_shares": simulation.peak_memory_shares(kept_for_weight),
+        "parameters_held": parameters_held(schedule),
+        "messages": count_messages(schedule),
+        "problems": problems(schedule),
+        "stages": [schedule.stages_of(rank) for rank in range(schedule.n_ranks)],
+        "actions": [[str(action) for action in actions] for actions in schedule.ranks],
+    }
+
+
+def _print(simulation: Simulation, kept_for_weight: float) -> None:
+    schedule, times = simulation.schedule, simulation.times
+    timeline = planned(simulation, kept_for_weight)
+    console.print(f"[bold]{timeline.title}[/]")
+    console.print(
+        f"a stage takes F {times.forward:g}, I {times.backward_input:g}, W {times.weight:g}; "
+        f"B is I and W at once; a message takes {times.comm:g}"
+    )
+    console.print()
+    text = timeline_text(timeline, console.width)
+    if text is not None:
+        console.print(text, no_wrap=True)
+        console.print()
+    table = _table("rank", "stages", "first", "last", "starts", "ends", "bubble", "in flight", "memory", left=4)
+    memory = simulation.peak_memory_shares(kept_for_weight)
+    for rank, spans in enumerate(simulation.spans):
+        table.add_row(
+            str(rank),
+            ", ".join(map(str, schedule.stages_of(rank))),
+            str(spans[0][0]),
+            str(spans[-1][0]),
+            f"{spans[0][1]:.4g}",
+            f"{spans[-1][2]:.4g}",
+            f"{simulation.bubble_rates[rank]:.1%}",
+            f"{simulation.peak_in_flight_shares[rank]:g}",
+            f"{memory[rank]:.4g}",
+        )
+    console.print(table)
+    console.print()
+    cost = f" (at most {simulation.cost:.4g} from a rank's first action to its last)" if schedule.staggered else ""
+    console.print(
+        f"[bold]bubble {simulation.bubble_rate:.1%}[/]; makespan {simulation.makespan:.4g}{cost}, "
+        f"work of the busiest rank {max(simulation.work):.4g}"
+    )
+    console.print(f"{count_messages(schedule)} messages; parameters held: {_times_share(parameters_held(schedule))}")
+    if schedule.splits_backward:
+        console.print(_memory_words(kept_for_weight))
+    if text is None:
+        console.print("the timeline is too long for this screen; --draw FILE.svg draws it")
+
+
+def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_for_weight: float) -> None:
+    if simulations:
+        schedule = simulations[0].schedule
+        console.print(f"[bold]ranks: {schedule.n_ranks}, microbatches: {schedule.n_microbatches}[/]")
+        console.print("the same model in each: a stage of 1/n of the layers takes 1/n of the time")
+        console.print("in flight: activations of so many microbatches, of a rank's share of the layers")
+        console.print(_memory_words(kept_for_weight))
+        console.print()
+        names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
+        table = _table(*names, left=1)
+        for simulation in simulations:
+            schedule = simulation.schedule
+            table.add_row(
+                schedule.name,
+                str(schedule.n_stages),
+                f"{simulation.bubble_rate:.1%}",
+                f"{simulation.makespan:.4g}",
+                f"{max(simulation.peak_in_flight_shares):g}",
+                f"{max(simulation.peak_memory_shares(kept_for_weight)):.4g}",
+                _times_share(parameters_held(schedule)),
+                str(count_messages(schedule)),
+            )
+        console.print(table)
+        staggered = [each.schedule.name for each in simulations if each.schedule.staggered]
+        if staggered:
+            console.print()
+            console.print(f"bubble of {', '.join(staggered)}: between a rank's own first and last action")
+    if refused:
+        console.print("\nnot at these sizes:")
+        for reason in refused.values():
+            console.print(f"  {reason}", markup=False, soft_wrap=True)
+
+
+def _table(*names: str, left: int) -> Table:
+    """`left`: how many columns hold words; the others hold numbers."""
+    table = Table(*names, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[left:]:
+        column.justify = "right"
+    return table
+
+
+def _memory_words(kept_for_weight: float) -> str:
+    return f"memory: what is in flight, and {kept_for_weight:.4g} for each microbatch that waits for its W"
+
+
+def _times_share(parameters: float) -> str:
+    return f"{parameters:g}x"

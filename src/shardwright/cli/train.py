@@ -1,0 +1,64 @@
+"""shardwright train: run a run file, with local workers if it needs several and no one has started them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from shardwright.cli.common import console, print_json, verb
+from shardwright.config import keys, load
+
+
+@verb
+def train(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="the run file, TOML; see examples/", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="go on from the last good checkpoint; the same as --set checkpoint.resume=auto"),
+    ] = False,
+    list_keys: Annotated[
+        bool, typer.Option("--keys", help="list every key a run file can have, with its default, and leave")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON document at the end, and nothing else")] = False,
+) -> None:
+    """Train a model as a run file says.
+
+    The run file names the model, the data, the batch and the layout: how many ranks share the work, and how. If the
+    layout needs several ranks, they are started here as local processes; under torchrun or srun this process is one
+    of them.
+
+    shardwright train examples/debug.toml --set layout.dp_shard=2 --set steps=50
+
+    Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint and leaves; --resume goes on from there, on the same
+    number of ranks or another.
+
+    Exit codes: 0 trained, 2 something in the run file or the data cannot be used, 3 the run failed.
+    """
+    if list_keys:
+        _print_keys(json)
+        return
+    if run_file is None:
+        raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
+    from shardwright.train.start import start
+
+    extra = ['checkpoint.resume="auto"'] if resume else []
+    summary = start(load(run_file, [*(overrides or []), *extra]), quiet=json)
+    if json and summary is not None:
+        print_json(summary)
+
+
+def _print_keys(json: bool) -> None:
+    if json:
+        print_json([vars(key) for key in keys()])
+        return
+    table = Table("key", "type", "default", "meaning", box=None, header_style="bold")
+    for key in keys():
+        table.add_row(key.path, key.type.replace("\\|", "|"), key.default, key.description)
+    console.print(table)

@@ -1,0 +1,260 @@
+"""shardwright verify: does the layout of a run file compute what one process computes?"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from shardwright.cli.common import console, error_console, print_json, verb
+from shardwright.config import RunConfig, load
+from shardwright.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from shardwright.layout import Layout
+    from shardwright.verify import Case, Report, Verifier
+
+
+@verb
+def verify(
+    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
+    ] = None,
+    against: Annotated[
+        str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
+    ] = "single",
+    overrides_b: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set-b",
+            metavar="KEY=VALUE",
+            help="compare with a second layout instead: the run file with these changes (of layout.* and "
+            "batch.micro_batch) on top of those of --set; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 3,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float64, float32, or bfloat16 (products in bfloat16, weights and sums in float32); float64 tells a "
+            "bug from rounding best"
+        ),
+    ] = "float64",
+    matrix: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
+        ),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="the true sizes of model and batch, not cut to test size")
+    ] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")] = False,
+) -> None:
+    """Prove that a layout computes what one process computes.
+
+    The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
+    seed on the same made-up batch with ragged loss masks; once with SGD, once with the run file's optimizer. Compared
+    are the loss and the gradient norm of each step, every parameter's gradient of each step, every parameter at the
+    beginning and in the end, and, bit for bit, everything that more than one rank holds. Where something differs,
+    axes are switched off one by one to find the culprit.
+
+    Ranks are processes on this machine's CPU; no accelerator and no data are needed. Model and batch are cut to test
+    size, in a way that keeps what decides how they can be split.
+
+    shardwright verify examples/debug.toml --set layout.dp_shard=2 --set layout.zero=3
+
+    shardwright verify examples/debug.toml --matrix 4
+
+    Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
+    """
+    configs = _configs(run_file, overrides or [], against, overrides_b, matrix)
+    from shardwright.verify import Verifier, cut
+    from shardwright.verify.case import cut_layout, whole
+    from shardwright.verify.matrix import layouts
+
+    config = configs[0]
+    chosen = [each.layout.layout() for each in configs]
+    if matrix is not None:
+        chosen = layouts(config.model.spec(), matrix, config.batch.seq_len)
+        if full:
+            true_case = whole(config)
+            chosen = [each for each in chosen if true_case.shares(each)]
+        if not chosen:
+            raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
+    # Both sides train on one global batch: it is cut for the side with the larger microbatches.
+    coarse = max(configs, key=lambda each: each.batch.micro_batch)
+    case = whole(coarse, steps=steps, dtype=dtype) if full else cut(coarse, chosen, steps=steps, dtype=dtype)
+    cases = [
+        replace(case, micro_batch=each.batch.micro_batch if full else min(each.batch.micro_batch, case.micro_batch))
+        for each in configs
+    ]
+    if not full:
+        chosen = [cut_layout(layout, config, case) for layout in chosen]
+    with Verifier(timeout_s=timeout_s) as verifier:
+        if matrix is not None:
+            _matrix(verifier, cases[0], chosen, json)
+        else:
+            sides = list(zip(cases, chosen, strict=True))
+            _one(verifier, *sides[0], sides[1] if overrides_b is not None else None, json, _sizes(config, cases[0]))
+
+
+def _configs(
+    run_file: Path, overrides: Sequence[str], against: str, overrides_b: Sequence[str] | None, matrix: int | None
+) -> list[RunConfig]:
+    """The run file, and its second form if there is one. Raises InputError for options that do not go together."""
+    if against != "single":
+        raise InputError(f"--against {against}: valid is single; to compare with another layout use --set-b KEY=VALUE")
+    if overrides_b is not None and matrix is not None:
+        raise InputError("--set-b names a second layout and --matrix compares all with one process; leave one out")
+    config = load(run_file, overrides)
+    if overrides_b is None:
+        return [config]
+    other = load(run_file, [*overrides, *overrides_b])
+    one, two = _flat(config.model_dump()), _flat(other.model_dump())
+    changed = [key for key in one if one[key] != two[key]]
+    if wrong := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
+        raise ConfigError(
+            f"--set-b changes {', '.join(wrong)}, which makes it another training, not another layout of the same; "
+            f"valid: layout.* and batch.micro_batch; put the change into --set, where it holds for both"
+        )
+    return [config, other]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def _one(
+    verifier: "Verifier",
+    case: "Case",
+    layout: "Layout",
+    against: "tuple[Case, Layout] | None",
+    json: bool,
+    sizes: str,
+) -> None:
+    from shardwright.verify.compare import with_culprit
+    from shardwright.verify.culprit import find_culprit
+
+    with error_console.status(f"running {layout.world_size} ranks and the reference"):
+        report = verifier.parity(case, layout, against)
+    if not report.equal:
+        with error_console.status("looking for the culprit") as status:
+            report = with_culprit(report, find_culprit(verifier, report, status.update))
+    if json:
+        print_json(report.document())
+    else:
+        _print(report, sizes)
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+def _matrix(verifier: "Verifier", case: "Case", chosen: Sequence["Layout"], json: bool) -> None:
+    from shardwright.verify.compare import describe
+
+    reports: list[Report] = []
+    with error_console.status("") as status:
+        for number, layout in enumerate(chosen, 1):
+            status.update(f"{number} of {len(chosen)}: {describe(layout)}")
+            reports.append(verifier.parity(case, layout))
+    unequal = [report for report in reports if not report.equal]
+    if json:
+        print_json({"equal": not unequal, "layouts": [report.document() for report in reports]})
+    else:
+        _print_matrix(reports)
+        if unequal:
+            console.print(f"\n[bold red]not equal:[/] {len(unequal)} of {len(reports)} layouts")
+            console.print("for the culprit, verify one of them by its own --set layout...", markup=False)
+        else:
+            console.print(f"\n[bold green]equal:[/] all {len(reports)} layouts of {chosen[0].world_size} ranks")
+    if unequal:
+        raise typer.Exit(1)
+
+
+def _sizes(config: RunConfig, case: "Case") -> str:
+    spec, whole = case.spec, config.model.spec()
+    sizes = (
+        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
+        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
+        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
+    )
+    return sizes if spec == whole else f"cut to {sizes} (--full for the true sizes)"
+
+
+def _print(report: "Report", sizes: str) -> None:
+    from shardwright.verify.compare import describe
+
+    console.print(f"[bold]{describe(report.layout)}[/] against [bold]{report.against}[/]")
+    console.print(sizes, markup=False)
+    table = Table(
+        "compared", "worst at", "step", "error", "tolerance", "equal", box=None, header_style="bold", pad_edge=False
+    )
+    table.columns[1].overflow = "fold"
+    for column in (2, 3, 4):
+        table.columns[column].justify = "right"
+    failing = sorted((row for row in report.rows if not row.equal), key=lambda row: -row.excess)
+    shown = report.worst_of_each()
+    for row in shown + [row for row in failing if row not in shown][:8]:
+        table.add_row(
+            f"{row.quantity.kind}, {row.quantity.training}",
+            row.name or "-",
+            str(row.quantity.step),
+            f"{row.error:.1e}",
+            f"{row.tolerance:.1e}",
+            "yes" if row.equal else "[bold red]no[/]",
+        )
+    console.print()
+    console.print(table)
+    if (hidden := len([row for row in failing if row not in shown]) - 8) > 0:
+        console.print(f"and {hidden} more that are not equal; all of them with --json")
+    console.print()
+    if report.differing:
+        console.print(f"[bold red]{len(report.differing)} of {report.n_copies} copies differ between ranks[/]")
+        for line in report.differing[:8]:
+            console.print(f"  {line}", markup=False)
+    elif report.n_copies:
+        console.print(f"{report.n_copies} tensors and numbers that several ranks hold: the same bits on all of them")
+    for reason in dict.fromkeys(row.reason for row in report.rows):
+        console.print(f"tolerance: {reason}", markup=False)
+    console.print("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference", markup=False)
+    console.print()
+    if report.equal:
+        console.print(f"[bold green]equal:[/] {len(report.rows)} losses, norms, gradients and parameters")
+    else:
+        n = len(failing)
+        console.print(f"[bold red]not equal:[/] {n} of {len(report.rows)} losses, norms, gradients and parameters")
+        console.print(f"culprit: {report.culprit}", markup=False)
+
+
+def _print_matrix(reports: Sequence["Report"]) -> None:
+    from shardwright.verify.compare import describe
+
+    table = Table(
+        "layout", "worst at", "error", "tolerance", "copies", "", box=None, header_style="bold", pad_edge=False
+    )
+    table.columns[1].overflow = "fold"
+    for column in (2, 3, 4):
+        table.columns[column].justify = "right"
+    for report in reports:
+        worst = report.worst
+        copies = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
+        table.add_row(
+            describe(report.layout),
+            f"{worst.quantity.kind} {worst.name}".strip(),
+            f"{worst.error:.1e}",
+            f"{worst.tolerance:.1e}",
+            copies,
+            "equal" if report.equal else "[bold red]not equal[/]",
+        )
+    console.print(table)
+    for reason in dict.fromkeys(row.reason for report in reports for row in report.rows):
+        console.print(f"tolerance: {reason}", markup=False)

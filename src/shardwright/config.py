@@ -1,0 +1,444 @@
+"""The run file: TOML read into frozen, documented models; strict, and every problem reported at once.
+
+    config = load("examples/quickstart.toml", ["layout.dp_shard=2", "steps=100"])
+
+A key that is not here is an error that names the nearest one that is. `resolved_toml` writes a configuration
+back as a run file with every default filled in; it is saved with each run.
+"""
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from shardwright.errors import ConfigError, LayoutError, nearest
+from shardwright.layout import Layout, accumulation
+from shardwright.model.presets import resolve
+from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
+from shardwright.model.spec import ModelSpec
+from shardwright.split.rules import problems as split_problems
+from shardwright.split.stages import schedule_problems
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+# The tables inside [model], by the field of ModelSpec that they change.
+_MODEL_TABLES: dict[str, type[Described]] = {
+    "rope_scaling": RopeScaling,
+    "moe": MoESpec,
+    "latent_attention": LatentAttentionSpec,
+}
+
+
+def _overrides(name: str, spec: type[Described]) -> Any:
+    """A section in which every field of `spec` may be given, and none has to be."""
+
+    def override(field: dataclasses.Field[Any]) -> Any:
+        table = _MODEL_TABLES.get(field.name)
+        kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
+        return (kind | None, Field(None, description=field.metadata["help"]))
+
+    changes = {field.name: override(field) for field in dataclasses.fields(spec)}
+    return create_model(name, __base__=Section, __doc__=spec.__doc__, **changes)
+
+
+_ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
+
+
+class ModelSection(_ModelOverrides):
+    """What is trained: a preset, and any size of it changed."""
+
+    preset: str = Field("debug", description="a named model to start from; every other key here changes it")
+
+    def spec(self) -> ModelSpec:
+        """The preset with the changes. Raises ConfigError for an unknown preset, or for a table that the preset does
+        not have and that is not given whole."""
+        preset = resolve(self.preset)
+        changes = {k: v for k in self.model_fields_set - {"preset"} if (v := getattr(self, k)) is not None}
+        problems: list[str] = []
+        for name in changes.keys() & _MODEL_TABLES.keys():
+            inner = changes[name].model_dump(exclude_none=True)
+            if (base := getattr(preset, name)) is not None:
+                changes[name] = dataclasses.replace(base, **inner)
+                continue
+            required = [f for f in dataclasses.fields(_MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
+            missing = [field for field in required if field.name not in inner]
+            problems += [
+                f"model.{name}.{field.name}: missing, and model.preset={self.preset!r} has no {name} to take it from; "
+                f"it is {field.metadata['help'][0].lower()}{field.metadata['help'][1:].rstrip('.')}"
+                for field in missing
+            ]
+            if not missing:
+                changes[name] = _MODEL_TABLES[name](**inner)
+        if problems:
+            raise ConfigError(*problems)
+        return dataclasses.replace(preset, **changes)
+
+
+class DataSection(Section):
+    """Where the tokens are and how sequences are cut from them."""
+
+    path: str = Field(description="a folder written by `shardwright data prepare`")
+    sequences: Literal["packed", "documents"] = Field(
+        "packed",
+        description="packed: documents one after another, cut every seq_len tokens; "
+        "documents: each document starts a sequence, the rest of it is padding that does not count",
+    )
+    mask_boundaries: bool = Field(
+        False, description="packed only: do not ask the model to guess how the next document begins"
+    )
+    prefetch: Positive = Field(2, description="steps read ahead by the thread that reads")
+
+
+class BatchSection(Section):
+    """How much is learned from in one step. accumulation = global_batch / (micro_batch x data ranks)."""
+
+    seq_len: Positive = Field(description="tokens of a sequence")
+    global_batch: Positive = Field(description="sequences of a step, over all ranks")
+    micro_batch: Positive = Field(1, description="sequences a rank runs at a time; sets the activation memory")
+
+
+class LayoutSection(Section):
+    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
+
+    dp_replicate: Positive = Field(1, description="replicas; each reads its own samples and holds a full copy")
+    dp_shard: Positive = Field(1, description="ranks that read their own samples and, under ZeRO, shard the state")
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="sharded over dp_shard x cp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; "
+        "if not given, 3 when dp_shard > 1, else 0",
+    )
+    tp: Positive = Field(1, description="ranks that deal out heads, ffn features and vocabulary; keep them in a node")
+    sequence_parallel: bool | None = Field(
+        None,
+        description="hold what lies between a block's matrix products as token shards over tp; if not given, true "
+        "when tp > 1",
+    )
+    cp: Positive = Field(1, description="ranks that deal out the tokens of each sequence")
+    cp_method: Literal["zigzag", "ring", "allgather", "ulysses", "usp"] = Field(
+        "zigzag",
+        description="how attention reaches all tokens: keys and values go round a ring (zigzag: balanced, ring: "
+        "contiguous) or are gathered; ulysses deals out heads instead; usp: ulysses inside, zig-zag ring outside",
+    )
+    ulysses_degree: Positive = Field(1, description="usp only: the part of cp that deals out heads")
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: keep only each block's input and compute the block again in the backward pass"
+    )
+    ep: Positive = Field(
+        1,
+        description="ranks of dp_shard x cp x tp that deal out the experts of a mixture; tokens travel to them",
+    )
+    pp: Positive = Field(1, description="ranks that deal out the layers, in stages; each microbatch goes through all")
+    schedule: Literal[
+        "afab", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v", "auto"
+    ] = Field("1f1b", description="pp only: the order of forward and backward passes; `shardwright schedule` draws it")
+    virtual_stages: Positive = Field(1, description="interleaved-1f1b only: stages of each rank")
+    stage_layers: list[Positive] | None = Field(
+        None, description="pp only: layers of each stage in order; if not given, cut so that stages cost the same"
+    )
+    zero_pp_gather: Literal["step", "microbatch"] = Field(
+        "step",
+        description="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward "
+        "pass, or for each pass of a microbatch, which needs less memory and sends more",
+    )
+
+    def layout(self) -> Layout:
+        """The arithmetic of these degrees. Raises LayoutError."""
+        values = {key: value for key, value in self.model_dump().items() if value is not None}
+        if self.stage_layers is not None:
+            values["stage_layers"] = tuple(self.stage_layers)
+        return Layout(**{"zero": 3 if self.dp_shard > 1 else 0, "sequence_parallel": self.tp > 1, **values})
+
+
+class OptimizerSection(Section):
+    """AdamW (arXiv 1711.05101), weight decay on matrices only."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
+    clip_norm: float = Field(
+        1.0, ge=0, description="gradients are scaled down to this global norm if it is larger; 0: never"
+    )
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps, as a fraction of optimizer.lr."""
+
+    shape: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="after warm-up: half a cosine; warm-up, stable, linear decay; or flat"
+    )
+    warmup_steps: NotNegative = Field(0, description="steps of linear rise from zero")
+    decay_steps: NotNegative = Field(0, description="wsd only: steps of linear fall at the end")
+    final_fraction: Fraction = Field(0.1, description="where the fall ends, as a fraction of the peak")
+
+
+class PrecisionSection(Section):
+    """Numbers and compilation."""
+
+    compute: Literal["fp32", "bf16", "fp64"] = Field(
+        "fp32",
+        description="type of matrix products; with bf16 the weights, the reduction of gradients and "
+        "their accumulation stay in fp32",
+    )
+    compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
+
+
+class CheckpointSection(Section):
+    """What is saved, and where a run begins."""
+
+    every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
+    keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
+    resume: str = Field(
+        "no",
+        description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
+        "if there is one; or the path of a checkpoint, of this or another run",
+    )
+
+
+class MetricsSection(Section):
+    """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
+
+    every: Positive = Field(10, description="steps between logged lines; logging waits for the accelerator")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")
+    wandb_project: str | None = Field(None, description="also log to this W&B project (extra: wandb)")
+
+
+class EvaluationSection(Section):
+    """Loss on the validation split."""
+
+    every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
+    samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    out: str = Field(min_length=1, description="folder of the run: resolved run file, metrics, checkpoints, pictures")
+    steps: Positive = Field(description="optimizer steps")
+    seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection
+    batch: BatchSection
+    layout: LayoutSection = Field(default_factory=LayoutSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches a rank runs in one step. Raises LayoutError where that is not a whole number."""
+        return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
+
+    def problems(self) -> list[str]:
+        """Every rule between sections that is broken, one sentence each."""
+        found: list[str] = []
+        spec = None
+        try:
+            spec = self.model.spec()
+            found += [f"model.{problem}" for problem in spec.problems()]
+            if self.batch.seq_len > spec.max_seq_len:
+                found.append(
+                    f"batch.seq_len={self.batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
+                    f"shorten the one or raise the other"
+                )
+        except ConfigError as error:
+            found += error.problems
+        try:
+            layout = self.layout.layout()
+            found += schedule_problems(layout, self.accumulation)
+            if spec is not None and not spec.problems():
+                found += split_problems(spec, self.layout.layout(), self.batch.seq_len)
+        except LayoutError as error:
+            found += error.problems
+        found += self._schedule_problems()
+        if self.data.mask_boundaries and self.data.sequences != "packed":
+            found.append(
+                "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses "
+                "a boundary"
+            )
+        return found
+
+    def _schedule_problems(self) -> list[str]:
+        s = self.schedule
+        if s.shape != "wsd" and s.decay_steps:
+            return [f"schedule.decay_steps={s.decay_steps} is for schedule.shape='wsd'; shape is {s.shape!r}"]
+        if s.shape == "wsd" and not s.decay_steps:
+            return ["schedule.decay_steps=0 with schedule.shape='wsd' never falls; give the steps of its fall"]
+        if s.warmup_steps + s.decay_steps > self.steps:
+            return [
+                f"schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
+                f"steps={self.steps} of the run"
+            ]
+        return []
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`.
+
+    Raises ConfigError with every problem of the file and of the overrides at once.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a run file is TOML") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return parse(table, overrides, source=str(path))
+
+
+def parse(table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file") -> RunConfig:
+    """Validate a run file that is already a table. Raises ConfigError with every problem at once."""
+    problems: list[str] = []
+    for override in overrides:
+        problems += _apply(table, override)
+    try:
+        config = RunConfig.model_validate(table)
+    except ValidationError as error:
+        problems += [_sentence(entry) for entry in error.errors()]
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems)) from None
+    problems += config.problems()
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+    return config
+
+
+def _apply(table: dict[str, Any], override: str) -> list[str]:
+    path, equals, text = override.partition("=")
+    if not equals:
+        return [f"--set {override}: write key=value, such as --set layout.dp_shard=2"]
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, key = path.strip().split(".")
+    for section in sections:
+        below = table.setdefault(section, {})
+        if not isinstance(below, dict):
+            return [f"--set {override}: {section} is a value, not a section"]
+        table = below
+    table[key] = value
+    return []
+
+
+def _sentence(entry: Any) -> str:
+    """One of pydantic's complaints in the words of the house."""
+    path = [str(part) for part in entry["loc"]]
+    key = ".".join(path)
+    if entry["type"] == "extra_forbidden":
+        owner: Any = RunConfig
+        for part in path[:-1]:
+            owner = _model_of(owner.model_fields[part].annotation)
+        return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
+    if entry["type"] == "missing":
+        return f"{key}: missing, and there is no default; it is {_description(path)}"
+    if entry["type"] in ("model_type", "model_attributes_type"):
+        return f"{key}={entry['input']!r}: this is a section, written [{key}]"
+    said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+    if entry["type"] == "literal_error":
+        hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
+        return f"{said}; {hint}" if hint.startswith("did") else said
+    return said
+
+
+def _model_of(annotation: Any) -> Any:
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+
+
+def _description(path: Sequence[str]) -> str:
+    owner: Any = RunConfig
+    for part in path[:-1]:
+        owner = _model_of(owner.model_fields[part].annotation)
+    field = owner.model_fields[path[-1]]
+    return field.description or f"the section [{path[-1]}]: {_model_of(field.annotation).__doc__.splitlines()[0]}"
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """A configuration as a run file with every default filled in; reading it back gives an equal one."""
+    lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
+    values = config.model_dump(exclude_none=True)
+    layout = config.layout.layout()
+    values["layout"] |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
+    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for name, section in values.items():
+        if isinstance(section, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(below)}" for key, below in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of the run file, for the reference: `layout.zero`, its type, default and meaning."""
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+def keys() -> Iterable[Key]:
+    """Every key of the run file in order."""
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _section_keys(name, field.annotation)
+        else:
+            yield _key(name, field)
+
+
+def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
+    for name, field in section.model_fields.items():
+        yield _key(f"{path}.{name}", field)
+        if name in _MODEL_TABLES:
+            defaults = {field.name: field.default for field in dataclasses.fields(_MODEL_TABLES[name])}
+            for key in _section_keys(f"{path}.{name}", _model_of(field.annotation)):
+                default = defaults[key.path.rpartition(".")[2]]
+                yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=_toml(default))
+
+
+def _key(path: str, field: Any) -> Key:
+    default = "required" if field.is_required() else ("-" if field.default is None else _toml(field.default))
+    return Key(path, _type_name(field.annotation), default, field.description or "")
+
+
+def _type_name(annotation: Any) -> str:
+    if getattr(annotation, "__origin__", None) is Literal:
+        return " \\| ".join(_toml(choice) for choice in annotation.__args__)
+    options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
+    if options:
+        return " \\| ".join(_type_name(option) for option in options)
+    names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
+    return names.get(annotation, "table")

@@ -1,0 +1,74 @@
+"""What one layout costs, in one call."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardwright.cost import memory
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.step import StepTime, step_time
+from shardwright.errors import LayoutError
+from shardwright.layout import DENSE_AXES, Layout, accumulation
+from shardwright.split.rules import problems
+from shardwright.split.stages import schedule_problems
+
+NOT_PRICED = ("auto", "usp")
+"""A schedule that is built for given times, and a way of dealing out heads and tokens, that have no formulas here."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of one layout for a job, computed when asked for; the schedule is simulated."""
+
+    job: Job
+    candidates: Candidates
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step, with arrays of one."""
+        return step_time(self.job, self.candidates, simulated=True)
+
+    @cached_property
+    def memory(self) -> memory.Memory:
+        """By rank of `pp`, with arrays of one."""
+        return memory.of(self.job, self.candidates)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return float(self.time.total_s[0])
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Where they go; they add up."""
+        return {kind: float(np.asarray(seconds).reshape(-1)[0]) for kind, seconds in self.time.parts.items()}
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most, with what the allocator cannot use."""
+        return float(self.memory.reserved_bytes[0])
+
+
+def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | None = None) -> Estimate:
+    """What a layout costs. `recompute`: instead of the layout's, which knows no "selective".
+
+    Raises LayoutError for what has no price, and with everything that keeps the layout from running this job: rules of
+    the model, the size of the cluster, the batch, the schedule.
+    """
+    if layout.schedule in NOT_PRICED or layout.cp_method in NOT_PRICED:
+        raise LayoutError(f"there is no price for schedule and cp_method {' and '.join(NOT_PRICED)}")
+    wrong = problems(job.model, layout, job.seq_len)
+    if layout.world_size != job.cluster.size:
+        degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)
+        wrong.append(
+            f"{' x '.join(DENSE_AXES)} = {degrees} = {layout.world_size} ranks, and {job.cluster.name} has "
+            f"{job.cluster.size} accelerators; change the degrees so that they multiply to that"
+        )
+    try:
+        wrong += schedule_problems(layout, accumulation(job.global_batch, micro_batch, layout.data_ranks))
+    except LayoutError as error:
+        wrong += error.problems
+    if wrong:
+        raise LayoutError(*wrong)
+    return Estimate(job, Candidates.of(layout, micro_batch, recompute))

@@ -1,0 +1,401 @@
+"""Accelerators, links and clusters, read from hardware.toml beside this file and from a user's file of the same form.
+
+    accelerator("A100-80GB-SXM")        what one can do
+    cluster("h100:64")                  64 of them in nodes of the usual 8, with the usual network
+    cluster("h100:64/4@800Gb")          in nodes of 4, each with 800 Gbit/s to the others
+    cluster("mine:64", extra="my.toml") a cluster that stands in a file
+
+Files give figures in the units people quote (GB/s, Gbit/s, TFLOP/s, GiB, microseconds); what is returned is in bytes,
+FLOPs and seconds. A figure belongs to an accelerator or to a network, never to one table of measurements.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwright.errors import InputError, nearest
+from shardwright.units import GiB, MiB
+
+PACKAGED = Path(__file__).with_name("hardware.toml")
+LARGEST = 1_000_000
+"""Accelerators of a cluster; ten times the largest there is."""
+FORM = "NAME:COUNT, then if needed /NODE_SIZE and @GBIT_PER_S_PER_NODE, such as h100:64, h100:64/4 or h100:64@1600Gb"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What moves bytes between the accelerators of a group, as seen by one of them, in one direction.
+
+    `bytes_per_s`: bus bandwidth of large messages; `latency_s`: of one message; `half_bytes`: what an accelerator
+    sends when the bytes alone (without latency) reach half of that bandwidth; `start_s`: of any collective, before its
+    first message. `switch_bytes_per_s`: bytes of a buffer that an all-reduce finishes in a second where the switches
+    add up (NVLink SHARP), 0 where they do not. `peer_bytes_per_s`: between any two where each pair has a wire of its
+    own, 0 where one wire reaches all.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    half_bytes: float
+    start_s: float = 0.0
+    switch_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: of its own memory.
+
+    `memory_bytes`: what a program can have. `matmul_share`: of the peak, by precision, the best that was seen in a
+    large matrix product; `memory_share`: of the bandwidth, in a large copy. `multiprocessors`: parts among which a
+    kernel's blocks are dealt. `sources`: where each figure stands, by its key in the file.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    flops_per_s: Mapping[str, float] = field(hash=False)
+    matmul_share: Mapping[str, float] = field(hash=False)
+    memory_share: float
+    multiprocessors: int
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`size` accelerators in nodes of `node_size`, joined by `inside` in a node and by `across` between nodes.
+
+    Ranks are numbered node by node. `across` is one accelerator's even share of its node's network, and
+    `node_bytes_per_s` the line rate of the whole of it.
+    """
+
+    name: str
+    accelerator: Accelerator
+    size: int
+    node_size: int
+    inside: Link
+    across: Link
+    node_bytes_per_s: float
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.size // self.node_size
+
+    def with_network(self, node_bytes_per_s: float) -> "Cluster":
+        """The same nodes on a network of another line rate, of which the same share is reached."""
+        faster = node_bytes_per_s / self.node_bytes_per_s
+        across = replace(self.across, bytes_per_s=self.across.bytes_per_s * faster)
+        return replace(self, across=across, node_bytes_per_s=node_bytes_per_s)
+
+    def described(self, interconnect: str) -> "Cluster":
+        """This cluster with what a published text says of its network; what the text leaves open stays as it is.
+
+        A bus bandwidth inside a node that a text states is not taken: it belongs to one size of message, which is never
+        stated beside it.
+        """
+        found = self
+        if (line := network_of(interconnect, self.node_size)) is not None:
+            found = found.with_network(line)
+        if (kind := kind_of(interconnect)) is not None:
+            each_gbit_per_s = found.node_bytes_per_s / found.node_size * 8 / 1e9
+            found = replace(found, across=_across(kind, _packaged().networks[kind], each_gbit_per_s))
+        return found
+
+
+class Table(BaseModel):
+    """A table of a hardware file: unknown keys are refused, values are not coerced."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+ByPrecision = dict[Literal["fp32", "bf16", "fp16", "fp8"], Positive]
+
+
+class InsideTable(Table):
+    """Links between the accelerators of a node."""
+
+    bus_gb_per_s: Positive = Field(description="bus bandwidth of a ring all-reduce of a large buffer, GB/s")
+    switch_gb_per_s: Positive | None = Field(None, description="buffer GB/s of an all-reduce that switches add up")
+    peer_gb_per_s: Positive | None = Field(None, description="GB/s of a pair, where each pair has its own wire")
+    start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
+    latency_us: Positive = Field(description="of one message, microseconds")
+    half_mib: NotNegative = Field(description="MiB sent at which half the bandwidth is reached")
+
+
+class NetworkTable(Table):
+    """A kind of network between nodes."""
+
+    share: Share = Field(description="of the line rate that a large collective reaches")
+    start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
+    latency_us: Positive = Field(description="of one message, microseconds")
+    half_mib: NotNegative = Field(description="MiB sent by an accelerator at which half the bandwidth is reached")
+    sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
+
+
+class AcceleratorTable(Table):
+    """An accelerator and the node it usually stands in."""
+
+    aliases: list[str] = Field(default_factory=list, description="other names people type")
+    memory_gib: Positive = Field(description="GiB that a program can have")
+    memory_gb_per_s: Positive = Field(description="bandwidth of its memory, GB/s")
+    memory_share: Share = Field(description="of that bandwidth, reached by a large copy")
+    multiprocessors: Count = Field(description="parts among which a kernel's blocks are dealt")
+    tflops: ByPrecision = Field(description="peak of matrix products by precision, dense, 1e12 FLOP/s")
+    matmul_share: dict[Literal["fp32", "bf16", "fp16", "fp8"], Share] = Field(
+        description="of the peak, by precision, the most that a large matrix product reaches"
+    )
+    node_size: Count = Field(description="accelerators of a node")
+    network: str = Field(description="kind of network between nodes, a name of [networks]")
+    gbit_per_s: Positive = Field(description="line rate of the network for each accelerator, Gbit/s")
+    inside: InsideTable = Field(description="links in a node")
+    sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
+
+
+class ClusterTable(Table):
+    """Nodes that differ from the usual ones of an accelerator."""
+
+    aliases: list[str] = Field(default_factory=list, description="other names people type")
+    accelerator: str = Field(description="a name of [accelerators]")
+    node_size: Count = Field(description="accelerators of a node")
+    network: str = Field(description="kind of network between nodes, a name of [networks]")
+    gbit_per_s_per_node: Positive = Field(description="line rate of a node's network, Gbit/s")
+    sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
+
+
+class HardwareFile(Table):
+    """A whole file."""
+
+    networks: dict[str, NetworkTable] = Field(default_factory=dict, description="kinds of network between nodes")
+    accelerators: dict[str, AcceleratorTable] = Field(default_factory=dict, description="accelerators by name")
+    clusters: dict[str, ClusterTable] = Field(default_factory=dict, description="kinds of cluster by name")
+
+
+def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
+    """An accelerator by its name or an alias, in whatever case and with whatever between its letters.
+
+    Raises InputError for a name that is in no file.
+    """
+    known = _known(extra)
+    return _accelerator(*_find("accelerator", name, known.accelerators))
+
+
+def cluster(text: str, extra: str | Path | None = None) -> Cluster:
+    """A cluster from `NAME:COUNT`, `NAME:COUNT/NODE_SIZE` or `NAME:COUNT@GBIT_PER_S_PER_NODE`, or both, where NAME is
+    an accelerator's or a cluster's.
+
+    Raises InputError for another form, an unknown name, a count smaller than a node, or one that does not fill its
+    nodes.
+    """
+    known = _known(extra)
+    form = re.fullmatch(r"(.+?):(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d+)?)(?:g\w*(?:/s)?)?)?", text.replace(" ", ""), re.I)
+    if form is None:
+        raise InputError(f"cluster {text!r}: write {FORM}")
+    named, size = form[1], int(form[2])
+    tables: dict[str, AcceleratorTable | ClusterTable] = {**known.accelerators, **known.clusters}
+    name, table = _find("cluster", named, tables)
+    node_size = int(form[3] or table.node_size)
+    if node_size < 1 or not 1 <= size <= LARGEST:
+        raise InputError(f"cluster {text!r}: a cluster has 1 to {LARGEST:,} accelerators, and a node 1 or more")
+    if form[4] and not 0 < float(form[4]) < 1e6:
+        raise InputError(f"cluster {text!r}: {form[4]} Gbit/s a node; valid: more than 0, such as 1600")
+    if isinstance(table, ClusterTable):
+        kind, of = _find("accelerator", table.accelerator, known.accelerators)
+        gbit_per_s = table.gbit_per_s_per_node / table.node_size
+    else:
+        kind, of = name, table
+        gbit_per_s = table.gbit_per_s
+    if form[4]:
+        gbit_per_s = float(form[4]) / node_size
+    if size < node_size:
+        raise InputError(
+            f"cluster {text!r}: {size} accelerators are less than a node of {node_size}; valid: {node_size} and its "
+            f"multiples, or name the node you have: {named}:{size}/{size}"
+        )
+    if size % node_size:
+        below = size - size % node_size
+        raise InputError(
+            f"cluster {text!r}: {size} accelerators do not fill nodes of {node_size} ({size} = {node_size}*"
+            f"{size // node_size} + {size % node_size}); nearest: {below} and {below + node_size}, or name another "
+            f"node size: {named}:{size}/NODE_SIZE"
+        )
+    return Cluster(
+        name=text.strip(),
+        accelerator=_accelerator(kind, of),
+        size=size,
+        node_size=node_size,
+        inside=_inside(of.inside),
+        across=_across(table.network, known.networks[table.network], gbit_per_s),
+        node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
+    )
+
+
+def network_of(text: str, node_size: int) -> float | None:
+    """Bytes/s of a whole node to the others, as a published text states it; None where it does not.
+
+    `8x200Gb HDR IB per node`, `1600Gbps node-node RoCE`, `400Gb/s RDMA per GPU`, `8xHDR IB`, `2x 100GB/s per node`. A
+    speed without a number of ports, a node or a GPU beside it is a port's, and says nothing of the node; nor does one
+    that no network has, such as 0.
+    """
+    for part in re.split(r"[+;,&]|\band\b", text):
+        if re.search(_IN_NODE, part, re.I):
+            continue
+        if (found := re.search(_PORTS + r"(\d+(?:\.\d+)?)\s*([GT])(?:(B)(?:/s|ps)|b|(?!B)\b)", part)) is not None:
+            speed = float(found[2]) * {"G": 1e9, "T": 1e12}[found[3]] / (1 if found[4] else 8)
+        elif (found := re.search(rf"\b{_PORTS}([EHNX]DR)", part, re.I)) is not None:
+            speed = _INFINIBAND_GBIT_PER_S[found[2].upper()] * 1e9 / 8
+        else:
+            continue
+        if re.search(r"(per|/|each)\s*(gpu|accelerator|card)", part, re.I):
+            speed *= node_size
+        elif found[1] or re.search("node", part, re.I):
+            speed *= float(found[1] or 1)
+        else:
+            continue
+        return speed if _BELIEVED_BYTES_PER_S[0] <= speed <= _BELIEVED_BYTES_PER_S[1] else None
+    return None
+
+
+def kind_of(text: str) -> str | None:
+    """Which of the packaged networks a published text names."""
+    found = re.search(r"(?:\b|\dx)(?:(roce)|(infiniband|ib\b|[ehnx]dr)|(efa)|(ethernet))", text, re.I)
+    return None if found is None else ("roce", "infiniband", "efa", "ethernet")[(found.lastindex or 1) - 1]
+
+
+_IN_NODE = r"nvlink|nvswitch|xgmi|infinity fabric|pcie|bus\s*bw"
+_BELIEVED_BYTES_PER_S = 1e6, 1e15
+_PORTS = r"(?:(\d+)\s*x\s*)?"
+# Four lanes of a port (InfiniBand Trade Association's roadmap).
+_INFINIBAND_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
+
+
+def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
+    return Accelerator(
+        name=name,
+        memory_bytes=table.memory_gib * GiB,
+        memory_bytes_per_s=table.memory_gb_per_s * 1e9,
+        flops_per_s={precision: tflops * 1e12 for precision, tflops in table.tflops.items()},
+        matmul_share={precision: share for precision, share in table.matmul_share.items()},
+        memory_share=table.memory_share,
+        multiprocessors=table.multiprocessors,
+        sources=table.sources,
+    )
+
+
+def _inside(table: InsideTable) -> Link:
+    return Link(
+        name="inside",
+        bytes_per_s=table.bus_gb_per_s * 1e9,
+        latency_s=table.latency_us * 1e-6,
+        half_bytes=table.half_mib * MiB,
+        start_s=table.start_us * 1e-6,
+        switch_bytes_per_s=(table.switch_gb_per_s or 0) * 1e9,
+        peer_bytes_per_s=(table.peer_gb_per_s or 0) * 1e9,
+    )
+
+
+def _across(name: str, table: NetworkTable, gbit_per_s: float) -> Link:
+    return Link(
+        name=name,
+        bytes_per_s=table.share * gbit_per_s * 1e9 / 8,
+        latency_s=table.latency_us * 1e-6,
+        half_bytes=table.half_mib * MiB,
+        start_s=table.start_us * 1e-6,
+    )
+
+
+def _letters(name: str) -> str:
+    """A name without the words and signs that people write or leave out."""
+    return re.sub(r"nvidia|amd|geforce|instinct|gpu|[^a-z0-9]", "", name.lower())
+
+
+_Named = TypeVar("_Named", bound=AcceleratorTable | ClusterTable)
+
+
+def _find(kind: str, name: str, tables: Mapping[str, _Named]) -> tuple[str, _Named]:
+    """The table of that name or alias. A file read later stands later, and wins."""
+    for known, table in reversed(list(tables.items())):
+        if _letters(name) in map(_letters, (known, *table.aliases)):
+            return known, table
+    raise InputError(f"{kind} {name!r} is not known; {nearest(name.lower(), tables)}")
+
+
+def _known(extra: str | Path | None) -> HardwareFile:
+    """What is packaged, with what a user's file adds or says anew."""
+    packaged = _packaged()
+    return packaged if extra is None else _read(Path(extra), packaged)
+
+
+@lru_cache(maxsize=1)
+def _packaged() -> HardwareFile:
+    return _read(PACKAGED, HardwareFile())
+
+
+def _read(path: Path, below: HardwareFile) -> HardwareFile:
+    """A file laid over another. Raises InputError with every problem of it at once."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    try:
+        file = HardwareFile.model_validate(table)
+    except ValidationError as error:
+        raise InputError(*(f"{path}: {_sentence(entry)}" for entry in error.errors())) from None
+    both = HardwareFile(
+        networks={**below.networks, **file.networks},
+        accelerators={**below.accelerators, **file.accelerators},
+        clusters={**below.clusters, **file.clusters},
+    )
+    if problems := [f"{path}: {problem}" for problem in _problems(file, both)]:
+        raise InputError(*problems)
+    return both
+
+
+def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
+    """Every rule between tables that a file breaks, one sentence each."""
+    for name, table in file.accelerators.items():
+        for precision in table.tflops.keys() ^ table.matmul_share.keys():
+            has, lacks = ("tflops", "matmul_share") if precision in table.tflops else ("matmul_share", "tflops")
+            yield f"accelerators.{name}: {precision} stands in {has} and not in {lacks}; give both"
+        if table.network not in both.networks:
+            hint = nearest(table.network, both.networks)
+            yield f"accelerators.{name}.network={table.network!r}: no such network; {hint}"
+    for name, nodes in file.clusters.items():
+        if nodes.network not in both.networks:
+            hint = nearest(nodes.network, both.networks)
+            yield f"clusters.{name}.network={nodes.network!r}: no such network; {hint}"
+        try:
+            _find("accelerator", nodes.accelerator, both.accelerators)
+        except InputError as error:
+            yield f"clusters.{name}.accelerator: {error}"
+
+
+_TABLES: dict[str, type[Table]] = {"networks": NetworkTable, "accelerators": AcceleratorTable, "clusters": ClusterTable}
+
+
+def _sentence(entry: Any) -> str:
+    """One of pydantic's complaints in the words of the house."""
+    path = [str(part) for part in entry["loc"] if part != "[key]"]
+    owner: type[Table] = HardwareFile
+    if len(path) > 2:
+        owner = InsideTable if path[2] == "inside" and len(path) > 3 else _TABLES[path[0]]
+    key = ".".join(path)
+    if entry["type"] == "extra_forbidden":
+        return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
+    if entry["type"] == "missing":
+        return f"{key}: missing, and there is no default; it is: {owner.model_fields[path[-1]].description}"
+    if entry["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{key}={entry['input']!r}: this is a table, written [{key}]"
+    return f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"

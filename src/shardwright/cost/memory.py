@@ -1,0 +1,292 @@
+"""Bytes that each rank of a pipeline holds, by kind, at the fullest moment of a step or at all of them.
+
+What lies there all the time (`cost.states`), activations of as many microbatches as the schedule has in flight
+(`cost.activations`, `cost.pipeline`), and what the running action needs: the loss its copies of the logits, the
+backward pass of a block its gradients. A peak is the largest sum at one moment, never a sum of peaks. The optimizer's
+step comes when activations are gone.
+
+Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cost import activations, parameters, pipeline, states
+from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.parameters import Parameters
+from shardwright.cost.pipeline import Moments, Stages
+
+KINDS = (
+    "weights",
+    "master",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "experts",
+    "logits",
+    "working",
+    "buffers",
+    "workspace",
+)
+"""What memory is spent on. `experts`: rows that were sent to experts; `working`: what is made and gone within an
+action; `buffers`: messages of the pipeline; `workspace`: of libraries."""
+
+MOMENTS = ("forward", "loss", "backward", "optimizer")
+"""Where in a step a rank can be fullest; `Memory.moment` holds places in this list."""
+
+_WHERE = np.array([0, 1, 2, 2])
+"""For each of `pipeline.ACTIONS` the place in `MOMENTS`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes of each rank of pp at its fullest moment.
+
+    `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step that is. `fragmentation`: what the
+    allocator reserves beyond, as a share.
+    """
+
+    kinds: dict[str, Floats]
+    moment: Ints
+    fragmentation: float
+
+    @property
+    def rank_bytes(self) -> Floats:
+        """(n, R): all kinds together; what `torch.cuda.max_memory_allocated` shows on each rank."""
+        return np.sum(list(self.kinds.values()), axis=0)
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """(n,): of the rank that has most."""
+        return np.max(self.rank_bytes, axis=1)
+
+    @property
+    def reserved_bytes(self) -> Floats:
+        """(n,): with what the allocator cannot use, as `torch.cuda.max_memory_reserved` shows; what has to fit."""
+        return self.peak_bytes * (1 + self.fragmentation)
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What one rank holds as a step goes on. `labels`, one a moment: its actions (`3F0`) in order, then "optimizer".
+    `kinds`: for each of `KINDS` bytes at each moment, (k,)."""
+
+    labels: tuple[str, ...]
+    kinds: dict[str, Floats]
+
+    @property
+    def total_bytes(self) -> Floats:
+        """(k,)"""
+        return np.sum(list(self.kinds.values()), axis=0)
+
+
+def of(job: Job, candidates: Candidates) -> Memory:
+    """The memory of n candidates; their batches divide, and the schedule can run them."""
+    step = _Step(job, candidates)
+    shape = (len(candidates), candidates.pp)
+    kinds = {kind: np.zeros(shape) for kind in KINDS}
+    moment = np.zeros(shape, dtype=np.int64)
+    few = step.microbatches()
+    for m in np.unique(few):
+        mine = np.nonzero(few == m)[0]
+        at = pipeline.moments(candidates, int(m))
+        moving, moment[mine] = _fullest(step.of_stage.take(mine), step.stages, at)
+        for kind, values in moving.items():
+            kinds[kind][mine] = values
+    for kind, values in step.states.items():
+        kinds[kind] += values
+    last = step.at_update()
+    update = np.sum(list(last.values()), axis=0) > np.sum(list(kinds.values()), axis=0)
+    kinds = {kind: np.where(update, last[kind], kinds[kind]) for kind in KINDS}
+    return Memory(kinds, np.where(update, 3, moment), job.stack.fragmentation)
+
+
+def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
+    """`of(job, candidates).reserved_bytes`, (n,), in a fraction of the time where candidates are many: what lies there
+    all the time is the same for many that differ in micro-batch and recomputation, and what comes and goes for many
+    that differ in their data axes."""
+    of = candidates
+    few = _few_microbatches(job, of)
+    cuts = _numbered(of.tp, of.cp, of.ep)[1]
+    first, back = _numbered(cuts, of.micro_batch, of.recompute, of.sequence_parallel, states.shares_gradients(of), few)
+    step = _Step(job, of.take(first))
+    moving = np.zeros((len(first), of.pp))
+    for m in np.unique(few[first]):
+        mine = np.nonzero(few[first] == m)[0]
+        at = pipeline.moments(of, int(m))
+        moving[mine] = _sizes(step.of_stage.take(mine), step.stages, at).max(2)
+    first_held, back_held = _numbered(cuts, of.dp_shard, of.zero, of.sequence_parallel)
+    lying = _Step(job, of.take(first_held))
+    messages = step.states["buffers"]
+    always = sum((held for kind, held in lying.states.items() if kind != "buffers"), np.zeros(1))
+    update = always - lying.states["gathered"] + lying.update_bytes
+    whole = always[back_held]
+    whole += moving[back]
+    whole = np.maximum(whole, update[back_held], out=whole)
+    whole += messages[back]
+    found: Floats = whole.max(1) * (1 + job.stack.fragmentation)
+    return found
+
+
+def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
+    """Rows that differ, (u,), as the first place of each, and for every row which of them it is, (n,)."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        key = key * (int(column.max()) + 1) + column
+    _, first, back = np.unique(key, return_index=True, return_inverse=True)
+    return first, back
+
+
+def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
+    """What rank `rank` of pp holds at every action of a step of the one candidate there is."""
+    assert len(candidates) == 1, len(candidates)
+    step = _Step(job, candidates)
+    microbatches = int(candidates.microbatches(job.global_batch)[0])
+    actions, at = pipeline.every_moment(candidates, microbatches, rank)
+    mine = Stages(step.stages.layers, step.stages.plain, step.stages.mixtures, step.stages.of_rank[[rank]])
+    moving = _held(step.of_stage, mine, at.in_flight[None], at.waiting[None], at.kind[None])
+    last = step.at_update()
+    kinds = {}
+    for kind in KINDS:
+        always = step.states[kind][0, rank] if kind in step.states else 0.0
+        comes = moving[kind][0, 0] if kind in moving else np.zeros(len(actions))
+        kinds[kind] = np.append(comes + always, last[kind][0, rank])
+    return Curve((*map(str, actions), "optimizer"), kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class StageBytes:
+    """Bytes of a microbatch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
+    what an action of the stage needs on top: the backward pass of a block, gradients on their way, or the loss."""
+
+    activations: Floats
+    experts: Floats
+    logits: Floats
+    waiting: Floats
+    waiting_logits: Floats
+    working: Floats
+    gradients: Floats
+    loss: Floats
+
+    def take(self, rows: Ints) -> "StageBytes":
+        """Of some candidates."""
+        return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
+
+
+class _Step:
+    """What is the same at all moments of a step."""
+
+    def __init__(self, job: Job, candidates: Candidates) -> None:
+        self.job, self.candidates = job, candidates
+        self.stages = pipeline.stages(job, candidates)
+        self.held = parameters.of_ranks(
+            job.model, self.stages, candidates.tp, candidates.ep, vocabulary_multiple=job.stack.vocabulary_multiple
+        )
+
+    @cached_property
+    def of_stage(self) -> "StageBytes":
+        """What microbatches cost in each stage."""
+        return _stage_bytes(self.job, self.candidates, self.stages, self.held)
+
+    @cached_property
+    def update_bytes(self) -> Floats:
+        """What the optimizer takes on top of what it changes, (n, R)."""
+        return states.optimizer_step(self.job, self.candidates, self.stages, self.held)
+
+    @cached_property
+    def states(self) -> dict[str, Floats]:
+        """What lies there all through the step, by kind, each (n, R)."""
+        return states.of_ranks(self.job, self.candidates, self.stages, self.held)
+
+    def microbatches(self) -> Ints:
+        """Of each candidate so many as fill a rank like all of them, (n,)."""
+        return _few_microbatches(self.job, self.candidates)
+
+    def at_update(self) -> dict[str, Floats]:
+        """By kind while the optimizer runs: nothing is in flight, nothing is gathered."""
+        nothing = np.zeros((len(self.candidates), self.candidates.pp))
+        return {**dict.fromkeys(KINDS, nothing), **self.states, "gathered": nothing, "working": self.update_bytes}
+
+
+def _few_microbatches(job: Job, of: Candidates) -> Ints:
+    distinct, back = np.unique(of.microbatches(job.global_batch), return_inverse=True)
+    few = [pipeline.representative(of.schedule, of.pp, int(m)) for m in distinct]
+    found: Ints = np.array(few, dtype=np.int64)[back]
+    return found
+
+
+def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> StageBytes:
+    zeros = np.zeros((len(candidates), len(stages.layers)))
+    kept, experts, waiting, working = (zeros.copy() for _ in range(4))
+    for make, counts in ((activations.plain, stages.plain), (activations.mixture, stages.mixtures)):
+        if counts.any():
+            layer = make(job, candidates)
+            kept += (layer.kept - layer.experts)[:, None] * counts
+            experts += layer.experts[:, None] * counts
+            waiting += layer.waiting[:, None] * counts
+            working = np.maximum(working, layer.working[:, None] * (counts > 0))
+    around = activations.ends(job, candidates)
+    kept[:, 0] += around.first
+    kept[:, :-1] += around.sent[:, None]
+    kept[:, -1] += around.last
+    waiting[:, -1] += around.last
+    logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
+    logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
+    # The head's backward pass has gradients of logits, and of its matrix.
+    head = held.head * job.stack.weight_gradient_bytes
+    loss[:, -1] = np.maximum(around.loss, around.waiting_logits - around.logits + head)
+    gradients = states.moving_gradients(job, candidates, held)
+    return StageBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss)
+
+
+def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
+    """What comes and goes, by kind, at the fullest moment of each rank, (n, R), and where in the step that is."""
+    which = _sizes(of_stage, stages, at).argmax(2)
+    rank = np.arange(len(stages.of_rank))[None, :]
+    kind = at.kind[rank, which][:, :, None]
+    found = _held(of_stage, stages, at.in_flight[rank, which][:, :, None], at.waiting[rank, which][:, :, None], kind)
+    return {name: values[:, :, 0] for name, values in found.items()}, _WHERE[kind[:, :, 0]]
+
+
+def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
+    """What comes and goes, (n, R, k), all kinds together: what a search spends its time on."""
+    flying = of_stage.activations + of_stage.experts + of_stage.logits
+    # For each rank a product of matrices, (n, v) x (v, k).
+    found = flying[:, stages.of_rank].transpose(1, 0, 2) @ at.in_flight.transpose(0, 2, 1).astype(np.float64)
+    if at.waiting.any():
+        waiting = (of_stage.waiting + of_stage.waiting_logits)[:, stages.of_rank].transpose(1, 0, 2)
+        found += waiting @ at.waiting.transpose(0, 2, 1).astype(np.float64)
+    working, gradients = (part[:, stages.of_rank].max(2) for part in (of_stage.working, of_stage.gradients))
+    loss, logits = of_stage.loss[:, -1:], of_stage.logits[:, -1:]
+    by_kind = np.zeros((len(pipeline.ACTIONS), *working.shape))
+    by_kind[pipeline.LOSS] = loss
+    by_kind[pipeline.BACKWARD] = working + gradients
+    by_kind[pipeline.BACKWARD_LAST] = working + gradients - logits
+    extra = np.take_along_axis(by_kind.transpose(2, 1, 0), at.kind[:, None, :], axis=2)
+    sizes: Floats = (found + extra).transpose(1, 0, 2)
+    return sizes
+
+
+def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, kind: Ints) -> dict[str, Floats]:
+    """What comes and goes, by kind, (n, R, k), at moments of each candidate: counts (n, R, k, v), kinds (n, R, k)."""
+
+    def of_all(kept: Floats, counts: Ints) -> Floats:
+        found: Floats = np.einsum("nrv,nrkv->nrk", kept[:, stages.of_rank], counts.astype(np.float64))
+        return found
+
+    backward = (kind == pipeline.BACKWARD) | (kind == pipeline.BACKWARD_LAST)
+    working, gradients = (part[:, stages.of_rank].max(2)[:, :, None] for part in (of_stage.working, of_stage.gradients))
+    logits = of_all(of_stage.logits, in_flight) + of_all(of_stage.waiting_logits, waiting)
+    loss, gone = of_stage.loss[:, -1:, None], of_stage.logits[:, -1:, None]
+    return {
+        "activations": of_all(of_stage.activations, in_flight) + of_all(of_stage.waiting, waiting),
+        "experts": of_all(of_stage.experts, in_flight),
+        "logits": logits + loss * (kind == pipeline.LOSS) - gone * (kind == pipeline.BACKWARD_LAST),
+        "gradients": gradients * backward,
+        "working": working * backward,
+    }

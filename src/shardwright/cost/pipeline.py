@@ -1,0 +1,162 @@
+"""What a rank of `pp` holds: its stages, and how many microbatches of each are in flight at its fullest moments.
+
+The counts come from the actions of the schedule (`schedule.build`), in their order and without times.
+Shapes: S stages, R ranks, v stages of a rank, k moments.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from shardwright.cost.job import Candidates, Ints, Job
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.schedule import build
+from shardwright.schedule.actions import Action, Schedule
+from shardwright.schedule.placement import held_by
+from shardwright.split.stages import stage_layers
+
+ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage")
+OTHER, LOSS, BACKWARD, BACKWARD_LAST = range(len(ACTIONS))
+"""Classes of actions, by what they need while they run: F of the last stage makes the loss, and its B or I begins when
+logits are gone; F elsewhere and W need no more than is counted as in flight and waiting."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """How layers lie on stages and stages on ranks.
+
+    `plain`, `mixtures`, (S,): layers without and with experts. `of_rank`, (R, v): the stages whose weights a rank has.
+    """
+
+    layers: tuple[range, ...]
+    plain: Ints
+    mixtures: Ints
+    of_rank: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """The moments of a step at which no other moment of the rank holds as much of everything.
+
+    `in_flight`, `waiting`, (R, k, v): microbatches of each stage in `Stages.of_rank`, that of the running action among
+    them. `kind`, (R, k): which of `ACTIONS` runs. A rank with fewer than k such moments has one of them several times.
+    """
+
+    in_flight: Ints
+    waiting: Ints
+    kind: Ints
+
+
+def stages(job: Job, candidates: Candidates) -> Stages:
+    """The stages that all candidates share; layers are cut as `split.stages` does where nothing else is said."""
+    layout = _layout(candidates.pp, candidates.schedule, candidates.virtual_stages, candidates.stage_layers)
+    return _stages(job.model, layout, job.seq_len)
+
+
+def moments(candidates: Candidates, microbatches: int) -> Moments:
+    """The fullest moments of every rank in a step of so many microbatches; `representative` finds a number that is
+    quick to look at and no different.
+
+    Raises ScheduleError where the schedule cannot run that many.
+    """
+    name, pp, virtual = _name(candidates), candidates.pp, candidates.virtual_stages
+    if name == "afab":
+        # All wait for the last, however many there are.
+        one = _moments(name, pp, virtual, 1)
+        return Moments(one.in_flight * microbatches, one.waiting, one.kind)
+    return _moments(name, pp, virtual, microbatches)
+
+
+def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments]:
+    """The actions of one rank in order, and what it holds while each of them runs; R is 1."""
+    schedule = build.build(_name(candidates), candidates.pp, microbatches, candidates.virtual_stages)
+    return list(schedule.ranks[rank]), _as_moments([_held(schedule, rank)])
+
+
+def _name(candidates: Candidates) -> str:
+    """The schedule; of one rank there is but one."""
+    return candidates.schedule if candidates.pp > 1 else "1f1b"
+
+
+def representative(name: str, pp: int, microbatches: int) -> int:
+    """A number of microbatches, of a few rounds of the ranks at most, in which ranks fill up as far as with this one.
+
+    Every schedule but afab is in its steady state after two rounds. What is kept: whether the number is even, for
+    dualpipe; and for interleaved-1f1b, which deals microbatches into rounds of which the first are longer by one, the
+    length of a round, and up to three rounds of either kind.
+    """
+    few = 4 * pp
+    if microbatches <= few or name == "afab":
+        return microbatches
+    if name == "interleaved-1f1b":
+        rounds = microbatches // pp
+        length, longer = divmod(microbatches, rounds)
+        kept = min(longer, 3)
+        return length * (kept + min(rounds - longer, 3)) + kept
+    return few + (microbatches - few) % 2
+
+
+def _layout(pp: int, schedule: str, virtual_stages: int, layers: tuple[int, ...] | None) -> Layout:
+    if pp == 1:
+        return Layout()
+    return Layout(pp=pp, schedule=schedule, virtual_stages=virtual_stages, stage_layers=layers)
+
+
+@cache
+def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
+    layers = stage_layers(model, layout, seq_len)
+    mixtures = np.array([sum(model.has_experts(layer) for layer in each) for each in layers], dtype=np.int64)
+    of_rank = np.array(
+        [
+            sorted(stage for _, stage in held_by(layout.schedule, layout.pp, layout.virtual_stages, rank))
+            for rank in range(layout.pp)
+        ],
+        dtype=np.int64,
+    )
+    sizes = np.array([len(each) for each in layers], dtype=np.int64)
+    return Stages(layers, sizes - mixtures, mixtures, of_rank)
+
+
+@cache
+def _moments(name: str, pp: int, virtual_stages: int, microbatches: int) -> Moments:
+    schedule = build.build(name, pp, microbatches, virtual_stages)
+    return _as_moments([_largest(_held(schedule, rank)) for rank in range(pp)])
+
+
+def _as_moments(ranks: list[Ints]) -> Moments:
+    """From rows as `_held` gives them, of each rank; where there are fewer, the first is repeated."""
+    k = max(map(len, ranks))
+    rows = np.array([np.concatenate([each, np.repeat(each[:1], k - len(each), axis=0)]) for each in ranks])
+    v = rows.shape[2] // 2
+    return Moments(rows[:, :, 1 : v + 1], rows[:, :, v + 1 :], rows[:, :, 0])
+
+
+def _held(schedule: Schedule, rank: int) -> Ints:
+    """For every action of a rank, what is there while it runs: its class, the microbatches in flight of each of the v
+    stages, and those waiting, (actions, 1 + 2 v)."""
+    actions = schedule.ranks[rank]
+    stage = np.array([action.stage for action in actions], dtype=np.int64)
+    op = np.array([action.op for action in actions])
+    forward, back, weight = op == "F", (op == "B") | (op == "I"), op == "W"
+    last = stage == schedule.n_stages - 1
+    kinds = np.select([back & last, back, forward & last], [BACKWARD_LAST, BACKWARD, LOSS], OTHER)
+    here = stage[:, None] == np.array(schedule.stages_of(rank))
+    sent_back = here & back[:, None]
+    in_flight = np.cumsum(here & forward[:, None], axis=0) - np.cumsum(sent_back, axis=0) + sent_back
+    waits = (here & (op == "I")[:, None]).astype(np.int64) - (here & weight[:, None])
+    waiting = np.cumsum(waits, axis=0) - waits
+    return np.concatenate([kinds[:, None], in_flight, waiting], axis=1)
+
+
+def _largest(rows: Ints) -> Ints:
+    """Of the rows of each class, those that no other has at least as much of everything of; of equal ones, one."""
+    found = []
+    rows = rows[np.argsort(-rows[:, 1:].sum(axis=1), kind="stable")]
+    while len(rows):
+        # No row has more in all than the first, so nothing exceeds it.
+        found.append(rows[0])
+        below = (rows[:, 0] == rows[0, 0]) & np.all(rows[:, 1:] <= rows[0, 1:], axis=1)
+        rows = rows[~below]
+    return np.array(found)

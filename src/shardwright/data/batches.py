@@ -1,0 +1,238 @@
+"""Batches of samples for one data rank, read ahead by a thread; the position in the data is one integer.
+
+Running sample g (0, 1, 2, ... over the whole run) is the sample `sample_order(seed, n)(g)`. A step takes the
+next global_batch of them, data rank r the r-th contiguous block. So what a step trains on depends on neither
+the number of ranks nor where a run was resumed.
+
+Letters of shapes: A accumulated microbatches, B micro_batch, T seq_len.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardwright.data.order import sample_order
+from shardwright.data.samples import IGNORE, Samples
+from shardwright.errors import DataError
+from shardwright.layout import accumulation
+
+PADDING_ID = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one data rank computes in one step.
+
+    tokens_ABT and targets_ABT are int64, targets IGNORE where they do not count; sample_ids_AB, int64, the
+    running (global) sample indices, PADDING_ID for a row that only fills a microbatch; n_targets is
+    the number of targets that count in this batch, of this rank alone.
+    """
+
+    tokens_ABT: torch.Tensor
+    targets_ABT: torch.Tensor
+    sample_ids_AB: torch.Tensor
+    n_targets: int
+
+
+class Batches:
+    """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on.
+
+    Save `next_sample` and give it back as `start_sample` to resume, on any number of ranks, with any batch.
+    `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
+    stops it. What fails in the thread is raised, as it is, by the `next` that would have returned that batch.
+
+    Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only
+    damaged or foreign data has, raises DataError from `next`.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        data_rank: int,
+        data_ranks: int,
+        seed: int,
+        vocab_size: int,
+        start_sample: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        accumulation(global_batch, micro_batch, data_ranks)
+        assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
+        assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
+        self._next_sample, self._global_batch = start_sample, global_batch
+        self._source = _batches(
+            samples,
+            global_batch,
+            micro_batch,
+            data_rank,
+            data_ranks,
+            seed,
+            vocab_size,
+            start_sample,
+            pin_memory,
+        )
+        self._closed = False
+        self._failure: Exception | None = None
+        self._reader = _Reader(self._source, prefetch) if prefetch else None
+        if self._reader is not None:
+            # A Batches that is dropped without close must not leave its thread behind.
+            weakref.finalize(self, self._reader.stop)
+
+    @property
+    def next_sample(self) -> int:
+        """Running index of the first sample of the batch that `next` returns next, read ahead or not."""
+        return self._next_sample
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        assert not self._closed, "these batches are closed"
+        if self._failure is None:
+            try:
+                batch = self._reader.take() if self._reader is not None else next(self._source)
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
+        self._next_sample += self._global_batch
+        return batch
+
+    def close(self) -> None:
+        """Stop the thread; returns when it has ended."""
+        self._closed = True
+        if self._reader is not None:
+            self._reader.stop()
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def evaluation_batches(
+    samples: Samples,
+    *,
+    micro_batch: int,
+    data_rank: int,
+    data_ranks: int,
+    vocab_size: int,
+    max_samples: int | None = None,
+) -> Iterator[Batch]:
+    """`max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
+
+    Every rank gets ceil(max_samples / (micro_batch * data_ranks)) batches, because a rank that stays out of a
+    collective hangs the others; the rows too many are masked whole. Raises DataError as Batches does.
+    """
+    assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
+    n = len(samples) if max_samples is None else min(max_samples, len(samples))
+    for first in range(0, n, micro_batch * data_ranks):
+        ids = first + data_rank * micro_batch + np.arange(micro_batch)
+        indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, pin_memory=False)
+
+
+def _batches(
+    samples: Samples,
+    global_batch: int,
+    micro_batch: int,
+    data_rank: int,
+    data_ranks: int,
+    seed: int,
+    vocab_size: int,
+    start_sample: int,
+    pin_memory: bool,
+) -> Iterator[Batch]:
+    order = sample_order(seed, len(samples))
+    block = global_batch // data_ranks
+    first = start_sample
+    while True:
+        ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
+        yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory)
+        first += global_batch
+
+
+def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_size: int, pin_memory: bool) -> Batch:
+    shape = (*indices_AB.shape, samples.seq_len)
+    tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    n_targets = 0
+    for place in np.ndindex(indices_AB.shape):
+        i = int(indices_AB[place])
+        if i == PADDING_ID:
+            continue
+        tokens, mask = samples.read(i)
+        if tokens.max() >= vocab_size:
+            raise _outside_vocabulary(samples, i, tokens, vocab_size)
+        tokens_ABT[place] = tokens[:-1]
+        targets_ABT[place][mask] = tokens[1:][mask]
+        n_targets += int(mask.sum())
+    batch = Batch(
+        torch.from_numpy(tokens_ABT),
+        torch.from_numpy(targets_ABT),
+        torch.from_numpy(ids_AB.copy()),
+        n_targets,
+    )
+    if pin_memory:
+        return Batch(
+            batch.tokens_ABT.pin_memory(),
+            batch.targets_ABT.pin_memory(),
+            batch.sample_ids_AB.pin_memory(),
+            batch.n_targets,
+        )
+    return batch
+
+
+def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size: int) -> DataError:
+    at = int(np.argmax(tokens >= vocab_size))
+    start, _ = samples.span(i)
+    return DataError(
+        f"{samples.split.where(start + at)} is {tokens[at]}, outside of the vocabulary of {vocab_size} "
+        f"(ids 0 to {vocab_size - 1}); check the data with "
+        f"`shardwright data inspect {samples.split.folder} --verify`"
+    )
+
+
+class _Reader:
+    """One thread that keeps a bounded queue of batches full. It knows nothing of the Batches that owns it."""
+
+    def __init__(self, source: Iterator[Batch], ahead: int) -> None:
+        self._queue: queue.Queue[Batch | Exception] = queue.Queue(ahead)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=_fill, args=(source, self._queue, self._stopping), name="shardwright-batches", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> Batch:
+        """The next batch, or the exception in its place."""
+        taken = self._queue.get()
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    def stop(self) -> None:
+        self._stopping.set()
+        # The thread may be waiting for room: after this it puts at most one more, and there is room for it.
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _fill(source: Iterator[Batch], out: "queue.Queue[Batch | Exception]", stopping: threading.Event) -> None:
+    while not stopping.is_set():
+        try:
+            batch = next(source)
+        except Exception as error:
+            out.put(error)
+            return
+        out.put(batch)

@@ -1,0 +1,238 @@
+"""A corpus into a folder of tokens: train or load a tokenizer, encode on all cores, write shards, publish.
+
+Everything is written to a folder beside OUT, `OUT.partial-<pid>-<host>`, and renamed to OUT when it is
+complete and on disk. A prepare that dies, by any death, leaves no OUT; the next one on the same machine
+clears what it left. Memory holds two batches of text and their ids, whatever the size of the corpus.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright import __version__
+from shardwright.data.order import keyed_fractions
+from shardwright.data.publish import Publication
+from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest
+from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
+from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
+from shardwright.data.writer import SplitWriter
+from shardwright.errors import DataError
+from shardwright.units import MiB
+
+TRAIN, VALIDATION = "train", "validation"
+# The tokenizers library holds about 100 bytes a token while it works: 35 times the text.
+BATCH_BYTES_PER_CORE = 2 * MiB
+LARGEST_BATCH_BYTES = 32 * MiB
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a prepare has come. `stage` is "tokenizer" (the sample it is trained on) or "tokens";
+    `read_bytes` of `total_bytes` of the source's files (None where unknown: a dataset of the hub)."""
+
+    stage: str
+    read_bytes: int
+    total_bytes: int | None
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """The source as a stream that can be started again."""
+
+    source: str
+    text_key: str
+    glob: str | None
+    encoding_errors: EncodingErrors
+
+    def total_bytes(self) -> int | None:
+        if self.source.startswith(HUB):
+            return None
+        return sum(path.stat().st_size for path in source_files(self.source, self.glob))
+
+    def pieces(self, meter: Meter) -> Iterator[tuple[int, str]]:
+        """(document number, piece of its text); only documents that have text are numbered."""
+        number = -1
+        for document in documents(
+            self.source,
+            text_key=self.text_key,
+            glob=self.glob,
+            encoding_errors=self.encoding_errors,
+            meter=meter,
+        ):
+            begun = False
+            for piece in document.pieces:
+                if not begun:
+                    begun, number = True, number + 1
+                yield number, piece
+
+
+def prepare(
+    source: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    separator: str | None = None,
+    vocab_size: int = 8192,
+    tokenizer_sample: int = 256 * MiB,
+    validation: float = 0.01,
+    seed: int = 0,
+    shard_tokens: int = 100_000_000,
+    text_key: str = "text",
+    glob: str | None = None,
+    encoding_errors: EncodingErrors = "error",
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Tokenise `source` (see `sources.documents`) into the new folder `out`, and return its manifest.
+
+    `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample`
+    bytes of the text, spread over the corpus where its size is known. About the fraction `validation` of the
+    documents, chosen by a hash of (seed, document number), goes to the split "validation"; from two documents
+    on both splits have one. The same call writes the same bytes.
+
+    Raises DataError for bad input, an `out` that exists (`overwrite` replaces it, once the new one is
+    complete), a full disk. Nothing is left behind then.
+    """
+    if not 0 <= validation < 1:
+        raise DataError(f"validation={validation} is not a fraction of the documents: from 0 to below 1")
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens={shard_tokens} must be at least 1")
+    if tokenizer_sample < 1:
+        raise DataError(f"tokenizer_sample={tokenizer_sample} bytes must be at least 1")
+    corpus = _Corpus(str(source), text_key, glob, encoding_errors)
+    if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
+        raise DataError(f"out={out} lies inside of the source {source}: it would read what it writes; choose another")
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
+    total_bytes = corpus.total_bytes()
+    report = progress or (lambda _: None)
+
+    with Publication(Path(out), overwrite=overwrite) as publication:
+        if loaded is None:
+            sample = _sample(corpus, seed, total_bytes, tokenizer_sample, report)
+            loaded = train_bpe(sample, vocab_size, sample_bytes=tokenizer_sample)
+        publication.write(TOKENIZER, loaded.json_bytes)
+        meter = Meter()
+        splits = _write_tokens(
+            corpus, publication.folder, loaded, validation, seed, shard_tokens, meter, total_bytes, report
+        )
+        manifest = Manifest(
+            created_by=f"shardwright {__version__}",
+            dtype=_dtype(loaded),
+            vocab_size=loaded.vocab_size,
+            separator=loaded.separator,
+            separator_id=loaded.separator_id,
+            tokenizer_file=TOKENIZER,
+            tokenizer_sha256=loaded.sha256,
+            splits={name: writer.split() for name, writer in splits.items()},
+            source={**dataclasses.asdict(corpus), "read_bytes": meter.read_bytes, "skipped": meter.n_skipped}
+            | ({"skipped_first": meter.skipped} if meter.skipped else {}),
+            options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
+        )
+        publication.write(MANIFEST, manifest.model_dump_json(indent=2).encode() + b"\n")
+        publication.publish()
+    return manifest
+
+
+def _write_tokens(
+    corpus: _Corpus,
+    folder: Path,
+    tokenizer: TextTokenizer,
+    validation: float,
+    seed: int,
+    shard_tokens: int,
+    meter: Meter,
+    total_bytes: int | None,
+    report: Callable[[Progress], None],
+) -> dict[str, SplitWriter]:
+    names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
+    dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
+    writers = {name: SplitWriter(folder, name, dtype, tokenizer.separator_id, shard_tokens) for name in names}
+    written = -1
+
+    def write(numbers: list[int], encoded: "Future[list[np.ndarray]]") -> None:
+        nonlocal written
+        for number, ids in zip(numbers, encoded.result(), strict=True):
+            if number != written:
+                if written >= 0:
+                    writers[_split_of(written, validation, seed)].end_document()
+                written = number
+            writers[_split_of(number, validation, seed)].write(ids.astype(dtype))
+        n_tokens = sum(writer.n_tokens for writer in writers.values())
+        report(Progress("tokens", meter.read_bytes, total_bytes, written + 1, n_tokens))
+
+    try:
+        # One batch is encoded while the one before is written and the one after is read.
+        with all_cores(), ThreadPoolExecutor(1) as encoder:
+            waiting: tuple[list[int], Future[list[np.ndarray]]] | None = None
+            for numbers, texts in _batches(corpus.pieces(meter)):
+                encoded = encoder.submit(tokenizer.encode_batch, texts)
+                if waiting is not None:
+                    write(*waiting)
+                waiting = numbers, encoded
+            if waiting is not None:
+                write(*waiting)
+        if written < 0:
+            left_out = f" ({meter.n_skipped} documents were skipped)" if meter.n_skipped else ""
+            raise DataError(f"{corpus.source}: there is no text in it{left_out}")
+        writers[_split_of(written, validation, seed)].end_document()
+    finally:
+        for writer in writers.values():
+            writer.close()
+    return writers
+
+
+def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
+    """Pieces gathered until there is enough for every core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    enough = min(cores * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
+    numbers: list[int] = []
+    texts: list[str] = []
+    size = 0
+    for number, piece in pieces:
+        numbers.append(number)
+        texts.append(piece)
+        size += len(piece)
+        if size >= enough:
+            yield numbers, texts
+            numbers, texts, size = [], [], 0
+    if texts:
+        yield numbers, texts
+
+
+def _split_of(document: int, validation: float, seed: int) -> str:
+    # A stream does not know how many documents follow, so the first two are dealt by rule: one to each split.
+    if validation == 0 or document == 0:
+        return TRAIN
+    if document == 1 or keyed_fractions((seed,), np.array(document))[0] < validation:
+        return VALIDATION
+    return TRAIN
+
+
+def _sample(
+    corpus: _Corpus,
+    seed: int,
+    total_bytes: int | None,
+    sample_bytes: int,
+    report: Callable[[Progress], None],
+) -> Iterator[str]:
+    """Text to train a tokenizer on: of a corpus larger than the sample, pieces from all over it."""
+    rate = 1.0 if not total_bytes else sample_bytes / total_bytes
+    meter, number = Meter(), -1
+    for i, (number, piece) in enumerate(corpus.pieces(meter)):
+        if rate >= 1 or keyed_fractions((seed, 1), np.array(i))[0] < rate:
+            yield piece
+        if i % 64 == 0:
+            report(Progress("tokenizer", meter.read_bytes, total_bytes, number + 1, 0))
+    report(Progress("tokenizer", meter.read_bytes, total_bytes, number + 1, 0))
+
+
+def _dtype(tokenizer: TextTokenizer) -> Any:
+    return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"

@@ -1,0 +1,274 @@
+"""One file format each: text, JSON lines, Parquet, as documents made of bounded pieces of text.
+
+A document may be larger than memory, so its text comes as an iterator of pieces of about PIECE_BYTES,
+cut after a line end where there is one. What is held at a time is one piece of text, one JSON line,
+or one small batch of Parquet rows.
+"""
+
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from shardwright.errors import DataError
+from shardwright.units import KiB, MiB, format_bytes
+
+EncodingErrors = Literal["error", "replace", "skip"]
+ENCODING_ERRORS: tuple[str, ...] = get_args(EncodingErrors)
+
+# Small enough to spread one long file over many cores, large enough that the cuts change next to no token.
+PIECE_BYTES = 256 * KiB
+LONGEST_RECORD_BYTES = 256 * MiB
+PARQUET_ROWS = 64
+SKIPPED_KEPT = 20
+
+WAY_OUT = "convert it to UTF-8, or pass --encoding-errors replace (puts U+FFFD there) or skip (leaves the document out)"
+
+
+class NotText(DataError):
+    """Bytes that are no UTF-8 text: an error, or a document left out under `skip`."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """`name` says where it stands (`file`, `file:line`); `pieces`, joined, are its text.
+
+    The pieces are read from the source as they are asked for: use them up before the next document.
+    """
+
+    name: str
+    pieces: Iterator[str]
+
+
+@dataclass
+class Meter:
+    """What reading has come to: bytes of the source's files, and documents left out under `skip`."""
+
+    read_bytes: int = 0
+    n_skipped: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    def skip(self, error: NotText) -> None:
+        """Count a document that is left out; the first few reasons are kept."""
+        self.n_skipped += 1
+        if len(self.skipped) < SKIPPED_KEPT:
+            self.skipped.append(str(error).partition(";")[0])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read: the field that holds the text, what to do about bytes that are not UTF-8, the meter."""
+
+    text_key: str
+    encoding_errors: EncodingErrors
+    meter: Meter
+
+
+def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
+    """One text file is one document. Under `skip` the file is read twice: first to see that it is clean."""
+    if reading.encoding_errors == "skip":
+        try:
+            for offset, raw in _raw_pieces(path):
+                _decode(_without_nul(raw, path, offset), str(path), offset, "error")
+        except NotText as error:
+            reading.meter.skip(error)
+            reading.meter.read_bytes += path.stat().st_size
+            return
+
+    def pieces() -> Iterator[str]:
+        for offset, raw in _raw_pieces(path):
+            reading.meter.read_bytes += len(raw)
+            text = _decode(_without_nul(raw, path, offset), str(path), offset, reading.encoding_errors)
+            if offset == 0:
+                text = text.removeprefix("\ufeff")
+            if text:
+                yield text
+
+    yield Document(str(path), pieces())
+
+
+def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
+    """One line is one object, its field `text_key` one document; a null or empty text is no document."""
+    already_bytes = reading.meter.read_bytes
+    with naming(path), open(path, "rb") as file:
+        lines = gzip.GzipFile(fileobj=file) if path.name.endswith(".gz") else file
+        offset = 0
+        for number in itertools.count(1):
+            line = lines.readline(LONGEST_RECORD_BYTES + 1)
+            if not line:
+                return
+            where = f"{path}:{number}"
+            if len(line) > LONGEST_RECORD_BYTES:
+                raise DataError(
+                    f"{where}: the line is longer than {format_bytes(LONGEST_RECORD_BYTES)}, the most one "
+                    "record may have; if the file does not hold one record a line, name it .json or .txt"
+                )
+            text = None
+            try:
+                text = _record_text(_decode(line, where, offset, reading.encoding_errors), where, reading)
+            except NotText as error:
+                if reading.encoding_errors != "skip":
+                    raise
+                reading.meter.skip(error)
+            offset += len(line)
+            reading.meter.read_bytes = already_bytes + file.tell()
+            if text:
+                yield Document(where, cut(text))
+
+
+def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
+    """One row is one document, its column `text_key` the text; only that column is read, in bits."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError(f"{path}: Parquet needs pyarrow; pip install pyarrow") from None
+
+    already_bytes, size_bytes = reading.meter.read_bytes, path.stat().st_size
+    with naming(path, pa.ArrowException):
+        # Without these two, Arrow reads whole column chunks, which may be gigabytes, ahead of the rows.
+        file = pq.ParquetFile(path, buffer_size=MiB, pre_buffer=False)
+    with file:
+        schema = file.schema_arrow
+        if reading.text_key not in schema.names:
+            raise DataError(
+                f"{path}: no column {reading.text_key!r}; there are: {', '.join(schema.names)}. "
+                "Choose one with --text-key"
+            )
+        row = 0
+        with naming(path, pa.ArrowException):
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[reading.text_key]):
+                column = batch.column(0)
+                if pa.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+                    raise DataError(
+                        f"{path}: column {reading.text_key!r} holds {column.type}, not text; "
+                        "choose another with --text-key"
+                    )
+                # As bytes, so that a damaged string is met by the same rule as everywhere else.
+                for raw in column.cast("large_binary").to_pylist():
+                    row += 1
+                    where, text = f"{path}: row {row}", None
+                    try:
+                        text = raw and _decode(raw, where, 0, reading.encoding_errors)
+                    except NotText as error:
+                        if reading.encoding_errors != "skip":
+                            raise
+                        reading.meter.skip(error)
+                    if text:
+                        yield Document(where, cut(text))
+                reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
+
+
+def encodable(text: str, where: str, encoding_errors: str) -> str:
+    """`text`, if UTF-8 can hold it: JSON may carry half of a surrogate pair (`\\ud83d`), no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        if encoding_errors != "replace":
+            raise NotText(
+                f"{where}: character {error.start} is half of a surrogate pair "
+                f"(\\u{ord(text[error.start]):04x}) and not UTF-8 text; {WAY_OUT}"
+            ) from None
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def cut(text: str) -> Iterator[str]:
+    """`text` in pieces of at most PIECE_BYTES characters, cut after a line end where there is one."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        end = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
+        yield text[start:end]
+        start = end
+    yield text[start:] if start else text
+
+
+def _raw_pieces(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of a file, at most PIECE_BYTES each, never cut inside a UTF-8 character."""
+    with naming(path), open(path, "rb") as file:
+        offset, held = 0, b""
+        while True:
+            held += file.read(PIECE_BYTES - len(held))
+            if len(held) < PIECE_BYTES:
+                break
+            end = held.rfind(b"\n") + 1
+            if not end:
+                # No line end (a gigabyte of JSON on one line): cut before the last character.
+                end = next((i for i in range(PIECE_BYTES - 1, PIECE_BYTES - 4, -1) if held[i] & 0xC0 != 0x80), 0)
+                end = end or PIECE_BYTES
+            yield offset, held[:end]
+            offset, held = offset + end, held[end:]
+        if held:
+            yield offset, held
+
+
+def _without_nul(raw: bytes, path: Path, offset: int) -> bytes:
+    at = raw.find(b"\0")
+    if at >= 0:
+        raise NotText(
+            f"{path}: a NUL byte at offset {offset + at}: a binary file, or UTF-16; choose the text files "
+            "of a folder with --glob, convert it to UTF-8, or pass --encoding-errors skip"
+        )
+    return raw
+
+
+def _decode(raw: bytes, where: str, offset: int, encoding_errors: str) -> str:
+    try:
+        return raw.decode("utf-8", "replace" if encoding_errors == "replace" else "strict")
+    except UnicodeDecodeError as error:
+        raise NotText(
+            f"{where}: byte 0x{raw[error.start]:02x} at offset {offset + error.start} is not UTF-8 "
+            f"({error.reason}); {WAY_OUT}"
+        ) from None
+
+
+def _record_text(line: str, where: str, reading: Reading) -> str | None:
+    line = line.removeprefix("\ufeff").strip()
+    if not line:
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON ({error}); a .jsonl file holds one object a line") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}")
+    return field_text(record, where, reading)
+
+
+def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | None:
+    """The text of a record's field `text_key`; None where it is null.
+
+    Raises DataError for a missing field or one that is no string, NotText for half a surrogate pair.
+    """
+    if reading.text_key not in record:
+        raise DataError(
+            f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "
+            "Choose one with --text-key"
+        )
+    text = record[reading.text_key]
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: the field {reading.text_key!r} is a {type(text).__name__}, not a string; "
+            "choose another with --text-key"
+        )
+    return encodable(text, where, reading.encoding_errors)
+
+
+@contextmanager
+def naming(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """What reading a file may raise becomes a DataError that names it."""
+    caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *more)
+    try:
+        yield
+    except caught as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"{path}: cannot be read: {reason}") from error

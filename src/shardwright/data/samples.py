@@ -1,0 +1,119 @@
+"""What one training sample is: seq_len + 1 tokens, and which of the seq_len predictions count.
+
+Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction has
+no part in the loss (its target becomes IGNORE).
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from shardwright.data.shards import TokenSplit
+from shardwright.errors import DataError
+
+IGNORE = -100
+
+
+class Samples(Protocol):
+    """A split seen as `len(samples)` samples of `seq_len` predictions."""
+
+    split: TokenSplit
+    seq_len: int
+
+    def __len__(self) -> int: ...
+
+    def span(self, i: int) -> tuple[int, int]:
+        """(first token, number of tokens) of sample i in the split."""
+        ...
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sample i: tokens int64 [seq_len + 1] and mask bool [seq_len]."""
+        ...
+
+
+class PackedSamples:
+    """The split as one row of tokens, cut every seq_len: no padding, and a sample may span documents.
+
+    Sample i reads tokens [i*T, i*T + T) and predicts the successor of each: n = (n_tokens - 1) // T, and each
+    token but the first, and less than T at the end, is predicted once. With `mask_boundaries` what follows a
+    separator, the first token of another document, is not predicted. Raises DataError for fewer than T + 1.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int, *, mask_boundaries: bool = False) -> None:
+        _check_seq_len(seq_len)
+        self.split, self.seq_len, self.mask_boundaries = split, seq_len, mask_boundaries
+        self._n = (split.n_tokens - 1) // seq_len
+        if self._n < 1:
+            way_out = "prepare more text" if split.name == "train" else "prepare with a larger --validation"
+            if split.n_tokens > 1:
+                way_out = f"use seq_len <= {split.n_tokens - 1}, or {way_out}"
+            raise DataError(
+                f"the {split.name} split has {split.n_tokens} tokens, fewer than seq_len + 1 = {seq_len + 1}; {way_out}"
+            )
+
+    def __len__(self) -> int:
+        return self._n
+
+    def span(self, i: int) -> tuple[int, int]:
+        """As Samples.span."""
+        assert 0 <= i < self._n, (i, self._n)
+        return i * self.seq_len, self.seq_len + 1
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Samples.read."""
+        tokens = self.split.tokens(*self.span(i)).astype(np.int64)
+        if self.mask_boundaries:
+            return tokens, tokens[:-1] != self.split.separator_id
+        return tokens, np.ones(self.seq_len, bool)
+
+
+class DocumentSamples:
+    """Every document begins a sample of its own; a long one is cut every T, the rest is padded and masked.
+
+    A document of L tokens (its separator included) has L - 1 predictions and makes ceil((L - 1) / T) samples;
+    each of its tokens but the first is predicted once. Padding is the separator. Takes 8 bytes of memory a
+    document, for finding the document of a sample. Raises DataError for a split without any prediction.
+    """
+
+    def __init__(self, split: TokenSplit, seq_len: int) -> None:
+        _check_seq_len(seq_len)
+        self.split, self.seq_len = split, seq_len
+        self._sample_ends = np.cumsum((split.document_lengths() - 1 + seq_len - 1) // seq_len)
+        if not len(self):
+            raise DataError(
+                f"the {split.name} split has {split.n_tokens} tokens in {split.n_documents} documents, "
+                "nothing to predict; prepare more documents"
+            )
+
+    def __len__(self) -> int:
+        return int(self._sample_ends[-1]) if len(self._sample_ends) else 0
+
+    def span(self, i: int) -> tuple[int, int]:
+        """As Samples.span; fewer than seq_len + 1 tokens where the document ends."""
+        assert 0 <= i < len(self), (i, len(self))
+        document = int(np.searchsorted(self._sample_ends, i, side="right"))
+        piece = i - (int(self._sample_ends[document - 1]) if document else 0)
+        start = self.split.document_start(document) + piece * self.seq_len
+        return start, min(self.seq_len + 1, self.split.document_start(document + 1) - start)
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Samples.read."""
+        start, length = self.span(i)
+        tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
+        tokens[:length] = self.split.tokens(start, length)
+        return tokens, np.arange(self.seq_len) < length - 1
+
+
+def cut_samples(split: TokenSplit, seq_len: int, sequences: str, mask_boundaries: bool) -> Samples:
+    """The samples of a split as the run file asks for them: `sequences` is packed or documents.
+
+    Raises DataError for a split with too few tokens.
+    """
+    if sequences == "documents":
+        return DocumentSamples(split, seq_len)
+    return PackedSamples(split, seq_len, mask_boundaries=mask_boundaries)
+
+
+def _check_seq_len(seq_len: int) -> None:
+    if seq_len < 1:
+        raise DataError(f"seq_len={seq_len} must be at least 1")

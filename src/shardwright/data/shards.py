@@ -1,0 +1,285 @@
+"""A folder of tokens on disk: its manifest, and a split of it as one long memory-mapped row of tokens.
+
+    manifest.json            written last; what is not in it does not count
+    tokenizer.json           the tokenizer that made the ids
+    train-00000.bin          token ids, little-endian uint16, or uint32 for a vocabulary above 65,536
+    train-00000.idx          uint64: where each document that begins in this shard begins, in tokens
+    validation-00000.bin ...
+
+Every document ends with one separator. A shard is closed at the first document end at or after
+`shard_tokens`, and in any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` lies in one
+shard, and only a longer one may run over into the next.
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from shardwright.errors import DataError, nearest
+from shardwright.units import MiB
+
+FORMAT = "shardwright.tokens"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+INDEX_BYTES = 8
+PREPARE = "shardwright data prepare SRC --out DIR"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(_Record):
+    """One pair of files: `tokens` ids in `bytes` bytes; `documents` of them begin here."""
+
+    file: str
+    tokens: int
+    documents: int
+    bytes: int
+    sha256: str
+    index_file: str
+    index_sha256: str
+
+
+class Split(_Record):
+    """The shards of one split, in order, with their totals."""
+
+    tokens: int
+    documents: int
+    shards: tuple[Shard, ...]
+
+
+class Manifest(_Record):
+    """What is in a folder of tokens. `source` and `options` say how it was made; nothing depends on them."""
+
+    format: str = FORMAT
+    format_version: int = FORMAT_VERSION
+    created_by: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    separator: str
+    separator_id: int
+    tokenizer_file: str
+    tokenizer_sha256: str
+    splits: dict[str, Split]
+    source: dict[str, Any]
+    options: dict[str, Any]
+
+    @staticmethod
+    def read(directory: str | Path, *, check_files: bool = True) -> "Manifest":
+        """The manifest of `directory`; with `check_files` every file must be there in its full size.
+
+        Raises DataError for a folder that is missing, empty, of something else, of a newer format, damaged.
+        """
+        folder = Path(directory)
+        raw = _read_json(folder)
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise DataError(f"{folder}: its {MANIFEST} is not of token shards; they are made by `{PREPARE}`")
+        version = raw.get("format_version")
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise DataError(
+                f"{folder}: format version {version}, but this Shardwright reads up to {FORMAT_VERSION}; "
+                f"it was written by {raw.get('created_by')}: upgrade to that, or prepare the data again"
+            )
+        try:
+            manifest = Manifest.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"{folder}: {MANIFEST} is damaged at {where}: {first['msg']}; prepare it again") from None
+        problems = manifest._contradictions() or (manifest.missing_files(folder) if check_files else [])
+        if problems:
+            raise DataError(*(f"{folder}: {problem}" for problem in problems))
+        return manifest
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a token on disk."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def fingerprint(self) -> str:
+        """A sha256 over the checksums of all shards: equal for equal tokens, cut in equal shards."""
+        lines: list[str] = [self.dtype]
+        for name in sorted(self.splits):
+            lines += [f"{name} {shard.sha256} {shard.index_sha256}" for shard in self.splits[name].shards]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def check_vocabulary(self, model_vocab_size: int) -> None:
+        """Raise DataError if a model of that vocabulary (possibly padded) has no row for some of the ids."""
+        if model_vocab_size < self.vocab_size:
+            raise DataError(
+                f"the model's vocab_size={model_vocab_size} is smaller than the {self.vocab_size} tokens of "
+                f"the data's tokenizer; set it to {self.vocab_size} or more (the next multiple of 128: "
+                f"{-(-self.vocab_size // 128) * 128})"
+            )
+
+    def missing_files(self, folder: Path) -> list[str]:
+        """Complaints about files that are not there, or not of the size that the manifest says."""
+        expected = {self.tokenizer_file: -1}
+        for split in self.splits.values():
+            for shard in split.shards:
+                expected[shard.file] = shard.bytes
+                expected[shard.index_file] = shard.documents * INDEX_BYTES
+        problems = []
+        for name, n_bytes in expected.items():
+            try:
+                actual = (folder / name).stat().st_size
+            except OSError:
+                problems.append(f"{name} is missing; copy it again, or prepare the data again")
+                continue
+            if n_bytes not in (-1, actual):
+                problems.append(
+                    f"{name} has {actual} bytes, the manifest says {n_bytes}: "
+                    f"{'cut short' if actual < n_bytes else 'not the file that was written'}; "
+                    "copy it again, or prepare the data again"
+                )
+        return problems
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        for name, split in self.splits.items():
+            for shard in split.shards:
+                if any(Path(file).name != file for file in (shard.file, shard.index_file)):
+                    problems.append(f"{MANIFEST} names {shard.file!r}, a file outside of the folder")
+                if shard.tokens * self.itemsize != shard.bytes:
+                    problems.append(
+                        f"{MANIFEST} contradicts itself: {shard.file} has {shard.bytes} bytes "
+                        f"and {shard.tokens} tokens of {self.itemsize} bytes"
+                    )
+            tokens = sum(shard.tokens for shard in split.shards)
+            documents = sum(shard.documents for shard in split.shards)
+            if (tokens, documents) != (split.tokens, split.documents):
+                problems.append(
+                    f"{MANIFEST} contradicts itself: {name} has {split.tokens} tokens and {split.documents} "
+                    f"documents, its shards {tokens} and {documents}"
+                )
+        return problems
+
+
+class TokenSplit:
+    """All shards of a split as one row of `n_tokens` ids and `n_documents` documents, read by memory map."""
+
+    def __init__(self, folder: Path, name: str, manifest: Manifest) -> None:
+        self.folder, self.name, self.manifest = folder, name, manifest
+        split = manifest.splits[name]
+        self.n_tokens, self.n_documents = split.tokens, split.documents
+        self.separator_id = manifest.separator_id
+        self._files = [shard.file for shard in split.shards]
+        self._shards = [
+            np.memmap(folder / shard.file, dtype=f"<u{manifest.itemsize}", mode="r") for shard in split.shards
+        ]
+        self._indices = [
+            np.memmap(folder / shard.index_file, dtype="<u8", mode="r") if shard.documents else np.empty(0, "<u8")
+            for shard in split.shards
+        ]
+        self._token_ends = list(accumulate(shard.tokens for shard in split.shards))
+        self._document_ends = list(accumulate(shard.documents for shard in split.shards))
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """Ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
+        if start < 0 or length < 0 or start + length > self.n_tokens:
+            raise IndexError(f"tokens {start} to {start + length} of a split of {self.n_tokens}")
+        pieces: list[np.ndarray] = []
+        while length or not pieces:
+            shard = min(bisect_right(self._token_ends, start), len(self._shards) - 1)
+            if shard < 0:
+                return np.empty(0, f"<u{self.manifest.itemsize}")
+            offset = start - self._shard_start(shard)
+            piece = self._shards[shard][offset : offset + length]
+            pieces.append(piece)
+            start, length = start + len(piece), length - len(piece)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document(self, i: int) -> np.ndarray:
+        """The ids of document i, its separator last."""
+        start, end = self.document_start(i), self.document_start(i + 1)
+        return self.tokens(start, end - start)
+
+    def document_start(self, i: int) -> int:
+        """Where document i begins in the split, in tokens; n_tokens for i = n_documents."""
+        if not 0 <= i <= self.n_documents:
+            raise IndexError(f"document {i} of a split of {self.n_documents}")
+        if i == self.n_documents:
+            return self.n_tokens
+        shard = bisect_right(self._document_ends, i)
+        first = self._document_ends[shard] - len(self._indices[shard])
+        return self._shard_start(shard) + int(self._indices[shard][i - first])
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of every document, separators counted; int64 [n_documents], 8 bytes a document of memory."""
+        starts = [index.astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]
+        return np.diff(np.concatenate([*starts, np.array([self.n_tokens])]))
+
+    def where(self, token: int) -> str:
+        """`FILE, token N of it`: the place of a token of the split, for messages."""
+        shard = bisect_right(self._token_ends, token)
+        return f"{self.folder / self._files[shard]}, token {token - self._shard_start(shard)} of it"
+
+    def _shard_start(self, shard: int) -> int:
+        return self._token_ends[shard] - len(self._shards[shard])
+
+
+def open_split(directory: str | Path, name: str) -> TokenSplit:
+    """The split `name` ("train", "validation") of a folder of tokens; raises as Manifest.read does."""
+    manifest = Manifest.read(directory)
+    if name not in manifest.splits:
+        raise DataError(f"{directory}: no split {name!r}; {nearest(name, manifest.splits)}")
+    return TokenSplit(Path(directory), name, manifest)
+
+
+def verify_checksums(directory: str | Path, progress: Callable[[str], None] | None = None) -> list[str]:
+    """Read every file and compare its sha256 with the manifest's; returns the complaints, if any.
+
+    `progress` is called with the name of each file. Raises DataError only if the manifest cannot be read.
+    """
+    folder = Path(directory)
+    manifest = Manifest.read(folder, check_files=False)
+    problems = manifest.missing_files(folder)
+    expected = {manifest.tokenizer_file: manifest.tokenizer_sha256}
+    for split in manifest.splits.values():
+        for shard in split.shards:
+            expected |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
+    for name, sha256 in expected.items():
+        if any(problem.startswith(f"{name} ") for problem in problems):
+            continue
+        if progress is not None:
+            progress(name)
+        actual = _sha256_of(folder / name)
+        if actual != sha256:
+            problems.append(f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged")
+    return problems
+
+
+def _read_json(folder: Path) -> Any:
+    if not folder.exists():
+        raise DataError(f"{folder}: there is no such data folder; make it with `{PREPARE}`")
+    if not folder.is_dir():
+        raise DataError(f"{folder}: a file, not a folder of token shards; make one with `{PREPARE}`")
+    path = folder / MANIFEST
+    if not path.exists():
+        names = sorted(entry.name for entry in folder.iterdir())
+        found = f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"
+        raise DataError(f"{folder}: the folder {found} {MANIFEST}; token shards are made by `{PREPARE}`")
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error}); prepare the data again") from None
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(MiB):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,132 @@
+"""Tokenizers: one trained here (byte-level BPE), or any `tokenizer.json` of the `tokenizers` library."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from shardwright.errors import DataError, nearest
+from shardwright.units import MiB
+
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
+SMALLEST_BPE = 256 + 1
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer that is ready for a corpus: text to ids and nothing else.
+
+    `vocab_size` is the largest id + 1 (a vocabulary may have gaps); `json_bytes` is its file, byte for byte.
+    """
+
+    tokenizer: Tokenizer
+    separator: str
+    separator_id: int
+    vocab_size: int
+    json_bytes: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the file, in hex."""
+        return hashlib.sha256(self.json_bytes).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, uint32, on all cores; a `<|endoftext|>` in a text is text, no separator."""
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`, separators shown."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int = 256 * MiB) -> TextTokenizer:
+    """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) of the first `sample_bytes` of `texts`.
+
+    Its alphabet is the 256 bytes, so any text comes back exactly; `<|endoftext|>`, id 0, is the separator.
+    A small corpus may give fewer tokens than `vocab_size`. Raises DataError for vocab_size below 257.
+    """
+    if vocab_size < SMALLEST_BPE:
+        raise DataError(f"vocab_size={vocab_size} is below {SMALLEST_BPE} = 256 bytes + 1 separator")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATORS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with all_cores():
+        tokenizer.train_from_iterator(_first_bytes(texts, sample_bytes), trainer)
+    return _ready(tokenizer, SEPARATORS[0], tokenizer.to_str(pretty=True).encode())
+
+
+def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokenizer:
+    """A `tokenizer.json`, with the token that ends a document: `separator`, or the first of SEPARATORS.
+
+    Raises DataError for a file that is missing or no tokenizer, and where there is no separator.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise DataError(f"{path}: a folder, not a tokenizer; pass the file, {path / 'tokenizer.json'}")
+    try:
+        json_bytes = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: the tokenizer cannot be read: {error.strerror}") from error
+    try:
+        tokenizer = Tokenizer.from_buffer(json_bytes)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"{path}: not a tokenizer.json of the tokenizers library ({error}); for files of "
+            "SentencePiece or tiktoken, save the model's fast tokenizer with transformers first"
+        ) from None
+    if separator is None:
+        separator = next((name for name in SEPARATORS if tokenizer.token_to_id(name) is not None), None)
+    if separator is None or tokenizer.token_to_id(separator) is None:
+        special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        wanted = f"{separator!r}" if separator is not None else "none of " + ", ".join(SEPARATORS)
+        if separator is None:
+            choices = f"its special tokens: {', '.join(special)}" if special else "it has no special tokens"
+            raise DataError(f"{path}: it has {wanted} to end a document; choose with --separator; {choices}")
+        raise DataError(f"{path}: the separator {wanted} is not in its vocabulary; {nearest(separator, special)}")
+    return _ready(tokenizer, separator, json_bytes)
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let the library use its threads in here, whatever the environment or an earlier fork told it."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextTokenizer:
+    # A published tokenizer.json may cut at 512 tokens, or pad: both would change the corpus in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # A corpus about language models quotes special tokens; unquoted they would end documents.
+    tokenizer.encode_special_tokens = True
+    separator_id = tokenizer.token_to_id(separator)
+    assert separator_id is not None
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return TextTokenizer(tokenizer, separator, separator_id, vocab_size, json_bytes)
+
+
+def _first_bytes(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        sample_bytes -= len(text.encode())
+        if sample_bytes <= 0:
+            return

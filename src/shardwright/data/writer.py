@@ -1,0 +1,118 @@
+"""Writes one split as shards: tokens, the index of its documents, and the checksums of both."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.data.shards import Shard, Split
+
+
+class _HashedFile:
+    """A new file whose checksum is known when it is closed, and whose bytes are on disk by then."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by the writer that owns it
+        self._digest = hashlib.sha256()
+        self.n_bytes = 0
+
+    def write(self, array: np.ndarray) -> None:
+        raw = array.tobytes()
+        self._file.write(raw)
+        self._digest.update(raw)
+        self.n_bytes += len(raw)
+
+    def finish(self) -> str:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class SplitWriter:
+    """Takes documents piece by piece and lays them out in shards by the rule that `shards` states."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int) -> None:
+        self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
+        self._separator = np.array([separator_id], dtype)
+        self._shards: list[Shard] = []
+        self._bin: _HashedFile | None = None
+        self._idx: _HashedFile | None = None
+        self._inside_document = False
+        self._shard_token_count = self._shard_document_count = 0
+        self.n_tokens = 0
+
+    def write(self, tokens: np.ndarray) -> None:
+        """More tokens of the current document; the first call after `end_document` begins one."""
+        while True:
+            room = 2 * self._shard_tokens - self._shard_token_count
+            if room == 0:
+                self._close_shard()
+                continue
+            self._begin()
+            assert self._bin is not None
+            self._bin.write(tokens[:room])
+            self._shard_token_count += len(tokens[:room])
+            self.n_tokens += len(tokens[:room])
+            tokens = tokens[room:]
+            if not len(tokens):
+                return
+
+    def end_document(self) -> None:
+        """The separator, and a new shard if this one has its size."""
+        self.write(self._separator)
+        self._inside_document = False
+        if self._shard_token_count >= self._shard_tokens:
+            self._close_shard()
+
+    def close(self) -> None:
+        """Finish the last shard; where an error left a document unfinished, only let go of the files."""
+        if self._inside_document:
+            for file in (self._bin, self._idx):
+                if file is not None:
+                    file.abandon()
+        else:
+            self._close_shard()
+
+    def split(self) -> Split:
+        """What was written, after `close`."""
+        return Split(
+            tokens=sum(shard.tokens for shard in self._shards),
+            documents=sum(shard.documents for shard in self._shards),
+            shards=tuple(self._shards),
+        )
+
+    def _begin(self) -> None:
+        if self._bin is None or self._idx is None:
+            stem = self._stem()
+            self._bin = _HashedFile(self._folder / f"{stem}.bin")
+            self._idx = _HashedFile(self._folder / f"{stem}.idx")
+            self._shard_token_count = self._shard_document_count = 0
+        if not self._inside_document:
+            self._idx.write(np.array([self._shard_token_count], "<u8"))
+            self._shard_document_count += 1
+            self._inside_document = True
+
+    def _close_shard(self) -> None:
+        if self._bin is None or self._idx is None:
+            return
+        stem, n_bytes = self._stem(), self._bin.n_bytes
+        shard = Shard(
+            file=f"{stem}.bin",
+            tokens=self._shard_token_count,
+            documents=self._shard_document_count,
+            bytes=n_bytes,
+            sha256=self._bin.finish(),
+            index_file=f"{stem}.idx",
+            index_sha256=self._idx.finish(),
+        )
+        self._shards.append(shard)
+        self._bin = self._idx = None
+        self._shard_token_count = self._shard_document_count = 0
+
+    def _stem(self) -> str:
+        return f"{self._name}-{len(self._shards):05d}"

@@ -1,0 +1,69 @@
+"""One exception tree for everything Shardwright raises on purpose.
+
+    ShardwrightError                 exit code 3: the run failed
+    ├── InputError (ValueError)    exit code 2: something the user gave cannot be used
+    │   ├── ConfigError            the run file, or a --set
+    │   ├── LayoutError            degrees that cannot be laid over the ranks or the model
+    │   ├── ScheduleError          a pipeline schedule that cannot be built or cannot run
+    │   ├── DataError              text, token shards, tokenizer
+    │   └── CheckpointError        missing, damaged, or of another run
+    │       └── DamagedError       what is on the disk is not what was written
+    └── WorkerError                a worker process died or hung
+
+An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without
+a traceback. What only a bug can cause is an `assert`.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ShardwrightError(Exception):
+    """Base of the tree; the command line prints the text and leaves with `exit_code`."""
+
+    exit_code = 3
+
+
+class InputError(ShardwrightError, ValueError):
+    """Something the user gave cannot be used. `problems` holds every complaint, one a line of the text."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(problems))
+
+
+class ConfigError(InputError):
+    """The run file or an override of it is not valid."""
+
+
+class LayoutError(InputError):
+    """Degrees that do not fit the number of ranks, the batch or the model."""
+
+
+class ScheduleError(InputError):
+    """A pipeline schedule that cannot be built, read or run."""
+
+
+class DataError(InputError):
+    """Text, tokens or a tokenizer that cannot be used."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is missing, damaged, or belongs to another run."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not, or not all, those that were written; an earlier one may be whole."""
+
+
+class WorkerError(ShardwrightError):
+    """A worker process died, hung, or reported an error of its own."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """`did you mean 'x'?` for a misspelt name, or the list of valid names if none is close."""
+    valid = sorted(choices)
+    close = get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"

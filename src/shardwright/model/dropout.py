@@ -1,0 +1,31 @@
+"""Dropout of the embedding and of the residual branches, the same for every layout.
+
+Attention probabilities are never dropped: a fused attention kernel never holds them, so its mask could not
+be keyed by position, and layouts would no longer agree.
+
+Shapes: B sequences, T positions, D model.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.model.random import keep_mask, keep_probability
+
+
+class KeyedDropout(nn.Module):
+    """Drops elements with probability `p` and scales the others by the inverse of the share that is kept."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None, positions_T: Tensor) -> Tensor:
+        """`x_BTD` with elements dropped by their key, global position and feature; itself in evaluation,
+        with p = 0, or without keys."""
+        if site_keys_B is None or self.p == 0 or not self.training:
+            return x_BTD
+        keep_BTD = keep_mask(site_keys_B, positions_T, x_BTD.shape[-1], self.p)
+        return torch.where(keep_BTD, x_BTD * (1 / keep_probability(self.p)), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

@@ -1,0 +1,26 @@
+"""The feed-forward network of a layer.
+
+Shapes: B batch, T tokens, D model, F ffn.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.model.spec import ModelSpec
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate x) * up x) (SwiGLU, Shazeer, arXiv 2002.05202), or down(gelu(up x)) as GPT-2 has it."""
+
+    def __init__(self, spec: ModelSpec, d_ffn: int) -> None:
+        super().__init__()
+        gated = spec.activation == "swiglu"
+        self.gate = nn.Linear(spec.d_model, d_ffn, bias=spec.bias) if gated else None
+        self.up = nn.Linear(spec.d_model, d_ffn, bias=spec.bias)
+        self.down = nn.Linear(d_ffn, spec.d_model, bias=spec.bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))

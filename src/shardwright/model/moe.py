@@ -1,0 +1,220 @@
+"""A mixture of experts in the place of the feed-forward network.
+
+    y = sum over the K experts e of the token: weight_e * expert_e(x), + shared(x)
+
+Shapes: B sequences, T tokens of each, N = B T tokens, D model, E experts, K experts of a token, R = N K rows.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.model.balance import Load, Tally, attach, aux_loss, relative_load, update_bias, z_loss
+from shardwright.model.experts import Experts, build_experts, combine, dispatch, sort_rows
+from shardwright.model.feed_forward import FeedForward
+from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
+
+RunExperts = Callable[[Experts, Tensor, Tensor], Callable[[], Tensor]]
+"""(experts, rows_RD sorted by expert, counts_E) -> a function that gives their outputs, in the same order (R, D). It is
+called once the shared experts have run."""
+
+
+def run_here(experts: Experts, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
+    """All experts on this device."""
+    return partial(experts, rows_RD, counts_E)
+
+
+class Routing(NamedTuple):
+    """What a router decided."""
+
+    experts_BTK: Tensor
+    """int64"""
+    weights_BTK: Tensor
+    """fp32 or wider; 0 for pairs that are dropped."""
+    kept_BTK: Tensor | None
+    """Which pairs are not dropped; None if none is."""
+    asked_BE: Tensor
+    """Tokens of each sequence that picked each expert; int64."""
+    given_E: Tensor
+    """Tokens that go to each expert: as many as picked it, less those that are dropped; int64."""
+    aux_loss: Tensor | None
+    """With its coefficient, a mean over the sequences that are here; scalar, None outside training or without one."""
+    z_loss: Tensor | None
+    """The same."""
+
+
+class WholeSequences:
+    """What a router counts over whole sequences, with all of their tokens here; another that gives the same may take
+    its place where they are not."""
+
+    n_shards = 1
+    """Parts of equal length that a sequence is dealt out in; one of them is here."""
+
+    def total(self, counts_BE: Tensor) -> Tensor:
+        """Counts of the tokens that are here, summed over the sequence; (B, E) integers."""
+        return counts_BE
+
+    def places(self, picked_BTE: Tensor) -> Tensor:
+        """For the experts that each token here has picked (1, else 0), how many tokens of the sequence up to it picked
+        them; (B, T, E) integers."""
+        return picked_BTE.cumsum(1, dtype=torch.int32)
+
+
+class Router(nn.Module):
+    """Picks K experts for every token and weighs them, in fp32 or wider whatever the type of weights and tokens.
+
+        logits = x W^T      scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
+        weight_e = scale * s_e / sum of s over picked, or scale * s_e
+
+    With groups, a token picks within its best ones. The score of a group is that of its best expert for a softmax
+    (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) and the sum of its two best with their biases for a sigmoid
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+
+    def __init__(self, moe: MoESpec, d_model: int) -> None:
+        super().__init__()
+        self.moe = moe
+        self.sequences = WholeSequences()
+        self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
+        self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
+        # Load of the step before, beside an even one.
+        self.load = nn.Parameter(torch.ones(moe.n_experts), requires_grad=False) if moe.keeps_load else None
+
+    def forward(self, x_BTD: Tensor) -> Routing:
+        """(B, T, D) -> what is to be done with each token."""
+        moe = self.moe
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
+        scores_BTE = logits_BTE.softmax(-1) if moe.score == "softmax" else logits_BTE.sigmoid()
+        experts_BTK = self.pick(scores_BTE.detach())
+        weights_BTK = scores_BTE.gather(-1, experts_BTK)
+        if moe.normalise:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        weights_BTK = weights_BTK * moe.weight_scale
+        asked_BE = count(experts_BTK, moe.n_experts)
+        kept_BTK, given_E = None, asked_BE.sum(0)
+        if moe.capacity_factor:
+            capacity = moe.capacity(x_BTD.shape[1] * self.sequences.n_shards)
+            kept_BTK = within_capacity(experts_BTK, moe.n_experts, capacity, self.sequences)
+            given_E = torch.zeros_like(given_E).scatter_add_(0, experts_BTK.flatten(), kept_BTK.flatten().long())
+            weights_BTK = weights_BTK.masked_fill(~kept_BTK, 0.0)
+        aux, z = self._losses(scores_BTE, logits_BTE, asked_BE) if self.training else (None, None)
+        return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
+
+    def pick(self, scores_BTE: Tensor) -> Tensor:
+        """The experts of every token, (B, T, K), all different. The bias has a say here and not in the weights."""
+        moe = self.moe
+        ranked_BTE = scores_BTE if self.bias is None else scores_BTE + self.bias.to(scores_BTE.dtype)
+        if moe.groups_per_token < moe.n_groups:
+            ranked_BTGe = ranked_BTE.unflatten(-1, (moe.n_groups, -1))
+            counted = 1 if moe.score == "softmax" else min(2, ranked_BTGe.shape[-1])
+            best_BTG = ranked_BTGe.topk(counted).values.sum(-1)
+            groups = best_BTG.topk(moe.groups_per_token).indices
+            closed_BTG = torch.ones_like(best_BTG, dtype=torch.bool).scatter_(-1, groups, False)
+            ranked_BTE = ranked_BTGe.masked_fill(closed_BTG.unsqueeze(-1), -torch.inf).flatten(-2)
+        return ranked_BTE.topk(moe.top_k).indices
+
+    def _losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        moe, aux, z = self.moe, None, None
+        if moe.aux_loss:
+            load = relative_load(self.sequences.total(asked_BE)) if self.load is None else self.load
+            aux = moe.aux_loss * aux_loss(scores_BTE, load)
+        if moe.z_loss:
+            z = moe.z_loss * z_loss(logits_BTE)
+        return aux, z
+
+    @torch.no_grad()
+    def learn(self, counts_E: Tensor) -> None:
+        """To be called after each step with the tokens of the whole global batch that picked each expert."""
+        if self.bias is not None:
+            update_bias(self.bias, counts_E, self.moe.bias_rate)
+        if self.load is not None:
+            self.load.copy_(relative_load(counts_E))
+
+
+def count(experts_BTK: Tensor, n_experts: int) -> Tensor:
+    """How often each expert stands in each sequence; (B, E) int64."""
+    picked_BP = experts_BTK.flatten(1)
+    return picked_BP.new_zeros(picked_BP.shape[0], n_experts).scatter_add_(1, picked_BP, torch.ones_like(picked_BP))
+
+
+def within_capacity(experts_BTK: Tensor, n_experts: int, capacity: int, sequences: WholeSequences) -> Tensor:
+    """Which pairs are among the first `capacity` of their expert in their sequence, in the order of tokens; (B, T, K).
+
+    The sequence is the group that capacity is counted in, so that what is dropped does not depend on which sequences
+    share a microbatch or a rank.
+    """
+    shape = (*experts_BTK.shape[:2], n_experts)
+    picked_BTE = torch.zeros(shape, dtype=torch.int32, device=experts_BTK.device).scatter_(-1, experts_BTK, 1)
+    return sequences.places(picked_BTE).gather(-1, experts_BTK) <= capacity
+
+
+class MoE(nn.Module):
+    """Router, experts and shared experts of one layer. `run_experts` is a function like `run_here`, and may be replaced
+    by another that gives the same."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        assert spec.moe is not None
+        self.router = Router(spec.moe, spec.d_model)
+        self.experts = build_experts(spec)
+        shared = spec.moe.n_shared * spec.moe.d_ffn
+        self.shared = FeedForward(spec, shared) if shared else None
+        self.run_experts: RunExperts = run_here
+        self.share = 1.0
+        """Of the tokens of the global batch, how many a forward pass holds (see `balance.py`)."""
+        self.tally = Tally()
+        self.last_load: Load | None = None
+        """Of the last forward pass."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        routing = self.router(x_BTD)
+        experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
+        kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
+        rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])
+        rows_RD = dispatch(x_BTD.flatten(0, 1), rows)
+        outputs = self.run_experts(self.experts, rows_RD, routing.given_E)
+        shared_BTD = None if self.shared is None else self.shared(x_BTD)
+        y_BTD = combine(outputs(), weights_NK, rows).view_as(x_BTD)
+        if shared_BTD is not None:
+            y_BTD = y_BTD + shared_BTD
+        losses = [None if loss is None else loss * self.share for loss in (routing.aux_loss, routing.z_loss)]
+        for loss in losses:
+            if loss is not None:
+                y_BTD = attach(y_BTD, loss)
+        asked_E = routing.asked_BE.sum(0)
+        nothing = torch.zeros((), dtype=routing.weights_BTK.dtype, device=x_BTD.device)
+        values = [nothing if loss is None else loss.detach() for loss in losses]
+        self.last_load = Load(asked_E, (asked_E - routing.given_E).sum(), *values)
+        return y_BTD
+
+
+def expert_layers(model: nn.Module) -> dict[str, MoE]:
+    """The mixtures of a model, or of a pipeline stage of one, by the number of their layer in the whole model."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    return {name.removeprefix("layers.").split(".")[0]: module for name, module in found.items()}
+
+
+def set_share(model: nn.Module, share: float) -> None:
+    """Tell every layer what share of the tokens of the global batch a forward pass holds."""
+    for layer in expert_layers(model).values():
+        layer.share = share
+
+
+def take_load(model: nn.Module) -> dict[str, Load]:
+    """What each layer was given in the backward passes since the last call, by the number of the layer."""
+    taken = {name: layer.tally.take() for name, layer in expert_layers(model).items()}
+    return {name: load for name, load in taken.items() if load is not None}
+
+
+def learn_from_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
+    """Let the routers follow the load of the whole global batch: `counts` (E,) by the number of the layer."""
+    layers = expert_layers(model)
+    for name, counts_E in counts.items():
+        layers[name].router.learn(counts_E)

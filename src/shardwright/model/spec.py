@@ -1,0 +1,248 @@
+"""The sizes and choices that define a decoder, and what follows from them by arithmetic; no torch.
+
+Notation of the formulas: L layers, h d_model, H heads, K kv heads, c head_dim, f d_ffn, V vocab_size,
+s sequence length; of mixtures E experts, k experts per token, g d_ffn of an expert, S shared experts; of latent
+attention r ranks, n and p the parts of a head without and with rotation, v its values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
+
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["swiglu", "gelu_tanh"]
+Positions = Literal["rope", "learned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Everything that defines a decoder; `problems()` says whether the values fit together.
+
+    The head never has a bias, and the embedding and residual dropout share one probability. Attention
+    probabilities are never dropped (see model/dropout.py).
+    """
+
+    n_layers: int = field(metadata={"help": "Transformer layers."})
+    d_model: int = field(metadata={"help": "Width of the residual stream."})
+    n_heads: int = field(metadata={"help": "Query heads of a layer."})
+    n_kv_heads: int = field(
+        metadata={"help": "Key and value heads of a layer; divides n_heads, equal to it without grouping."}
+    )
+    head_dim: int = field(metadata={"help": "Width of one head; n_heads * head_dim need not equal d_model."})
+    d_ffn: int = field(metadata={"help": "Inner width of the feed-forward network."})
+    vocab_size: int = field(metadata={"help": "Rows of the embedding, so the number of token ids."})
+    max_seq_len: int = field(metadata={"help": "Longest sequence in tokens the model is meant for."})
+    norm: Norm = field(
+        default="rmsnorm",
+        metadata={"help": "Normalisation before attention, before the network and at the end."},
+    )
+    norm_eps: float = field(default=1e-5, metadata={"help": "Added to the variance in the normalisation."})
+    activation: Activation = field(
+        default="swiglu",
+        metadata={"help": "swiglu: down(silu(gate(x)) * up(x)); gelu_tanh: down(gelu(up(x))), gelu as in GPT-2."},
+    )
+    positions: Positions = field(
+        default="rope",
+        metadata={"help": "rope: queries and keys are rotated; learned: a trained vector a position is added."},
+    )
+    rope_theta: float = field(
+        default=10000.0, metadata={"help": "Base of the rotary frequencies; not used with learned positions."}
+    )
+    rope_scaling: RopeScaling | None = field(
+        default=None, metadata={"help": "Llama-3 scaling of the rotary frequencies, or none."}
+    )
+    qk_norm: bool = field(
+        default=False, metadata={"help": "RMSNorm of every query and key head before the rotation (Qwen3)."}
+    )
+    bias: bool = field(default=False, metadata={"help": "Bias in all linears of the layers; the head has none."})
+    tied_embedding: bool = field(default=False, metadata={"help": "The head uses the embedding's matrix."})
+    dropout: float = field(
+        default=0.0,
+        metadata={"help": "Probability of dropping an element of the embedding and of each residual branch."},
+    )
+    moe: MoESpec | None = field(
+        default=None, metadata={"help": "Experts in the place of the feed-forward network, or none."}
+    )
+    latent_attention: LatentAttentionSpec | None = field(
+        default=None, metadata={"help": "Keys and values from a narrow vector a token (DeepSeek), or none."}
+    )
+    init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial matrices."})
+
+    def problems(self) -> list[str]:
+        """Every broken rule, each with the value, the rule and what is valid; empty if there is none."""
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        sizes = [each.name for each in fields(self) if each.type is int]
+        broken = [name for name in sizes if getattr(self, name) < 1]
+        for name in broken:
+            yield f"{name}={getattr(self, name)} is not positive; valid: 1 or more"
+        for name, literal in (("norm", Norm), ("activation", Activation), ("positions", Positions)):
+            if getattr(self, name) not in get_args(literal):
+                yield f"{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"
+        heads, kv_heads = self.n_heads, self.n_kv_heads
+        if "n_heads" not in broken and "n_kv_heads" not in broken and heads % kv_heads:
+            divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            yield (
+                f"n_kv_heads={kv_heads} does not divide n_heads={heads} "
+                f"({heads} = {kv_heads}*{heads // kv_heads} + {heads % kv_heads}); valid: {divisors}"
+            )
+        if self.positions == "rope":
+            if self.head_dim > 0 and self.head_dim % 2:
+                yield (
+                    f"head_dim={self.head_dim} is odd, and rope turns pairs of elements; "
+                    f"valid: {self.head_dim - 1 or 2}, {self.head_dim + 1}"
+                )
+            if self.rope_theta <= 1:
+                yield f"rope_theta={self.rope_theta:g} is not greater than 1; usual: 10000 to 1000000"
+        if self.rope_scaling is not None:
+            if self.positions == "learned":
+                yield "rope_scaling needs positions='rope'; with positions='learned' nothing is rotated"
+            yield from self.rope_scaling.problems()
+        if self.moe is not None:
+            yield from self.moe.problems(self.n_layers, self.max_seq_len)
+        if self.latent_attention is not None:
+            yield from self._latent_problems(self.latent_attention)
+        if self.bias and (self.moe or self.latent_attention):
+            yield "bias=true goes with plain attention and networks; experts and latent attention have no biases"
+        if not 0 <= self.dropout < 1:
+            yield f"dropout={self.dropout:g} is not a probability below 1; valid: 0 <= dropout < 1"
+        if not self.norm_eps > 0:
+            yield f"norm_eps={self.norm_eps:g} is not positive; usual: 1e-6 to 1e-5"
+        if not self.init_std > 0:
+            yield f"init_std={self.init_std:g} is not positive; usual: 0.02"
+
+    def _latent_problems(self, latent: LatentAttentionSpec) -> Iterator[str]:
+        yield from latent.problems()
+        if self.positions != "rope":
+            yield f"latent_attention needs positions='rope'; positions is {self.positions!r}"
+        if self.n_kv_heads != self.n_heads:
+            yield (
+                f"n_kv_heads={self.n_kv_heads} with latent_attention, which makes keys and values for every query "
+                f"head; valid: {self.n_heads} (n_heads)"
+            )
+        if self.head_dim != latent.v_dim:
+            yield f"head_dim={self.head_dim} is not latent_attention.v_dim={latent.v_dim}; valid: {latent.v_dim}"
+        if self.qk_norm:
+            yield "qk_norm=true goes with plain attention; latent_attention has norms of its own"
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` has a mixture of experts in the place of its feed-forward network."""
+        return self.moe is not None and layer >= self.moe.first_dense
+
+    @property
+    def n_expert_layers(self) -> int:
+        """Layers with a mixture of experts."""
+        return 0 if self.moe is None else self.n_layers - self.moe.first_dense
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of a query or key head."""
+        latent = self.latent_attention
+        return self.head_dim if latent is None else latent.nope_dim + latent.rope_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a query or key head that are rotated."""
+        return self.head_dim if self.latent_attention is None else self.latent_attention.rope_dim
+
+    @property
+    def n_parameters(self) -> int:
+        """All trained numbers, with the biases by which experts are picked; a tied embedding counts once."""
+        modules = self.parameters_by_module()
+        layer = modules["layer.attention"] + modules["layer.norms"]
+        mixture = modules["layer.router"] + modules["layer.experts"] + modules["layer.shared"]
+        rest = sum(count for name, count in modules.items() if not name.startswith("layer."))
+        n_dense = self.n_layers - self.n_expert_layers
+        return self.n_layers * layer + n_dense * modules["layer.ffn"] + self.n_expert_layers * mixture + rest
+
+    @property
+    def n_active_parameters(self) -> int:
+        """Those that one token meets: all, less the experts that it does not go to."""
+        idle = 0 if self.moe is None else self.moe.n_experts - self.moe.top_k
+        return self.n_parameters - self.n_expert_layers * idle * self._expert_matrices
+
+    def parameters_by_module(self) -> dict[str, int]:
+        """Parameters of each part; the `layer.` entries are those of ONE layer, and a tied `head` is 0.
+
+        `layer.ffn` is the network of a layer without experts and `layer.router`, `layer.experts` and `layer.shared`
+        are the parts of one with experts, 0 where the model has no such layer. Norms inside attention belong to
+        `layer.attention`, as their names in the model do.
+        """
+        h, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        norm = h * (2 if self.norm == "layernorm" else 1)
+        biases = q + 2 * kv + h if self.bias else 0
+        ffn_biases = (self._ffn_inputs * self.d_ffn + h) if self.bias else 0
+        latent, moe = self.latent_attention, self.moe
+        inner_norms = 2 * self.head_dim if self.qk_norm else 0
+        if latent is not None:
+            inner_norms = latent.q_rank + latent.kv_rank
+        any_dense = self.n_expert_layers < self.n_layers
+        return {
+            "embedding": self.vocab_size * h,
+            "positions": self.max_seq_len * h if self.positions == "learned" else 0,
+            "layer.attention": self._attention_matrices + biases + inner_norms,
+            "layer.ffn": self._ffn_matrices(self.d_ffn) + ffn_biases if any_dense else 0,
+            "layer.router": 0 if moe is None else moe.n_experts * (h + (moe.bias_rate > 0)),
+            "layer.experts": 0 if moe is None else moe.n_experts * self._expert_matrices,
+            "layer.shared": 0 if moe is None else moe.n_shared * self._expert_matrices,
+            "layer.norms": 2 * norm,
+            "final_norm": norm,
+            "head": 0 if self.tied_embedding else self.vocab_size * h,
+        }
+
+    @property
+    def n_matmul_parameters(self) -> int:
+        """Elements of the matrices a token is multiplied by: those of the layers, of top_k experts where there are
+        experts, and of the head even if tied.
+
+        Embedding lookup, learned positions, norms and biases are no matrix products and are left out.
+        """
+        layers = sum(self.layer_matmul_parameters(layer) for layer in range(self.n_layers))
+        return layers + self.vocab_size * self.d_model
+
+    def layer_matmul_parameters(self, layer: int) -> int:
+        """The same of layer number `layer` alone."""
+        if self.moe is None or not self.has_experts(layer):
+            return self._attention_matrices + self._ffn_matrices(self.d_ffn)
+        active = (self.moe.top_k + self.moe.n_shared) * self._expert_matrices
+        return self._attention_matrices + self.moe.n_experts * self.d_model + active
+
+    def train_flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+        """Model FLOPs of forward and backward for one token, without recomputation.
+
+        flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
+
+        N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention),
+        s `seq_len` in tokens. A multiply-add is 2 FLOPs, and the backward pass costs two forwards. The second term is
+        QK^T and the product with V: 2 H (q + c) s a token forward over the full square of positions; `causal` counts
+        the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the full
+        square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,
+        optimizer, adding up what experts give, and what a fused attention computes again in its backward pass.
+        """
+        square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
+        return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
+
+    @property
+    def _ffn_inputs(self) -> int:
+        """Matrices from d_model to d_ffn: gate and up, or up alone."""
+        return 2 if self.activation == "swiglu" else 1
+
+    @property
+    def _attention_matrices(self) -> int:
+        h, heads, latent = self.d_model, self.n_heads, self.latent_attention
+        if latent is None:
+            return 2 * h * self.head_dim * (heads + self.n_kv_heads)
+        queries = latent.q_rank * (h + heads * self.qk_dim) if latent.q_rank else h * heads * self.qk_dim
+        keys_values = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * heads * (latent.nope_dim + latent.v_dim)
+        return queries + keys_values + heads * latent.v_dim * h
+
+    def _ffn_matrices(self, d_ffn: int) -> int:
+        return (self._ffn_inputs + 1) * self.d_model * d_ffn
+
+    @property
+    def _expert_matrices(self) -> int:
+        """Of one expert."""
+        return 0 if self.moe is None else self._ffn_matrices(self.moe.d_ffn)

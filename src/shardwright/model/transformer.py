@@ -1,0 +1,137 @@
+"""The decoder: embedding, layers of attention and feed-forward network, norm, head.
+
+Parameter names are global and stay the same however the model is cut later: `embedding.weight`,
+`layers.7.attention.q.weight`, `layers.7.ffn.down.weight`, `norm.weight`, `head.weight`; with experts
+`layers.7.ffn.router.weight`, `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`.
+
+Shapes: B batch, T tokens, D model, V vocab, C width of one head.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.errors import InputError
+from shardwright.model.attention import Attention
+from shardwright.model.dropout import KeyedDropout
+from shardwright.model.feed_forward import FeedForward
+from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.moe import MoE
+from shardwright.model.random import site_keys
+from shardwright.model.rotary import rotary_table
+from shardwright.model.spec import ModelSpec
+
+# Places where dropout acts: the embedding, then two in each layer.
+_EMBEDDING_SITE = 0
+_SITES_PER_LAYER = 2
+
+
+def _norm(spec: ModelSpec) -> nn.Module:
+    """Both compute in float32 for 16-bit input."""
+    if spec.norm == "layernorm":
+        return nn.LayerNorm(spec.d_model, eps=spec.norm_eps)
+    return nn.RMSNorm(spec.d_model, eps=spec.norm_eps)
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors only, so it compiles alone."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(spec)
+        self.attention = Attention(spec) if spec.latent_attention is None else LatentAttention(spec)
+        self.ffn_norm = _norm(spec)
+        self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
+        self.dropout = KeyedDropout(spec.dropout)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        positions_T: Tensor,
+        rotary_2TC: Tensor | None,
+        site_keys_2B: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D). `site_keys_2B` are the dropout keys of the two branches."""
+        keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_2TC)
+        x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
+        return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)), ffn_keys_B, positions_T)
+
+
+class Transformer(nn.Module):
+    """A decoder as one device runs it. `shardwright.model.init.initialise` gives it its first weights.
+
+    With a tied embedding `head` is None and the embedding's matrix is used in its place, so there is
+    one parameter and nothing for `to_empty` to untie.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab_size, spec.d_model)
+        learned = spec.positions == "learned"
+        self.position_embedding = nn.Embedding(spec.max_seq_len, spec.d_model) if learned else None
+        self.dropout = KeyedDropout(spec.dropout)
+        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.n_layers)})
+        self.norm = _norm(spec)
+        self.head = None if spec.tied_embedding else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+
+    def forward(
+        self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
+
+        `positions_T` are the tokens' places in the whole sequence, 0 to T - 1 unless given; attention goes by
+        the order in the tensor. `dropout_keys_B` come from `random.sample_keys`; without them, or in
+        evaluation, nothing is dropped. Raises InputError if T exceeds `max_seq_len`.
+        """
+        return self.logits(self.hidden(tokens_BT, positions_T, dropout_keys_B))
+
+    def hidden(
+        self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
+    ) -> Tensor:
+        """What the head reads: the normalised output of the last layer, (B, T, D). Arguments as there."""
+        n_tokens = tokens_BT.shape[1]
+        if n_tokens > self.spec.max_seq_len:
+            raise InputError(
+                f"a sequence of {n_tokens} tokens is longer than max_seq_len={self.spec.max_seq_len}; "
+                f"valid: 1 to {self.spec.max_seq_len}"
+            )
+        if positions_T is None:
+            positions_T = torch.arange(n_tokens, device=tokens_BT.device)
+        x_BTD = self.embed(tokens_BT, positions_T, dropout_keys_B)
+        x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
+        return cast(Tensor, self.norm(x_BTD))
+
+    def embed(self, tokens_BT: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
+        """What the first layer reads, (B, T, D)."""
+        x_BTD = self.embedding(tokens_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(positions_T)
+        keys_B = None if dropout_keys_B is None else site_keys(dropout_keys_B, _EMBEDDING_SITE, 1)[0]
+        return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
+
+    def run_layers(self, x_BTD: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
+        """Through the layers, one after another; (B, T, D) -> (B, T, D)."""
+        uses_rope = self.spec.positions == "rope"
+        rotary_2TC = rotary_table(self.spec, positions_T, x_BTD.dtype) if uses_rope else None
+        for name, block in self.layers.items():
+            x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(dropout_keys_B, int(name)))
+            # Outside the block, which may be compiled, or run a second time in the backward pass.
+            ffn = block.ffn
+            if isinstance(ffn, MoE) and ffn.last_load is not None and self.training:
+                ffn.tally.record(x_BTD, ffn.last_load)
+        return x_BTD
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """The head, or the embedding in its place; (B, T, D) -> (B, T, V)."""
+        return F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+
+
+def layer_site_keys(dropout_keys_B: Tensor | None, layer: int) -> Tensor | None:
+    """The dropout keys (2, B) of a layer's two branches; `layer` is its number in the whole model."""
+    if dropout_keys_B is None:
+        return None
+    return site_keys(dropout_keys_B, _EMBEDDING_SITE + 1 + _SITES_PER_LAYER * layer, _SITES_PER_LAYER)

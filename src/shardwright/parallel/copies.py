@@ -1,0 +1,37 @@
+"""Parameters of which every tensor-parallel rank has a copy: their gradients made whole, and so kept equal.
+
+A copy that saw a part of the tokens (norms under sequence parallelism) or of the heads (norms of heads, kv heads with
+several owners) has a part of the gradient. Summing is linear, so it is done once a step, after the data axes have
+reduced theirs, on what is left of the gradient on this rank.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.layout import Layout
+from shardwright.parallel.mesh import Groups
+from shardwright.parallel.norm import local_part
+from shardwright.split.table import summed_over
+
+
+def sum_copies(parameters: Mapping[str, nn.Parameter], layout: Layout, n_kv_heads: int, groups: Groups) -> None:
+    """Add up, in place, the parts of gradients that copies hold: one all-reduce for each group of ranks."""
+    for over, group in (("tp", groups.tp), ("tp_copies", groups.tp_copies)):
+        parts = [
+            local_part(parameter.grad)
+            for name, parameter in parameters.items()
+            if parameter.grad is not None and summed_over(name, layout, n_kv_heads) == over
+        ]
+        if parts and group is not None:
+            sum_together(parts, group)
+
+
+def sum_together(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum tensors over the ranks, in place, in one all-reduce."""
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(summed.view_as(part))

@@ -1,0 +1,41 @@
+"""Give a model its storage and its initial values; each rank makes the values of its own shards."""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwright.model.init import initial_values
+from shardwright.model.spec import ModelSpec
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
+    """Move a model from the meta device to `device` and fill every parameter, or the shard of it this rank holds.
+
+    Values depend on (seed, name, index in the whole tensor) alone, so that every layout starts from the same weights.
+    `nn.init` on a sharded DTensor would give every rank the same shard on CPU; it is not used.
+    """
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        local, offsets = local_box(parameter)
+        local.copy_(
+            initial_values(
+                spec,
+                seed,
+                name,
+                tuple(parameter.shape),
+                offsets=offsets,
+                shape=tuple(local.shape),
+                dtype=local.dtype,
+                device=local.device,
+            )
+        )
+
+
+def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The part of a tensor that this rank holds, and the index in the whole tensor where it begins."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.dim()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local().detach(), tuple(offsets)

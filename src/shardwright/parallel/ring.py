@@ -1,0 +1,150 @@
+"""Ring attention: queries stay, keys and values travel round the ring, computing while they are on their way.
+
+In step s, ring rank r holds the keys and values of rank (r - s) mod n, and computes what its queries attend to of them
+while it passes them on (Ring Attention, arXiv 2310.01889). With `zigzag` a rank's tokens are an early and a late chunk
+of the sequence (Llama 3, arXiv 2407.21783; zhuzilin/ring-flash-attention), so that in each step every rank has as much
+to compute as any other:
+
+| keys of         | contiguous tokens     | zig-zag tokens                              |
+| --------------- | --------------------- | ------------------------------------------- |
+| this rank       | causal                | causal                                      |
+| an earlier rank | all queries, all keys | all queries, the early half of the keys     |
+| a later rank    | nothing               | the late half of the queries, all keys      |
+
+In backward they travel again, and the gradient of each block follows it one hop behind, gathering every rank's share,
+until its last hop brings it home. Between forward and backward a rank holds what is its own: its q, k, v, output and
+log-sum-exp. On their way there are two blocks of keys and values at most, one being read and one being received,
+and in backward two of gradients, in fp32 or wider since they are sums over the ring.
+
+Shapes: B batch, T tokens (local), H heads, K kv heads, C width of one head; 2 is k and v.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
+
+ALL = slice(None)
+KEYS, GRADIENTS = 0, 1  # tags of messages
+
+
+class RingAttention(torch.autograd.Function):
+    """(q_BTHC, k_BTKC, v_BTKC, ring, zigzag) -> o_BTHC: causal attention over the tokens of all ranks of a ring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, ring: dist.ProcessGroup, zigzag: bool
+    ) -> Tensor:
+        n, rank = ring.size(), ring.rank()
+        q_BHTC = q_BTHC.transpose(1, 2)
+        attend = kernel_for(q_BHTC).attend
+        own_2BTKC = torch.stack((k_BTKC, v_BTKC))  # one message, and what is kept for backward
+        keys = Travelling(own_2BTKC, ring, KEYS)
+        for step in range(n):
+            held_2BTKC = keys.pass_on(last=step == n - 1)
+            if (piece := _piece((rank - step) % n, rank, q_BHTC.shape[2], zigzag)) is not None:
+                rows, columns, causal = piece
+                k_BKTC, v_BKTC = held_2BTKC.transpose(2, 3)[:, :, :, columns]
+                block = attend(q_BHTC[:, :, rows], k_BKTC, v_BKTC, causal)
+                if step == 0:
+                    o_BHTC, lse_BHT = block[0].to(accumulator_dtype(q_BHTC.dtype)), block[1]
+                else:
+                    merge(o_BHTC[:, :, rows], lse_BHT[:, :, rows], *block)
+                del block  # or it would be held while the next is computed
+            keys.arrive()
+        o_BHTC = o_BHTC.to(q_BHTC.dtype)
+        ctx.save_for_backward(q_BTHC, own_2BTKC, o_BHTC, lse_BHT)
+        ctx.ring, ctx.zigzag = ring, zigzag
+        return o_BHTC.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, do_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_BTHC, own_2BTKC, o_BHTC, lse_BHT = ctx.saved_tensors
+        ring, zigzag = ctx.ring, ctx.zigzag
+        n, rank = ring.size(), ring.rank()
+        q_BHTC, do_BHTC = q_BTHC.transpose(1, 2), do_BTHC.transpose(1, 2)
+        gradient = kernel_for(q_BHTC).gradient
+        wide = accumulator_dtype(q_BHTC.dtype)
+        keys = Travelling(own_2BTKC, ring, KEYS)
+        sums = Travelling(torch.zeros_like(own_2BTKC, dtype=wide), ring, GRADIENTS, overwrite=True)
+        for step in range(n):
+            held_2BTKC = keys.pass_on(last=step == n - 1)
+            block = None
+            if (piece := _piece((rank - step) % n, rank, q_BHTC.shape[2], zigzag)) is not None:
+                rows, columns, causal = piece
+                k_BKTC, v_BKTC = held_2BTKC.transpose(2, 3)[:, :, :, columns]
+                q, do, o, lse = (x[:, :, rows] for x in (q_BHTC, do_BHTC, o_BHTC, lse_BHT))
+                dq_block, *block = gradient(do, q, k_BKTC, v_BKTC, o, lse, causal)
+                if step == 0:
+                    dq_BHTC, own_block = dq_block.to(wide), block
+                else:
+                    dq_BHTC[:, :, rows] += dq_block
+                del dq_block
+            if step > 0:
+                sum_2BTKC = sums.arrive()
+                if block is not None:
+                    _add(sum_2BTKC, columns, block)
+                sums.pass_on()
+            keys.arrive()
+        sum_2BTKC = sums.arrive()
+        _add(sum_2BTKC, ALL, own_block)
+        dk_BTKC, dv_BTKC = sum_2BTKC.to(q_BTHC.dtype)
+        return dq_BHTC.to(q_BTHC.dtype).transpose(1, 2), dk_BTKC, dv_BTKC, None, None
+
+
+def _piece(source: int, rank: int, tokens: int, zigzag: bool) -> tuple[slice, slice, bool] | None:
+    """(queries, keys, causal): what ring rank `rank` computes with the keys of rank `source`; None for nothing."""
+    if source == rank:
+        return ALL, ALL, True
+    if not zigzag:
+        return (ALL, ALL, False) if source < rank else None
+    early, late = slice(tokens // 2), slice(tokens // 2, None)
+    return (ALL, early, False) if source < rank else (late, ALL, False)
+
+
+def _add(sum_2BTKC: Tensor, columns: slice, block_BKTC: list[Tensor]) -> None:
+    """Add a block's dk and dv where its keys stand."""
+    for sum_BTKC, part_BKTC in zip(sum_2BTKC, block_BKTC, strict=True):
+        sum_BTKC[:, columns] += part_BKTC.transpose(1, 2)
+
+
+class Travelling:
+    """A tensor that goes round a ring, in two buffers that take turns.
+
+    The tensor it sets out with is the first of them if it may be overwritten; otherwise it is only read.
+    """
+
+    def __init__(self, held: Tensor, ring: dist.ProcessGroup, tag: int, overwrite: bool = False) -> None:
+        self._ring = ring
+        self._tag = tag
+        self._held = held
+        self._free_next = overwrite
+        self._coming: Tensor | None = None
+        self._spare: Tensor | None = None
+        self._works: list[dist.Work] = []
+
+    def pass_on(self, last: bool = False) -> Tensor:
+        """Start to send what is held and to receive from the rank before, unless it is the last; gives what is held."""
+        if not last:
+            n, rank = self._ring.size(), self._ring.rank()
+            self._coming = torch.empty_like(self._held) if self._spare is None else self._spare
+            self._works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, self._held, group=self._ring, tag=self._tag, group_peer=(rank + 1) % n),
+                    dist.P2POp(dist.irecv, self._coming, group=self._ring, tag=self._tag, group_peer=(rank - 1) % n),
+                ]
+            )
+        return self._held
+
+    def arrive(self) -> Tensor:
+        """Wait for what was started, if anything was; gives what is held now."""
+        for work in self._works:
+            work.wait()
+        if self._coming is not None:
+            self._spare = self._held if self._free_next else None
+            self._held, self._coming, self._works = self._coming, None, []
+            self._free_next = True
+        return self._held

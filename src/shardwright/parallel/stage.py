@@ -1,0 +1,67 @@
+"""A pipeline stage: some layers of a decoder, with the embedding before the first and norm and head after the last.
+
+Names of parameters are those of the whole model, `layers.7.attention.q.weight` on whatever rank, so checkpoints,
+initial values and verification do not know of stages.
+
+Shapes: B batch, T tokens, D model, V vocab.
+"""
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.deferred import WeightGradients, defer_products, deferred_linear
+
+
+class StageModel(Transformer):
+    """The part of a decoder that one stage runs; made of the modules of a whole one.
+
+    `number` is that of the stage. With a tied embedding the last stage has a copy of its matrix, under the same name.
+    """
+
+    def __init__(self, whole: Transformer, number: int, layers: range, n_stages: int) -> None:
+        nn.Module.__init__(self)
+        self.spec = whole.spec
+        self.number = number
+        self.first, self.last = number == 0, number == n_stages - 1
+        self.gradients = WeightGradients()
+        tied_copy = self.last and whole.spec.tied_embedding
+        embedding = whole.embedding if self.first else deepcopy(whole.embedding) if tied_copy else None
+        self.embedding = embedding  # type: ignore[assignment]
+        self.position_embedding = whole.position_embedding if self.first else None
+        self.dropout = whole.dropout if self.first else None  # type: ignore[assignment]
+        self.layers = nn.ModuleDict({str(i): whole.layers[str(i)] for i in layers})
+        self.norm = whole.norm if self.last else None  # type: ignore[assignment]
+        self.head = whole.head if self.last else None
+
+    def forward(self, x: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Token ids (B, T) in the first stage, else what the stage before gave, (B, T, D) or token shards of it; gives
+        (B, T, D), in the last stage logits (B, T, V)."""
+        x_BTD = self.embed(x, positions_T, dropout_keys_B) if self.first else x
+        x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
+        return self.logits(self.norm(x_BTD)) if self.last else x_BTD
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """As the whole model's; the gradient of a tied matrix can wait as that of a head does."""
+        if self.head is None:
+            return deferred_linear(x_BTD, self.embedding.weight, None, self.gradients)
+        return super().logits(x_BTD)
+
+
+def cut_stages(
+    spec: ModelSpec, layers: tuple[range, ...], numbers: tuple[int, ...], dtype: torch.dtype, defer: bool
+) -> list[StageModel]:
+    """The stages `numbers` of a model of which stage i has the layers `layers[i]`, on the meta device.
+
+    `defer`: their backward passes may come in two halves.
+    """
+    with torch.device("meta"):
+        whole = Transformer(spec).to(dtype)
+    stages = [StageModel(whole, number, layers[number], len(layers)) for number in numbers]
+    if defer:
+        for stage in stages:
+            defer_products(stage, stage.gradients)
+    return stages

@@ -1,0 +1,371 @@
+"""Tensor and sequence parallelism: the modules of `split.table` replaced, in place, by ones that hold a part.
+
+Parameters become DTensors over tp, so whoever saves, clips or shards them knows what part of which tensor they are.
+Activations are plain tensors. n is the degree; without sequence parallelism:
+
+    x ---- column products ---- (its features) ---- row product ---- sum over tp ---- y
+      \\__ backward: sum over tp of dx, while the weights' gradients are computed
+
+and with it, on token shards, all tokens exist only between the two products:
+
+    x_t -- gather tokens -- column products -- row product -- sum over tp, keep own tokens -- y_t
+       \\__ backward: the same two, mirrored; x is gathered again, while dx is computed
+
+| a block                      | forward                          | backward                              |
+| ---------------------------- | -------------------------------- | ------------------------------------- |
+| without sequence parallelism | 2 all-reduces                    | 2 all-reduces                         |
+| with sequence parallelism    | 2 all-gathers, 2 reduce-scatters | 2 + 2 all-gathers, 2 reduce-scatters  |
+
+The second pair of all-gathers in the backward pass is the price of not keeping the gathered inputs. Sources: Shoeybi
+et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.
+
+Latent attention has its column products behind narrow ones (`q_down`, `kv_down`), which every rank makes of the tokens
+that it holds. So what is gathered or summed, in three collectives in the place of one, are the latent vectors and the
+key that all heads share: fewer elements a token than D, and other tensors than those that the narrow products read.
+
+Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary, P
+elements of a key that all heads share. In the feed-forward network, which looks at each token alone, (B, T, F) may be
+(n B, t, F): see `TensorAxis.by_rank`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwright.layout import Layout
+from shardwright.model.dropout import KeyedDropout
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+from shardwright.parallel.deferred import AT_ONCE, WeightGradients
+from shardwright.split.table import DECODER, how_split, split_dim, vocabulary_rows
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """The tensor-parallel group as one of its ranks sees it."""
+
+    group: dist.ProcessGroup
+    token_shards: bool
+    """Sequence parallelism: the residual stream is a shard of the tokens, (B, t, D)."""
+    gradients: WeightGradients = AT_ONCE
+    """Who computes the gradients of weights."""
+    by_rank: bool = False
+    """Where all tokens are together they are (n B, t, D), in the order of the shards, instead of (B, T, D)."""
+
+    def start_gather(self, x_BtD: Tensor) -> Sent:
+        """All tokens of the residual stream; only for token shards."""
+        return start_gather_tokens(x_BtD, self.group, self.by_rank)
+
+    def start_sum(self, x_BTD: Tensor) -> Sent:
+        """The sum over the ranks, as the residual stream holds it; without token shards, in place."""
+        if self.token_shards:
+            return start_sum_tokens(x_BTD, self.group, self.by_rank)
+        return start_sum(x_BTD, self.group)
+
+    def own_tokens(self, positions_T: Tensor) -> Tensor:
+        """Of something for every token, the part for this rank's token shard."""
+        return positions_T.unflatten(0, (self.group.size(), -1))[self.group.rank()]
+
+
+def split_model(
+    model: Transformer,
+    layout: Layout,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    gradients: WeightGradients = AT_ONCE,
+) -> None:
+    """Cut a model, or a pipeline stage of one, on the meta device over tp, in place; names of modules and parameters
+    stay."""
+    axis = TensorAxis(group, layout.token_shards, gradients)
+    unordered = replace(axis, by_rank=layout.token_shards)
+    copied = "tp_copies" in (mesh.mesh_dim_names or ())
+    flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
+    for name, parameter in list(model.named_parameters()):
+        if split_dim(name) is not None:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, _cut(name, parameter, mesh, flat))
+    for row in DECODER:
+        for module in _modules_at(model, row.owner):
+            there = [name for name in row.names if getattr(module, name, None) is not None]
+            if there and row.how[0] in ("column", "kv_column"):
+                shared = SharedInput(axis if row.mixes_tokens else unordered)
+                for name in there:
+                    setattr(module, name, ColumnLinear(getattr(module, name), shared))
+            elif there and row.how[0] == "row":
+                setattr(module, there[0], RowLinear(getattr(module, there[0]), axis if row.mixes_tokens else unordered))
+            elif there and row.how[0] == "every_head":
+                setattr(module, there[0], ForEveryHead(axis))
+    rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
+    if model.embedding is not None:  # a stage has what it needs of embedding, norm and head
+        model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
+    if model.norm is not None:
+        source: nn.Module = model.embedding if model.head is None else model.head
+        model.head = VocabularyHead(source, axis)  # type: ignore[assignment]
+    if axis.token_shards:
+        _narrow_positions(model, axis)
+
+
+def _modules_at(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules that a path of the table means: `layers.*.ffn` those of all layers."""
+    found: list[nn.Module] = [model]
+    for part in path.split(".") if path else []:
+        below = [child for at in found for child in (at.children() if part == "*" else [getattr(at, part, None)])]
+        found = [module for module in below if module is not None]
+    return found
+
+
+def _cut(name: str, parameter: nn.Parameter, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
+    """This rank's part of a parameter, without values, as a DTensor over tp that knows the whole one's size."""
+    dim = split_dim(name)
+    assert dim is not None
+    line: DeviceMesh
+    placements: list[Placement]
+    if "tp" in (mesh.mesh_dim_names or ()):
+        line, placements = mesh["tp"], [Shard(dim)]
+    elif how_split(name) == "kv_column":
+        line, placements = mesh["tp_kv", "tp_copies"], [Shard(dim), Replicate()]
+    else:
+        # Not Shard on both: with uneven parts PyTorch then has wrong offsets for what FSDP shares out of them.
+        line, placements = flat, [Shard(dim)]
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, line, placements)
+    part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(
+        DTensor.from_local(part, line, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    )
+
+
+def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:
+    """What acts on token shards is told their positions: dropout, and learned position embeddings."""
+    for module in model.modules():
+        if isinstance(module, KeyedDropout):
+            module.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], axis.own_tokens(inputs[2])))
+    if model.position_embedding is not None:
+        model.position_embedding.register_forward_pre_hook(lambda _, inputs: (axis.own_tokens(inputs[0]),))
+
+
+def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Put plain tensors over the same memory in the place of a model's DTensors; gives those put in, by name.
+
+    Without FSDP nobody needs to see DTensors in the passes, where each costs a dispatch a use and another a
+    gradient, and DDP does not know them.
+    """
+    plain = {}
+    for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, DTensor):
+            owner, _, attribute = name.rpartition(".")
+            plain[name] = nn.Parameter(parameter.to_local().detach())
+            setattr(model.get_submodule(owner), attribute, plain[name])
+    return plain
+
+
+def local(parameter: Tensor | None) -> Tensor | None:
+    """The plain tensor under a parameter; its gradient goes back to the parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class SharedInput:
+    """Column-parallel linears that read one input: computed together, when the first of them is called.
+
+    Together they need one sum of the input's gradient, or one gather of the input, instead of one each.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.linears: list[ColumnLinear] = []
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def output(self, index: int, x_BTD: Tensor) -> Tensor:
+        """The product of linear number `index`."""
+        if self._input is not x_BTD or index not in self._outputs:
+            weights = [local(linear.weight) for linear in self.linears]
+            biases = [local(linear.bias) for linear in self.linears]
+            self._input = x_BTD
+            self._outputs = dict(enumerate(_ColumnProducts.apply(x_BTD, self.axis, *weights, *biases)))
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return output
+
+
+class ColumnLinear(nn.Module):
+    """A linear of which this rank has some of the outputs; (B, T, D) or, on token shards, (B, t, D) -> (B, T, F)."""
+
+    def __init__(self, linear: nn.Linear, shared: SharedInput) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.shared = shared
+        self.index = len(shared.linears)
+        shared.linears.append(self)
+
+    @torch.compiler.disable
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.shared.output(self.index, x_BTD)
+
+
+class RowLinear(nn.Module):
+    """A linear of which this rank has some of the inputs; (B, T, F) -> (B, T, D) or, on token shards, (B, t, D)."""
+
+    def __init__(self, linear: nn.Linear, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.axis = axis
+
+    @torch.compiler.disable
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, local(self.weight), self.axis)
+        return y_BTD if self.bias is None else y_BTD + self.bias
+
+
+class ForEveryHead(nn.Module):
+    """Something that all heads read, for this rank's; (B, T, P) or, on token shards, (B, t, P) -> (B, T, P).
+
+    It comes of a product that every rank makes alike, so what it leaves to do is what a column-parallel linear does
+    around its own: tokens are gathered, and its gradient summed over the heads of all ranks.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    @torch.compiler.disable
+    def forward(self, x_BTP: Tensor) -> Tensor:
+        shared_BTP: Tensor = _SharedByHeads.apply(x_BTP, self.axis)
+        return shared_BTP
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of which this rank has the rows `rows`; tokens (B, T) -> (B, T, D) or, on shards, (B, t, D)."""
+
+    def __init__(self, embedding: nn.Embedding, rows: range, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+        self.rows = rows
+        self.axis = axis
+
+    @torch.compiler.disable
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        own_BT = (tokens_BT >= self.rows.start) & (tokens_BT < self.rows.stop)
+        rows_BT = (tokens_BT - self.rows.start).where(own_BT, 0)
+        weight_vD = local(self.weight)
+        assert weight_vD is not None
+        return _SumOfRows.apply(F.embedding(rows_BT, weight_vD), own_BT[..., None], self.axis)
+
+
+class VocabularyHead(nn.Module):
+    """The head, or the embedding in its place, of which this rank has some rows; (B, T, D) -> logits (B, T, v)."""
+
+    def __init__(self, source: nn.Module, axis: TensorAxis) -> None:
+        super().__init__()
+        self.axis = axis
+        if isinstance(source, VocabularyEmbedding):
+            self._tied = [source]  # in a list, so that the parameter keeps its one name
+        else:
+            self.weight = source.weight
+
+    @torch.compiler.disable
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        weight = self._tied[0].weight if hasattr(self, "_tied") else self.weight
+        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, local(weight), None)  # type: ignore[arg-type]
+        return logits_BTv
+
+
+class _ColumnProducts(torch.autograd.Function):
+    """Several linears of one input, which may be a token shard; the collectives of both passes are in here."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, axis: TensorAxis, *weights_then_biases: Tensor | None) -> tuple[Tensor, ...]:
+        n = len(weights_then_biases) // 2
+        weights, biases = weights_then_biases[:n], weights_then_biases[n:]
+        ctx.axis = axis
+        ctx.has_bias = [bias is not None for bias in biases]
+        ctx.weights = weights
+        ctx.save_for_backward(x_BTD, *weights)
+        if axis.token_shards:
+            x_BTD = axis.start_gather(x_BTD).wait()
+        return tuple(F.linear(x_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
+        axis: TensorAxis = ctx.axis
+        x_BTD, *weights = ctx.saved_tensors
+        gathering = axis.start_gather(x_BTD) if axis.token_shards else None
+        summing = axis.start_sum(_input_gradient(dys_BTF, weights))
+        if gathering is not None:
+            x_BTD = gathering.wait()
+        x_ND = x_BTD.flatten(0, 1)
+        # What follows runs while the input's gradient is on its way.
+        dweights = [
+            axis.gradients.product(weight, dy_BTF.flatten(0, 1), x_ND)
+            for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
+        ]
+        dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, ctx.has_bias, strict=True)]
+        return summing.wait(), None, *dweights, *dbiases
+
+
+def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Sum of dy W over the linears that read the input; (B, T, D)."""
+    first, *rest = zip(dys_BTF, weights, strict=True)
+    dx_BTD = first[0] @ first[1]
+    dx_ND = dx_BTD.flatten(0, 1)
+    for dy_BTF, weight in rest:
+        dx_ND.addmm_(dy_BTF.flatten(0, 1), weight)
+    return dx_BTD
+
+
+class _RowProduct(torch.autograd.Function):
+    """x W^T summed over the ranks, each of which has a part of the features; all tokens, or its token shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis, ctx.weight = axis, weight_DF
+        ctx.save_for_backward(x_BTF, weight_DF)
+        return axis.start_sum(x_BTF @ weight_DF.T).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x_BTF, weight_DF = ctx.saved_tensors
+        if ctx.axis.token_shards:
+            dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
+        dweight = ctx.axis.gradients.product(ctx.weight, dy_BTD.flatten(0, 1), x_BTF.flatten(0, 1))
+        return dy_BTD @ weight_DF, dweight, None
+
+
+class _SharedByHeads(torch.autograd.Function):
+    """All tokens on every rank; backward, the sum of what each found for its own heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTP: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return axis.start_gather(x_BTP).wait() if axis.token_shards else x_BTP.view_as(x_BTP)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTP: Tensor) -> tuple[Tensor, None]:
+        # A copy, for the sum is in place and this tensor may be the gradient of something else too.
+        own_BTP = dy_BTP.clone(memory_format=torch.contiguous_format)
+        return ctx.axis.start_sum(own_BTP).wait(), None
+
+
+class _SumOfRows(torch.autograd.Function):
+    """Rows of the embedding from the ranks that have them: all tokens, or this rank's token shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, own_BT1: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        ctx.save_for_backward(own_BT1)
+        return axis.start_sum(x_BTD * own_BT1).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, None, None]:
+        (own_BT1,) = ctx.saved_tensors
+        if ctx.axis.token_shards:
+            dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
+        return dy_BTD * own_BT1, None, None

@@ -1,0 +1,57 @@
+"""When each action of a pipeline really ran on this rank."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwright.schedule.actions import Action
+
+Span = tuple[Action, float, float]
+"""An action with its start and end, in seconds since the epoch, so that ranks can be laid side by side."""
+
+
+class Timeline:
+    """The actions of one step. On a GPU their marks are events on its stream, which cost the step nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._marks.clear()
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """Everything the rank does for an action, without waiting for its input."""
+        start = self._mark()
+        yield
+        self._marks.append((action, start, self._mark()))
+
+    def spans(self) -> list[Span]:
+        """The actions since `begin_step`; waits for the device."""
+        now = self._mark()
+        if not isinstance(now, float):
+            now.synchronize()
+        now_s = time.time()
+        return [
+            (action, now_s - _seconds(start, now), now_s - _seconds(end, now)) for action, start, end in self._marks
+        ]
+
+    def _mark(self) -> "Mark":
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+Mark = float | torch.cuda.Event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Between two marks of one device."""
+    return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

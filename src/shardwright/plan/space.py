@@ -1,0 +1,196 @@
+"""Every layout that can train a model with a batch on a cluster, as arrays.
+
+| choice              | values                                                                                   |
+| ------------------- | ---------------------------------------------------------------------------------------- |
+| degrees             | every product pp x dp_replicate x dp_shard x cp x tp of the cluster's size                 |
+| ep                  | every degree that divides the experts and dp_shard x cp x tp                               |
+| zero                | 0 without dp_shard, else 1 to 3; under a pipeline 3 gathers once a step or a microbatch    |
+| sequence_parallel   | wherever there is tp                                                                       |
+| cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
+| schedule            | all but "auto", which is built for given times; interleaved-1f1b with `VIRTUAL_STAGES`     |
+| micro_batch         | every divisor of a data rank's share of the batch                                          |
+| recompute           | none and full                                                                              |
+
+Choices that change nothing are made once: zero is 0 where there is nothing to share out over, schedule and
+zero_pp_gather are left alone where they have no meaning. What is valid is what `Layout.problems`,
+`split.rules.problems`, `split.stages.schedule_problems` and `layout.accumulation` let pass, here for many layouts at
+once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cost.job import RECOMPUTE, Candidates, Ints, Job
+from shardwright.errors import LayoutError
+from shardwright.layout import ZERO_STAGES
+from shardwright.model.spec import ModelSpec
+from shardwright.schedule import build
+from shardwright.schedule.placement import paths
+from shardwright.split.rules import tp_divides
+
+SCHEDULES = tuple(name for name in build.NAMES if name != "auto")
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)
+METHODS = ("zigzag", "ulysses")
+RECOMPUTED = tuple(RECOMPUTE.index(name) for name in ("none", "full"))
+
+Columns = dict[str, Ints]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the layouts of one group share."""
+
+    pp: int
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    cp_method: str = "zigzag"
+    zero_pp_gather: str = "step"
+
+    @property
+    def n_stages(self) -> int:
+        """Into how many stages the layers are cut."""
+        return len(paths(self.schedule, self.pp, self.virtual_stages)[0])
+
+    def takes(self, microbatches: Ints) -> NDArray[np.bool_]:
+        """Whether the schedule can run a step of so many microbatches, for each number."""
+        if self.pp == 1:
+            return np.ones(len(microbatches), dtype=bool)
+        distinct, back = np.unique(microbatches, return_inverse=True)
+        can = [not build.problems(self.schedule, self.pp, int(m), self.virtual_stages) for m in distinct]
+        return np.array(can, dtype=bool)[back]
+
+
+def groups(job: Job) -> Iterator[Candidates]:
+    """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty.
+
+    Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
+    LayoutError, with the nearest batches that would do, where the batch can be dealt out by no layout.
+    """
+    n_layouts = 0
+    for pp in divisors(job.cluster.size):
+        by_method = {method: _rows(job, pp, method) for method in METHODS}
+        for pipeline in _pipelines(pp, job.model.n_layers):
+            found = _group(job, pipeline, by_method[pipeline.cp_method])
+            if found is not None:
+                n_layouts += len(found)
+                yield found
+    if not n_layouts:
+        raise LayoutError(_no_layout(job))
+
+
+def _pipelines(pp: int, n_layers: int) -> Iterator[Pipeline]:
+    """Every pipeline of so many ranks with which each stage has a layer."""
+    if pp == 1:
+        yield from (Pipeline(1, cp_method=method) for method in METHODS)
+        return
+    for schedule in SCHEDULES:
+        for virtual_stages in VIRTUAL_STAGES if schedule == "interleaved-1f1b" else (1,):
+            for method in METHODS:
+                for gather in ("step", "microbatch"):
+                    pipeline = Pipeline(pp, schedule, virtual_stages, method, gather)
+                    if pipeline.n_stages <= n_layers:
+                        yield pipeline
+
+
+def _group(job: Job, pipeline: Pipeline, rows: Columns) -> Candidates | None:
+    data = rows["dp_replicate"] * rows["dp_shard"]
+    kept = pipeline.takes(job.global_batch // (rows["micro_batch"] * data))
+    if pipeline.zero_pp_gather == "microbatch":
+        kept &= rows["zero"] == 3
+    if not kept.any():
+        return None
+    columns: dict[str, Any] = {name: column[kept] for name, column in rows.items()}
+    return Candidates(
+        pp=pipeline.pp,
+        schedule=pipeline.schedule,
+        virtual_stages=pipeline.virtual_stages,
+        cp_method=pipeline.cp_method,
+        zero_pp_gather=pipeline.zero_pp_gather,
+        sequence_parallel=columns["tp"] > 1,
+        **columns,
+    )
+
+
+def _rows(job: Job, pp: int, method: str) -> Columns:
+    """Every valid choice of what the layouts of a group differ in."""
+    found = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
+    data = found["dp_replicate"] * found["dp_shard"]
+    found = _where(found, job.global_batch % data == 0)
+    choices = {"micro_batch": divisors(job.global_batch), "recompute": RECOMPUTED}
+    found = _times(found, choices)
+    unit = found["micro_batch"] * found["dp_replicate"] * found["dp_shard"]
+    return _where(found, job.global_batch % unit == 0)
+
+
+def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str) -> Columns:
+    """Every valid choice of degrees, ZeRO stage and ep for `n_ranks` ranks of a stage, whatever the batch."""
+    moe = spec.moe
+    found = _times(
+        {},
+        {
+            "tp": [tp for tp in divisors(n_ranks) if tp_divides(spec, tp)],
+            "cp": [cp for cp in divisors(n_ranks) if method == "zigzag" or cp > 1],
+            "dp_shard": divisors(n_ranks),
+            "zero": ZERO_STAGES,
+            "ep": divisors(moe.n_experts) if moe else [1],
+        },
+    )
+    tp, cp, dp_shard, zero, ep = (found[name] for name in ("tp", "cp", "dp_shard", "zero", "ep"))
+    fold = dp_shard * cp * tp
+    valid = n_ranks % fold == 0
+    valid &= np.where(zero == 0, dp_shard == 1, dp_shard * cp > 1)
+    valid &= fold % ep == 0
+    chunks = np.where(cp > 1, 2 * cp, 1) if method == "zigzag" else np.ones_like(cp)
+    valid &= seq_len % np.lcm(cp * tp, chunks) == 0
+    if method == "ulysses":
+        heads, kv = spec.n_heads // tp, np.maximum(1, spec.n_kv_heads // tp)
+        valid &= (heads % cp == 0) & ((kv % cp == 0) | (cp % kv == 0))
+    if moe is not None:
+        share = np.maximum(fold // ep, 1)
+        uneven = ((moe.n_experts // ep) % share > 0) & ((moe.d_ffn % share > 0) | (spec.d_model % share > 0))
+        valid &= ~((zero > 0) & (ep * tp > 1) & uneven)
+    found = _where(found, valid)
+    return {"dp_replicate": n_ranks // (found["dp_shard"] * found["cp"] * found["tp"]), **found}
+
+
+def _times(columns: Columns, choices: Mapping[str, Sequence[int]]) -> Columns:
+    """Every row of `columns` with every combination of `choices`, the last choice varying fastest."""
+    found = dict(columns)
+    for name, values in choices.items():
+        n_rows = len(next(iter(found.values()))) if found else 1
+        found = {key: np.repeat(column, len(values)) for key, column in found.items()}
+        found[name] = np.tile(np.asarray(values, dtype=np.int64), n_rows)
+    return found
+
+
+def _where(columns: Columns, kept: NDArray[np.bool_]) -> Columns:
+    return {name: column[kept] for name, column in columns.items()}
+
+
+def _no_layout(job: Job) -> str:
+    """Why no layout can deal out the batch, with the nearest batches that some layout can."""
+    dealt: set[int] = set()
+    for pp in divisors(job.cluster.size):
+        if next(_pipelines(pp, job.model.n_layers), None) is not None:
+            for method in METHODS:
+                degrees = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
+                dealt |= set((degrees["dp_replicate"] * degrees["dp_shard"]).tolist())
+    least = min(dealt)
+    below = max(job.global_batch // n * n for n in dealt)
+    above = min(-(-job.global_batch // n) * n for n in dealt)
+    near = " or ".join(str(batch) for batch in (below, above) if batch)
+    return (
+        f"--global-batch {job.global_batch}: no layout of {job.cluster.size} ranks shares it out evenly: this model "
+        f"and --seq-len {job.seq_len} need {least} data ranks or more, and a batch is a multiple of the number of data "
+        f"ranks; nearest: {near}"
+    )
+
+
+def divisors(n: int) -> list[int]:
+    """Of n, in order."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

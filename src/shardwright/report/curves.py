@@ -1,0 +1,274 @@
+"""The curves of a run in one picture: loss, learning rate, gradient norm, speed, and where the time goes.
+
+matplotlib is imported when something is drawn and not before, so that this module costs nothing to import.
+It is used through its objects alone: nothing outside the picture changes, and no display is needed.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright.errors import InputError
+from shardwright.files import write_whole
+from shardwright.report.headline import PHASES, headline, layout_in_words, model_in_words, percent
+from shardwright.report.load import dropped_panel, drops, has_experts, load_panel
+from shardwright.report.panel import (
+    MANY,
+    TIMES,
+    choose_scale,
+    dots,
+    draw_line,
+    first_to_last,
+    header,
+    name_axis,
+    nothing,
+    power_of_ten,
+    remark,
+    running_mean,
+    window,
+)
+from shardwright.report.run import Logged, RunRecord
+from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
+_PHASE_WORDS = {"data": "data", "forward_backward": "fwd + bwd", "optimizer": "optimizer"}
+_LEFT = 0.06
+_ROW_IN = 1.986  # one more row of panels, with the space above it
+_INTERVALS = 400  # each a pixel or two wide; more than that are averaged before they are drawn
+
+
+def draw_curves(run: RunRecord, path: str | Path) -> None:
+    """Write the picture of a run, PNG or SVG by the suffix of `path`, in place of what is there.
+
+    Raises InputError for another suffix, and for a place that cannot be written.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InputError(f"{target}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
+    write_whole(target, _render(run, suffix[1:]))
+
+
+def curves_svg(run: RunRecord) -> str:
+    """The same as the text of an SVG file, to be part of a page: no title, and nothing behind it."""
+    return _render(run, "svg", in_page=True).decode("utf-8")
+
+
+def _render(run: RunRecord, kind: str, in_page: bool = False) -> bytes:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # A figure made without pyplot has Agg's canvas; what a user has set for their own pictures is put aside.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        figure = Figure(figsize=(10, (7.75 if in_page else 8.4) + _ROW_IN * has_experts(run)))
+        _compose(figure, run)
+        if not in_page:
+            _title(figure, run)
+        content = io.BytesIO()
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(content, format=kind, dpi=200, transparent=in_page, metadata=metadata)
+    return content.getvalue()
+
+
+def _compose(figure: "Figure", run: RunRecord) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    inch = 1 / figure.get_figheight()
+    experts = has_experts(run)
+    rows: list[list[Any]] = [["loss", "loss"], ["rate", "norm"], ["speed", "split"]]
+    if experts:
+        rows.append(["load", "dropped" if drops(run) else "load"])
+    axes = figure.subplot_mosaic(
+        rows,
+        height_ratios=[2.2] + [1] * (len(rows) - 1),
+        gridspec_kw={"left": _LEFT, "right": 0.975, "hspace": 0.388 if experts else 0.36, "wspace": 0.17},
+    )
+    figure.subplots_adjust(bottom=0.34 * inch, top=(7.22 + _ROW_IN * experts) * inch)
+    _loss(axes["loss"], run)
+    _rate(axes["rate"], run)
+    _norm(axes["norm"], run)
+    _speed(axes["speed"], run)
+    _split(axes["split"], run)
+    if experts:
+        load_panel(axes["load"], run)
+    if "dropped" in axes:
+        dropped_panel(axes["dropped"], run)
+    first, last = run.edges[0], max(run.last_step, run.edges[0] + 1)
+    for name, ax in axes.items():
+        ax.set_xlim(first - 0.006 * (last - first), last + 0.006 * (last - first))
+        most = 10 if ax.get_position().width > 0.5 else 5
+        ax.xaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=True))
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        ax.tick_params(labelbottom=name in ("loss", *rows[-1]))
+    name_axis(axes["loss"], "tokens", at_top=True)
+    name_axis(axes["loss"], "step")
+    name_axis(axes[rows[-1][0]], "step")
+
+
+def _title(figure: "Figure", run: RunRecord) -> None:
+    inch = 1 / figure.get_figheight()
+    title = f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+    figure.text(_LEFT, 1 - 0.29 * inch, title, fontsize=min(14, 14 * 76 / len(title)), fontweight="bold", va="center")
+    figure.text(_LEFT, 1 - 0.55 * inch, _subtitle(run), color=COLOURS["quiet"], va="center")
+
+
+def _subtitle(run: RunRecord) -> str:
+    told, batch, precision = headline(run), run.config.batch, run.config.precision
+    whole = told.steps >= told.planned_steps
+    parts = [
+        f"{told.steps:,} steps" if whole else f"step {told.steps:,} of {told.planned_steps:,}",
+        f"{format_count(told.tokens)} tokens",
+        f"{batch.global_batch:,} {TIMES} {batch.seq_len:,} tokens a step",
+        precision.compute + (", compiled" if precision.compile else ""),
+    ]
+    if told.training_s is not None:
+        parts.append(f"{format_seconds(told.training_s)} in steps")
+    if told.peak_memory_bytes is not None:
+        parts.append(_memory(run.train, told.peak_memory_bytes))
+    return "  ·  ".join(parts)
+
+
+def _memory(train: Sequence[Logged], peak_bytes: int) -> str:
+    """The peak; if it still rose after the first quarter of the run, which may be a leak, that is said."""
+    early = train[len(train) // 4].memory_bytes
+    rise = f"{format_bytes(early)} rising to" if peak_bytes > 1.1 * early else "at most"
+    return f"memory {rise} {format_bytes(peak_bytes)}"
+
+
+def _loss(ax: "Axes", run: RunRecord) -> None:
+    losses = [record.loss for record in run.train]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if finite:
+        many = len(losses) >= MANY
+        mean = f", mean of {window(losses)} records" if many else ""
+        ends = [value for value in running_mean(losses) if math.isfinite(value)] if many else finite
+        draw_line(ax, run, losses, f"training{mean}: {first_to_last(ends)}")
+    held_out = [record for record in run.held_out if math.isfinite(record.loss)]
+    if held_out:
+        ax.plot(
+            [record.step for record in held_out],
+            [record.loss for record in held_out],
+            color=COLOURS["held-out"],
+            linewidth=1,
+            linestyle=(0, (1, 2)),
+            marker="o",
+            markersize=6,
+            markeredgecolor=COLOURS["paper"],
+            clip_on=False,
+            zorder=4,
+            label=f"held out: {first_to_last([record.loss for record in held_out])}",
+        )
+    lost = [step for step, loss in run.losses if not math.isfinite(loss)]
+    if lost:
+        ax.plot(
+            lost,
+            [0.985] * len(lost),
+            transform=ax.get_xaxis_transform(),
+            color=COLOURS["limit"],
+            linestyle="none",
+            marker="x",
+            markersize=5,
+            label=f"not finite: {len(lost)} of {len(run.losses)} records, first at step {lost[0]:,}",
+        )
+    shown = finite + [record.loss for record in held_out]
+    choose_scale(ax, shown)
+    if not shown:
+        remark(ax, "no finite loss was logged")
+    header(ax, "Loss, nats a token", pad_pt=20)
+    per_step: Any = run.tokens_per_step
+    tokens = ax.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda token: token / per_step))
+    tokens.xaxis.set_major_formatter(lambda value, _: format_count(value))
+    tokens.spines["top"].set_visible(False)
+    tokens.tick_params(length=0, pad=4)
+
+
+def _rate(ax: "Axes", run: RunRecord) -> None:
+    rates = [record.lr for record in run.train]
+    if not rates:
+        return nothing(ax, "Learning rate")
+    power = math.floor(math.log10(max(rates))) if max(rates) > 0 else 0
+    steps = [record.step for record in run.train]
+    ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **dots(len(rates)))
+    ax.set_ylim(0, 1.12 * max(rates) / 10.0**power or 1)
+    schedule = run.config.schedule
+    warmup = f" after {schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else ""
+    header(ax, f"Learning rate, {TIMES} {power_of_ten(power)}", note=f"{schedule.shape}{warmup}")
+
+
+def _norm(ax: "Axes", run: RunRecord) -> None:
+    norms, clip = [record.grad_norm for record in run.train], run.config.optimizer.clip_norm
+    if not norms:
+        return nothing(ax, "Gradient norm")
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    draw_line(ax, run, norms)
+    # Far above every norm, a line at the limit would only press the curve flat.
+    near = 0 < clip <= 5 * max(finite, default=0)
+    shown = finite + [clip] * near
+    if not choose_scale(ax, shown):
+        ax.set_ylim(0, 1.12 * max(shown, default=1) or 1)
+    over = sum(norm > clip for norm in norms)
+    note = f"clipped at {clip:g}: {over} of {len(norms)} records" if clip else "never clipped"
+    if near:
+        ax.axhline(clip, color=COLOURS["limit"], linewidth=1.2, linestyle=(0, (5, 3)), zorder=3, label=note)
+    if not finite:
+        remark(ax, "no finite norm was logged")
+    header(ax, "Gradient norm", note=note)
+
+
+def _speed(ax: "Axes", run: RunRecord) -> None:
+    told = headline(run)
+    if told.median_tokens_per_s is None:
+        return nothing(ax, "Tokens per second")
+    edges, seconds = _intervals(run)
+    per_s = [run.tokens_per_step / s if s > 0 else math.nan for s in seconds["step"]]
+    ax.stairs(per_s, edges, baseline=None, color=COLOURS["curve"], linewidth=1.2)
+    mfu = "" if told.median_mfu is None else f", MFU {told.median_mfu:.1%}"
+    ax.axhline(
+        told.median_tokens_per_s,
+        color=COLOURS["quiet"],
+        linewidth=0.9,
+        linestyle=(0, (2, 2)),
+        label=f"median {format_count(told.median_tokens_per_s)}{mfu}",
+    )
+    ax.set_ylim(0, 1.12 * max((value for value in per_s if math.isfinite(value)), default=1))
+    ax.yaxis.set_major_formatter(lambda value, _: format_count(value))
+    header(ax, "Tokens per second")
+
+
+def _split(ax: "Axes", run: RunRecord) -> None:
+    share = headline(run).time_share
+    if share is None:
+        return nothing(ax, "Time")
+    edges, seconds = _intervals(run)
+    whole = [sum(parts) or 1.0 for parts in zip(*(seconds[phase] for phase in PHASES), strict=True)]
+    # What should be small lies at the edges of the stack, where its height can be read.
+    below, drawn = [0.0] * len(whole), {}
+    for phase in ("optimizer", "forward_backward", "data"):
+        above = [b + 100 * s / w for b, s, w in zip(below, seconds[phase], whole, strict=True)]
+        colour = COLOURS[phase.replace("_", "-")]
+        drawn[phase] = ax.stairs(above, edges, baseline=below, fill=True, color=colour, linewidth=0)
+        below = above
+    ax.set_ylim(0, 100)
+    ax.grid(False)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+    header(ax, "Time", [(drawn[phase], f"{_PHASE_WORDS[phase]} {percent(share[phase])}") for phase in PHASES])
+
+
+def _intervals(run: RunRecord) -> tuple[list[int], dict[str, list[float]]]:
+    """Edges of steps, and between each two of them the mean seconds of a step and of its phases."""
+    size = math.ceil(len(run.train) / _INTERVALS)
+    groups = [run.train[at : at + size] for at in range(0, len(run.train), size)]
+    means = {
+        name: [sum(getattr(record, f"{name}_s") for record in group) / len(group) for group in groups]
+        for name in ("step", *PHASES)
+    }
+    return [run.edges[0], *(group[-1].step for group in groups)], means

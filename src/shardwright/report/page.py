@@ -1,0 +1,181 @@
+"""A run on one HTML page that needs nothing else: no network, no script, no other file."""
+
+import re
+from html import escape
+from pathlib import Path
+
+from shardwright.files import write_whole
+from shardwright.report.curves import curves_svg
+from shardwright.report.frame import document, in_roles, picture, small
+from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
+from shardwright.report.run import RunRecord
+from shardwright.report.timeline import READING, PipelineRecord
+from shardwright.schedule.draw import svg as timelines_svg
+from shardwright.units import format_bytes, format_count, format_seconds
+
+
+def write_page(run: RunRecord, path: str | Path) -> None:
+    """Write the page of a run, in place of what is there. Raises InputError for a place that cannot be written."""
+    write_whole(Path(path), _page(run).encode("utf-8"))
+
+
+def _page(run: RunRecord) -> str:
+    told = headline(run)
+    title = f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+    body = f"""<header>
+<h1>{escape(title)}</h1>
+<p class="quiet"><code>{escape(str(run.folder))}</code></p>
+</header>
+{_alarm(told)}<dl>
+{_numbers(told)}
+</dl>
+<figure>
+{picture(curves_svg(run), "curves", "Curves of the run")}
+<figcaption>{_caption(run)}</figcaption>
+</figure>
+{_pipeline(run)}<h2>Layout</h2>
+{_layout(run)}
+<h2>Checkpoints</h2>
+{_checkpoints(run, told)}
+<h2>Run file</h2>
+<p class="quiet">With every default filled in; <code>shardwright train</code> accepts it.</p>
+<pre class="file">{escape(run.run_file)}</pre>"""
+    return document(f"{title}: {told.steps:,} steps", body)
+
+
+def _timelines(pipeline: PipelineRecord) -> str:
+    """The picture of a step, as wide as the page, and wider where its numbers could not be read; one then scrolls."""
+    svg = timelines_svg(pipeline.timelines).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
+    svg = re.sub(r' width="(\d+)" height="[^"]*"', r' style="min-width: calc(.9 * \1px)"', svg, count=1)
+    return in_roles(svg)
+
+
+def _alarm(told: Headline) -> str:
+    if told.first_non_finite_step is None:
+        return ""
+    return f'<p class="bad">The loss is not finite at step {told.first_non_finite_step:,}.</p>\n'
+
+
+def _numbers(told: Headline) -> str:
+    planned = "" if told.steps >= told.planned_steps else f"of {told.planned_steps:,} planned"
+    rows = [("steps", f"{told.steps:,}", planned), ("tokens", format_count(told.tokens), "")]
+    first, last = told.first_held_out_loss, told.held_out_loss
+    if last is not None:
+        fell = f"from {first:.3f}, {last / first:.0%} of it" if first is not None else ""
+        rows.append(("held-out loss", f"{last:.3f}", fell))
+    if told.train_loss is not None:
+        rows.append(("training loss", f"{told.train_loss:.3f}", "last logged step"))
+    if told.load_max_over_mean is not None and told.load_of_worst_layer is not None:
+        dropped = "" if told.dropped_fraction is None else f"; dropped {percent(told.dropped_fraction)}"
+        worst = f"busiest expert beside the mean; worst layer {told.load_of_worst_layer:.2f}{dropped}"
+        rows.append(("load of experts", f"{told.load_max_over_mean:.2f}", worst))
+    if told.expert_sent_bytes is not None:
+        rows.append(("sent for experts", format_bytes(told.expert_sent_bytes), "a step, by rank 0"))
+    if told.median_tokens_per_s is not None:
+        mfu = "n/a" if told.median_mfu is None else f"{told.median_mfu:.1%}"
+        rows.append(("tokens per second", format_count(told.median_tokens_per_s), f"median; MFU {mfu}"))
+    if told.peak_memory_bytes is not None:
+        rows.append(("peak memory", format_bytes(told.peak_memory_bytes), "rank 0"))
+    if told.training_s is not None:
+        rows.append(("time in steps", format_seconds(told.training_s), "without evaluations and checkpoints"))
+    if told.time_share is not None:
+        share = {phase: percent(value) for phase, value in told.time_share.items()}
+        rows.append(
+            (
+                "forward + backward",
+                share["forward_backward"],
+                f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}",
+            )
+        )
+    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{small(remark)}</dd></div>" for name, value, remark in rows)
+
+
+def _caption(run: RunRecord) -> str:
+    every = run.config.metrics.every
+    measured = "each step" if every == 1 else f"every {every} steps; speed and time are means over those steps"
+    return f"Logged {measured}. MFU is shown where the peak rate of the device is known."
+
+
+def _pipeline(run: RunRecord) -> str:
+    """The section of a run with layout.pp above 1; nothing for another."""
+    layout = run.config.layout.layout()
+    if layout.pp == 1:
+        return ""
+    if run.pipeline is None:
+        told = (
+            f"<p>No step has been recorded by all {layout.pp} ranks of the pipeline yet, or their clocks are further "
+            f"apart than a step is long.</p>"
+        )
+    else:
+        told = _step_of_pipeline(run.pipeline)
+    return f"<h2>Pipeline</h2>\n{told}\n"
+
+
+def _step_of_pipeline(pipeline: PipelineRecord) -> str:
+    told = pipeline.numbers
+    rows = "\n".join(
+        f"<tr><td>{each.rank}</td><td>{1000 * each.busy_s:,.1f}</td><td>{each.bubble_planned:.1%}</td>"
+        f"<td>{each.bubble_measured:.1%}</td><td>{each.peak_in_flight:g}</td></tr>"
+        for each in told.ranks
+    )
+    apart = ""
+    if told.clocks_apart_s > 0.001 * told.makespan_s:
+        apart = (
+            f'<p class="bad">The clocks of the ranks differ by {format_seconds(told.clocks_apart_s)} or more: an '
+            f"action is seen to start before what it needs was made, and rows are shifted by as much.</p>\n"
+        )
+    return f"""<p>In step {told.step:,} the ranks did nothing for {told.bubble_measured:.1%} of the time; the schedule,
+{escape(told.schedule)}, leaves {told.bubble_planned:.1%}. For {told.bubble_waiting:.1%} another rank had not made yet
+what was needed next; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, it was on its way, or the rank was
+late to begin.</p>
+{apart}<figure>
+<div>
+{_timelines(pipeline)}
+</div>
+<figcaption>{READING}</figcaption>
+</figure>
+<table>
+<thead>
+<tr><th>rank</th><th>busy ms</th><th>bubble planned</th><th>bubble measured</th><th>peak in flight</th></tr>
+</thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+<p class="quiet">A bubble is the share of the time from the first start of any rank to the last end of any. In flight:
+microbatches between their F and the end of their B or I, each of a rank's share of the layers.</p>"""
+
+
+def _layout(run: RunRecord) -> str:
+    config, layout = run.config, run.config.layout.layout()
+    batch, ranks = config.batch, layout.data_ranks
+    share = (
+        f"A step learns from {batch.global_batch:,} sequences of {batch.seq_len:,} tokens: {ranks:,} data "
+        f"{'rank' if ranks == 1 else 'ranks'} x {config.accumulation:,} "
+        f"{'microbatch' if config.accumulation == 1 else 'microbatches'} x {batch.micro_batch:,}."
+    )
+    cut, its = "", ""
+    if layout.pp > 1:
+        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.schedule}. ", " of its stages"
+    held = {
+        0: f"Every rank holds the whole state{its}.",
+        1: f"The optimizer state is sharded; every rank holds all parameters and gradients{its}.",
+        2: f"Optimizer state and gradients are sharded; every rank holds all parameters{its}.",
+        3: "Parameters, gradients and optimizer state are sharded.",
+    }[layout.zero]
+    return f"<p>{escape(layout_in_words(layout))}. {cut}{held}</p>\n<p>{escape(share)}</p>"
+
+
+def _checkpoints(run: RunRecord, told: Headline) -> str:
+    if not run.checkpoints:
+        return "<p>None has been saved.</p>"
+    items = "\n".join(f"<li><code>{escape(name)}</code></li>" for name in run.checkpoints)
+    more = "take more steps" if told.steps >= told.planned_steps else "go on from the last one"
+    newest = run.folder / "checkpoints" / run.checkpoints[-1]
+    return f"""<ul>
+{items}
+</ul>
+<p>To {more}, on these ranks or others:</p>
+<pre>{escape(run.resume_command)}</pre>
+<p class="quiet">Another run begins from one of them with
+<code>--set checkpoint.resume={escape(str(newest))} --set out=...</code></p>"""

@@ -1,0 +1,158 @@
+"""A plan on one HTML page that needs nothing else: no network, no script, no other file."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from shardwright.files import write_whole
+from shardwright.plan.alternatives import Alternative
+from shardwright.plan.headline import accelerator_hours, days, headline
+from shardwright.plan.search import Plan, Priced
+from shardwright.plan.sweep import by_length, by_size
+from shardwright.plan.warnings import warnings
+from shardwright.plan.words import choices_in_words, merged, verdict, why
+from shardwright.report.frame import document, picture, small
+from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
+from shardwright.units import format_bytes, format_count, format_seconds
+
+ROWS = 9
+"""Layouts in the picture of the time."""
+
+
+def write_page(
+    plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tokens: float | None, path: str | Path
+) -> None:
+    """Write the page of a plan in which something fits, in place of what is there. `name`: of the model.
+
+    Raises InputError for a place that cannot be written.
+    """
+    write_whole(Path(path), _page(plan, name, alternatives, budget_tokens).encode("utf-8"))
+
+
+def _page(plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tokens: float | None) -> str:
+    best, job = plan.best[0], plan.job
+    title = f"{name} on {job.cluster.name}"
+    body = f"""<header>
+<h1>{escape(title)}: the layout</h1>
+<p class="quiet">{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision};
+{format_count(job.model.n_parameters)} parameters; {plan.survey.n_layouts:,} layouts, {len(plan.pool):,} fit</p>
+</header>
+<dl>
+{_numbers(plan, budget_tokens)}
+</dl>
+{_warnings(best)}<h2>The best layout</h2>
+<pre>{escape(str(best.choice))}</pre>
+<table class="words">
+{_words(best)}
+</table>
+<figure>
+{_picture(memory_svg(best, plan.limit_bytes), "memory", "Memory by kind")}
+<figcaption>What each rank of the pipeline holds at its fullest moment, against {format_bytes(plan.limit_bytes)}, what
+is left of {format_bytes(job.cluster.accelerator.memory_bytes)} after the margin.</figcaption>
+</figure>
+<h2>Others</h2>
+<figure>
+{_picture(time_svg(_bars(plan, alternatives)), "time", "Time by kind of work")}
+<figcaption>Where the seconds of a step go. What runs beside other work and is hidden by it is not shown; “pipeline” is
+the time in which the busiest rank waits for others.</figcaption>
+</figure>
+<table class="others">
+<thead><tr><th>kind</th><th>layout</th><th>slower</th><th>why</th></tr></thead>
+<tbody>
+{_others(plan, alternatives)}
+</tbody>
+</table>
+<h2>More accelerators, longer sequences</h2>
+<figure>
+{_picture(scaling_svg(by_size(plan), job.cluster.size), "scaling", "Speed against accelerators")}
+<figcaption>The best layout for each number of accelerators, with the same batch. Degrees of tp, cp and pp are searched
+within a factor of two of those above.</figcaption>
+</figure>
+<figure>
+{_picture(length_svg(by_length(best), job.seq_len, plan.limit_bytes), "length", "Memory against sequence length")}
+<figcaption>The layout above with shorter and longer sequences, as many of them a step.</figcaption>
+</figure>
+<h2>The best {len(plan.best)}</h2>
+<table class="top">
+<thead><tr><th></th><th>layout</th><th>step</th><th>slower</th><th>MFU</th><th>memory</th></tr></thead>
+<tbody>
+{_top(plan)}
+</tbody>
+</table>
+<p class="quiet">MFU counts the full square of attention (PaLM, arXiv 2204.02311); memory is that of the fullest rank,
+with what the allocator cannot use.</p>"""
+    return document(f"{title}: a plan", body, _STYLE, (ROLES[0], ROLES[1]))
+
+
+_STYLE = """table.words td, table.others td, table.others th, table.top td:nth-child(2), table.top th:nth-child(2)
+  { text-align: left; vertical-align: top; }
+table.words td:first-child { color: var(--quiet); }
+table.others td, table.top td { font-size: .875rem; border-bottom: 1px solid var(--grid); }
+td code { font-size: .8125rem; overflow-wrap: anywhere; }
+table.others td:nth-child(3) { white-space: nowrap; }
+"""
+
+
+def _picture(svg: str, name: str, title: str) -> str:
+    return picture(svg, name, title, ROLES[0])
+
+
+def _numbers(plan: Plan, budget_tokens: float | None) -> str:
+    best = plan.best[0]
+    told = headline(best)
+    rows = [
+        ("step", format_seconds(told.step_s), f"{plan.job.tokens:,} tokens"),
+        ("tokens per second", format_count(told.tokens_per_s), f"{told.tokens_per_s_per_accelerator:,.0f} each"),
+        ("MFU", f"{told.mfu_full:.1%}", f"{told.mfu_causal:.1%} with the causal half of attention"),
+    ]
+    if best.choice.layout.recompute != "none":
+        rows.append(("HFU", f"{told.hfu_full:.1%}", f"{told.hfu_causal:.1%} with the causal half"))
+    share = best.peak_bytes / plan.limit_bytes
+    rows.append(("peak memory", format_bytes(best.peak_bytes), f"{share:.0%} of {format_bytes(plan.limit_bytes)}"))
+    if budget_tokens is not None:
+        hours = f"{accelerator_hours(plan.job, best.step_s, budget_tokens):,.0f} accelerator-hours"
+        rows.append(
+            (f"{format_count(budget_tokens)} tokens", f"{days(plan.job, best.step_s, budget_tokens):,.1f} days", hours)
+        )
+    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{small(remark)}</dd></div>" for name, value, remark in rows)
+
+
+def _warnings(best: Priced) -> str:
+    return "".join(f'<p class="bad">{escape(warning)}</p>\n' for warning in warnings(best))
+
+
+def _words(best: Priced) -> str:
+    rows = choices_in_words(best.job, best.choice)
+    return "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+
+
+def _bars(plan: Plan, alternatives: Sequence[Alternative]) -> list[tuple[str, Priced]]:
+    """The best layout and the best of other kinds, those that fit."""
+    found = [("best", plan.best[0])]
+    found += [(_short(name), each.priced) for name, each in merged(alternatives) if each.priced is not None]
+    return found[:ROWS]
+
+
+def _short(name: str, most: int = 44) -> str:
+    first = name.split(";")[0].split(" (")[0]
+    return first if len(first) <= most else first[: most - 1] + "…"
+
+
+def _others(plan: Plan, alternatives: Sequence[Alternative]) -> str:
+    best = plan.best[0]
+    return "\n".join(
+        f"<tr><td>{escape(name)}</td><td><code>{escape(str(each.choice))}</code></td>"
+        f"<td>{escape(verdict(best, each, plan.limit_bytes))}</td><td>{escape(why(best, each))}</td></tr>"
+        for name, each in merged(alternatives)
+    )
+
+
+def _top(plan: Plan) -> str:
+    rows = []
+    for number, each in enumerate(plan.best, 1):
+        slower = f"{each.step_s / plan.best[0].step_s - 1:+.2%}" if number > 1 else ""
+        rows.append(
+            f"<tr><td>{number}</td><td><code>{escape(str(each.choice))}</code></td><td>{each.step_s:.4g} s</td>"
+            f"<td>{slower}</td><td>{headline(each).mfu_full:.1%}</td><td>{format_bytes(each.peak_bytes)}</td></tr>"
+        )
+    return "\n".join(rows)

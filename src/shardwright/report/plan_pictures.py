@@ -1,0 +1,249 @@
+"""The pictures of a plan: memory by kind, where the time goes, speed against accelerators, memory against length.
+
+Each is the text of an SVG file, to be part of a page, with nothing behind it. matplotlib is imported when something is
+drawn and not before.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwright.plan.search import Priced
+from shardwright.plan.sweep import Point
+from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.units import GiB, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# After Tol's muted and bright schemes and Okabe and Ito: neighbours in a stack are far apart in lightness or hue. What
+# lies there all the time is blue and green, what comes and goes yellow to red; the first work of a step is blue too.
+KINDS = (
+    ("#2f6fa7", "#4f93d1"),
+    ("#8fbbe0", "#2f5f8f"),
+    ("#2a8f83", "#38b3a4"),
+    ("#9ed3bd", "#3f7d66"),
+    ("#6b5b95", "#8f7fc0"),
+    ("#e8a33d", "#e0a040"),
+    ("#f3d48c", "#a98a3c"),
+    ("#c8553d", "#e07258"),
+    ("#e5a3a0", "#9c5a58"),
+    ("#98a2ad", "#7c8794"),
+    ("#c9ced6", "#565f6b"),
+    ("#7d8f45", "#a3b764"),
+)
+"""Colours of the kinds of memory and of work, by their place: on paper, and on a dark screen."""
+ROLES = tuple({f"kind-{at}": pair[side] for at, pair in enumerate(KINDS)} for side in (0, 1))
+LEAST_SHARE = 0.004
+"""Kinds that are never more than this share of a picture are not in its key."""
+MOST_LIMITS = 3
+"""Columns higher than so many times the limit are cut."""
+MOST_NAMES = 32
+KEY_LETTERS = 125
+"""Letters of a line of a key, a patch counted as five."""
+
+
+def _drawn(
+    draw: Callable[["Axes"], None],
+    title: str,
+    height_in: float,
+    *,
+    key: Sequence[tuple[Any, str]] = (),
+    left: float = 0.06,
+    bottom_in: float = 0.5,
+) -> str:
+    """The SVG of one panel, as wide as a page: its title, its key below, and what `draw` draws; `height_in` is what it
+    has with a key of one line."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        key_rows = -(-sum(len(name) + 5 for _, name in key) // KEY_LETTERS)
+        height_in += 0.2 * (key_rows - 1)
+        figure = Figure(figsize=(10, height_in))
+        top_in = 0.46 + 0.2 * key_rows
+        ax = figure.add_axes((left, bottom_in / height_in, 0.975 - left, 1 - (bottom_in + top_in) / height_in))
+        draw(ax)
+        edge = min(left, 0.06) if left < 0.2 else 0.03
+        figure.text(edge, 1 - 0.06 / height_in, title, va="top", fontsize=10.5, fontweight="bold")
+        if key:
+            handles, labels = zip(*key, strict=True)
+            columns, at = -(-len(labels) // key_rows), (edge, 1 - 0.3 / height_in)
+            figure.legend(handles, labels, ncols=columns, loc="upper left", bbox_to_anchor=at)
+        content = io.BytesIO()
+        figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
+    return content.getvalue().decode("utf-8")
+
+
+def memory_svg(priced: Priced, limit_bytes: float) -> str:
+    """GiB of each rank of pp at its fullest moment, by kind, against the limit."""
+    kinds = _with_allocator(priced)
+    n_ranks = len(next(iter(kinds.values())))
+
+    def draw(ax: "Axes") -> None:
+        if n_ranks == 1:
+            _bars(ax, [({kind: held[0] / GiB for kind, held in kinds.items()}, "")])
+            limit = limit_bytes / GiB
+            ax.axvline(limit, color=COLOURS["limit"], linewidth=1.4, linestyle=(0, (5, 3)))
+            ax.text(
+                limit, 0.55, f"limit {format_bytes(limit_bytes)} ", ha="right", fontsize=8.5, color=COLOURS["limit"]
+            )
+            ax.set_ylim(0.7, -0.55)
+            ax.set_xlim(0, 1.03 * max(limit, priced.peak_bytes / GiB))
+        else:
+            _columns(ax, kinds, limit_bytes, [str(rank) for rank in range(n_ranks)])
+            ax.set_xlabel("pp rank", color=COLOURS["quiet"])
+
+    if n_ranks == 1:
+        return _drawn(draw, "Memory, GiB", 1.75, key=_key(kinds), left=0.03, bottom_in=0.3)
+    return _drawn(draw, "Memory of each pp rank, GiB", 3.6, key=_key(kinds))
+
+
+def _columns(ax: "Axes", kinds: Mapping[str, Sequence[float]], limit_bytes: float, names: Sequence[str]) -> None:
+    """Standing stacked columns with their names, and the limit. One far above it is cut, and its height written in."""
+    places = np.arange(len(names))
+    below = np.zeros(len(names))
+    for colour, held in zip(_colours(), kinds.values(), strict=False):
+        gib = np.asarray(held) / GiB
+        ax.bar(places, gib, bottom=below, width=0.78, color=colour, linewidth=0)
+        below = below + gib
+    _limit(ax, limit_bytes / GiB)
+    ax.set_xlim(-0.6, len(names) - 0.4)
+    top = min(1.08 * max(limit_bytes / GiB, below.max()), MOST_LIMITS * limit_bytes / GiB)
+    ax.set_ylim(0, top)
+    for at in np.nonzero(below > top)[0]:
+        ax.text(float(at), 0.97 * top, f"{below[at]:,.0f}", ha="center", va="top", fontsize=9, color=COLOURS["ink"])
+    step = -(-len(names) // MOST_NAMES)
+    ax.set_xticks(places[::step], names[::step])
+
+
+def time_svg(rows: Sequence[tuple[str, Priced]]) -> str:
+    """Seconds of a step by kind of work, a bar for each layout with its name; the fastest comes first."""
+    kinds = list(dict.fromkeys(kind for _, each in rows for kind in each.parts_s))
+    spent = {kind: [each.parts_s.get(kind, 0.0) for _, each in rows] for kind in kinds}
+
+    def draw(ax: "Axes") -> None:
+        _bars(ax, [({kind: each.parts_s.get(kind, 0.0) for kind in kinds}, name) for name, each in rows])
+        for at, (_, each) in enumerate(rows):
+            slower = each.step_s / rows[0][1].step_s - 1
+            said = f"{each.step_s:.4g} s" + (f", {slower:+.1%}" if at else "")
+            place: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["quiet"]}
+            ax.annotate(said, (each.step_s, at), (4, 0), **place)
+        ax.set_xlim(0, 1.17 * max(each.step_s for _, each in rows))
+
+    return _drawn(draw, "Time of a step, s", 1.0 + 0.27 * len(rows), key=_key(spent), left=0.29, bottom_in=0.3)
+
+
+def _bars(ax: "Axes", bars: Sequence[tuple[Mapping[str, float], str]]) -> None:
+    """Lying stacked bars with their names, the first on top. Negative parts are drawn as nothing."""
+    for at, (parts, _) in enumerate(bars):
+        left = 0.0
+        for colour, value in zip(_colours(), parts.values(), strict=False):
+            ax.barh(at, max(value, 0.0), left=left, height=0.7, color=colour, linewidth=0)
+            left += max(value, 0.0)
+    ax.set_yticks(range(len(bars)), [name for _, name in bars])
+    ax.tick_params(axis="y", labelcolor=COLOURS["ink"])
+    ax.set_ylim(len(bars) - 0.45, -0.55)
+    ax.grid(visible=False, axis="y")
+    ax.grid(visible=True, axis="x")
+    ax.spines["left"].set_visible(False)
+
+
+def scaling_svg(points: Sequence[Point], chosen: int) -> str:
+    """Tokens a second of the best layout against the number of accelerators, beside what perfect scaling from the
+    smallest cluster would be."""
+    fitting = [(point.size, point.priced) for point in points if point.priced is not None]
+
+    def draw(ax: "Axes") -> None:
+        sizes = [size for size, _ in fitting]
+        speeds = [each.job.tokens / each.step_s for _, each in fitting]
+        ideal = [speeds[0] / sizes[0] * size for size in sizes]
+        ax.plot(sizes, ideal, color=COLOURS["quiet"], linewidth=1, linestyle=(0, (2, 2)), label="in proportion")
+        ax.plot(sizes, speeds, color=COLOURS["curve"], marker="o", markersize=4.5, label="best layout that fits")
+        for size, speed, (_, each) in zip(sizes, speeds, fitting, strict=True):
+            ax.annotate(
+                f"{format_count(speed)}/s, MFU {_mfu(each):.0%}",
+                (size, speed),
+                (6, -4),
+                textcoords="offset points",
+                va="top",
+                fontsize=8.5,
+                color=COLOURS["ink"] if size == chosen else COLOURS["quiet"],
+                fontweight="bold" if size == chosen else "normal",
+            )
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        # Room at the right for what is written at the last point.
+        ax.set_xlim(sizes[0] / 1.15, sizes[-1] * max(1.6, (sizes[-1] / sizes[0]) ** 0.19))
+        ax.set_ylim(min(speeds) / 1.6, max(ideal) * 1.2)
+        ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        ax.yaxis.set_major_formatter(lambda value, _: format_count(value))
+        ax.minorticks_off()
+        ax.set_xlabel("accelerators", color=COLOURS["quiet"])
+        ax.legend(loc="upper left", borderaxespad=0.6)
+
+    return _drawn(draw, "Tokens per second", 3.4)
+
+
+def _mfu(priced: Priced) -> float:
+    job = priced.job
+    peak = job.cluster.size * job.cluster.accelerator.flops_per_s[job.precision]
+    return job.tokens / priced.step_s * job.model.train_flops_per_token(job.seq_len) / peak
+
+
+def length_svg(points: Sequence[Priced], chosen: int, limit_bytes: float) -> str:
+    """GiB of the fullest rank by kind against the length of a sequence, with the limit."""
+    held = [_fullest(each) for each in points]
+    kinds = {kind: [each[kind] for each in held] for kind in held[0]}
+
+    def draw(ax: "Axes") -> None:
+        _columns(ax, kinds, limit_bytes, [f"{each.job.seq_len:,}" for each in points])
+        for label, each in zip(ax.get_xticklabels(), points, strict=False):
+            label.set_fontweight("bold" if each.job.seq_len == chosen else "normal")
+        ax.set_xlabel("tokens of a sequence", color=COLOURS["quiet"])
+
+    return _drawn(draw, "Memory of the fullest rank, GiB", 3.6, key=_key(kinds))
+
+
+def _with_allocator(priced: Priced) -> dict[str, list[float]]:
+    """Bytes of each rank by kind, with what the allocator cannot use."""
+    memory = priced.memory
+    found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
+    found["allocator"] = (memory.rank_bytes[0] * memory.fragmentation).tolist()
+    return found
+
+
+def _fullest(priced: Priced) -> dict[str, float]:
+    kinds = _with_allocator(priced)
+    at = int(np.sum(list(kinds.values()), axis=0).argmax())
+    return {kind: held[at] for kind, held in kinds.items()}
+
+
+def _limit(ax: "Axes", gib: float) -> None:
+    ax.axhline(gib, color=COLOURS["limit"], linewidth=1.4, linestyle=(0, (5, 3)), zorder=3)
+    ax.annotate(
+        f"limit {format_bytes(gib * GiB)}",
+        (0, gib),
+        (4, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=COLOURS["limit"],
+    )
+
+
+def _colours() -> list[str]:
+    return [light for light, _ in KINDS]
+
+
+def _key(kinds: Mapping[str, Sequence[float]]) -> list[tuple[Any, str]]:
+    """A patch and a name for each kind that can be seen."""
+    from matplotlib.patches import Patch
+
+    whole = max(sum(values) for values in zip(*kinds.values(), strict=True)) or 1.0
+    pairs = zip(_colours(), kinds.items(), strict=False)
+    return [(Patch(color=colour), kind) for colour, (kind, values) in pairs if max(values) > LEAST_SHARE * whole]

@@ -1,0 +1,67 @@
+"""How our pictures look: one set of colours by role, and matplotlib's settings."""
+
+from typing import Any
+
+# After Okabe and Ito, whose colours are told apart under every common kind of colour blindness. The page gives
+# each role another colour on a dark screen, and finds the role by its value here: no two may be equal.
+COLOURS = {
+    "paper": "#ffffff",
+    "ink": "#1f2430",
+    "quiet": "#667080",
+    "grid": "#e6e8ec",
+    "curve": "#0072b2",
+    "held-out": "#d55e00",
+    "limit": "#b3356b",
+    "data": "#e69f00",
+    "forward-backward": "#a6d1ee",
+    "optimizer": "#009e73",
+}
+DARK_COLOURS = {
+    "paper": "#14171c",
+    "ink": "#e8eaee",
+    "quiet": "#98a1b0",
+    "grid": "#2a2f38",
+    "curve": "#58b4ec",
+    "held-out": "#ff8a3d",
+    "limit": "#ec7fab",
+    "data": "#f0b429",
+    "forward-backward": "#2c5a7a",
+    "optimizer": "#2bbf95",
+}
+SETTINGS: Any = {
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "text.color": COLOURS["ink"],
+    # A folder or a preset may hold a dollar sign; it is not the beginning of a formula.
+    "text.parse_math": False,
+    "axes.edgecolor": COLOURS["quiet"],
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": COLOURS["grid"],
+    "grid.linewidth": 0.8,
+    "xtick.color": COLOURS["quiet"],
+    "ytick.color": COLOURS["quiet"],
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 1.3,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.2,
+    "legend.borderaxespad": 0.0,
+    "legend.borderpad": 0.0,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    # Text stays text, so that a page can be searched and read aloud; the salt makes equal runs give equal files.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "shardwright",
+}

@@ -1,0 +1,71 @@
+"""All schedules side by side, on the same pipeline and the same batch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Schedule
+from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.memory import KEPT_FOR_WEIGHT
+from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.simulate import PerStage, Simulation, Times, simulate
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`simulations`: of the schedules that can be built; `refused`: schedule -> why it cannot."""
+
+    simulations: tuple[Simulation, ...]
+    refused: dict[str, str]
+
+
+def compare(
+    n_ranks: int,
+    n_microbatches: int,
+    virtual_stages: int = 2,
+    times: Times = Times(),  # noqa: B008  (frozen)
+    in_flight_limit: int | None = None,
+    names: Iterable[str] = NAMES,
+    *,
+    kept_for_weight: float = KEPT_FOR_WEIGHT,
+) -> Comparison:
+    """Build and simulate every schedule for one model on `n_ranks` ranks.
+
+    `times` are those of a schedule with one stage a rank. Where layers are cut into more stages than there are ranks,
+    a stage has fewer of them: its times are scaled by n_ranks / n_stages, so that the work of all is the same. `comm`
+    is a message of one microbatch's activations between two layers, and is not scaled. `virtual_stages`: of
+    interleaved-1f1b; `in_flight_limit` and `kept_for_weight`: of auto.
+    """
+    simulations, refused = [], {}
+    for name in names:
+        try:
+            stages = virtual_stages if name == "interleaved-1f1b" else 1
+            schedule = build(
+                name, n_ranks, n_microbatches, stages, times, in_flight_limit, kept_for_weight=kept_for_weight
+            )
+            simulations.append(simulate(schedule, scaled(times, n_ranks / schedule.n_stages)))
+        except ScheduleError as error:
+            refused[name] = "; ".join(error.problems)
+    return Comparison(tuple(simulations), refused)
+
+
+def scaled(times: Times, factor: float) -> Times:
+    """The times of stages that have `factor` as many layers; messages are as long as before."""
+
+    def of(time: PerStage) -> PerStage:
+        return tuple(each * factor for each in time) if isinstance(time, tuple) else time * factor
+
+    return Times(of(times.forward), of(times.backward_input), of(times.weight), times.comm)
+
+
+def count_messages(schedule: Schedule) -> int:
+    """How many messages ranks send one another in a step."""
+    return sum(
+        isinstance(each, Message) and each.way == "send" for actions in with_messages(schedule) for each in actions
+    )
+
+
+def parameters_held(schedule: Schedule) -> float:
+    """The most that a rank holds, in units of an equal share of the model: 2 in DualPipe, else 1."""
+    held = max(len(schedule.stages_of(rank)) for rank in range(schedule.n_ranks))
+    return held * schedule.n_ranks / schedule.n_stages

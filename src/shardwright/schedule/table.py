@@ -1,0 +1,72 @@
+"""A schedule as PyTorch's compute-only CSV, in and out.
+
+A row for each rank, a cell for each action: `0F3` is F of stage 0 on microbatch 3. Empty cells are idle slots of the
+drawing and mean nothing to the order. Two actions that PyTorch overlaps share a cell, `(0F8;7B0)OVERLAP_F_B`; they are
+read as one after the other.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from shardwright.errors import ScheduleError
+from shardwright.files import write_whole
+from shardwright.schedule.actions import OPS, Action, Op, Schedule, make
+
+_ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def write_table(schedule: Schedule, path: str | Path) -> None:
+    """Write the actions of every rank, without empty cells, in place of what is there.
+
+    What the file does not hold: the name and `staggered`. Raises InputError for a place that cannot be written.
+    """
+    rows = (",".join(map(str, actions)) for actions in schedule.ranks)
+    write_whole(Path(path), "".join(f"{row}\n" for row in rows).encode("utf-8"))
+
+
+def read_table(path: str | Path) -> Schedule:
+    """The schedule of a file, named after it; stages and microbatches are counted from the highest in any cell.
+
+    It may still be one that cannot be run: `validate.problems` says so. Raises ScheduleError, with every bad cell, for
+    a file that is not such a table.
+    """
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not a CSV file: {error}"
+        raise ScheduleError(f"{path}: cannot be read as a schedule ({reason})") from error
+    found: list[str] = []
+    ranks = [list(_row(row, f"{path}, row {at + 1} (rank {at})", found)) for at, row in enumerate(rows)]
+    if not rows:
+        found.append(f"{path} is empty; valid: a row for each rank, with cells like 0F3")
+    if found:
+        raise ScheduleError(*found)
+    actions = [action for rank in ranks for action in rank]
+    n_stages = 1 + max(action.stage for action in actions)
+    n_microbatches = 1 + max(action.microbatch for action in actions)
+    return make(path.stem, n_stages, n_microbatches, ranks)
+
+
+def _row(row: list[str], where: str, found: list[str]) -> Iterator[Action]:
+    """The actions of a row; what is wrong with it goes to `found`."""
+    if not any(cell.strip() for cell in row):
+        found.append(f"{where} has no action; valid: cells like 0F3, at least one a rank")
+    for column, cell in enumerate(row):
+        text = cell.strip()
+        overlapped = _OVERLAPPED.fullmatch(text)
+        for part in overlapped[1].split(";") if overlapped else [text] if text else []:
+            match = _ACTION.fullmatch(part.strip())
+            if match and match[2] in OPS:
+                op: Op = next(op for op in get_args(Op) if op == match[2])
+                yield Action(int(match[1]), op, int(match[3]))
+            else:
+                found.append(
+                    f"{where}, column {column + 1}: {cell!r} is not an action; valid: stage, one of "
+                    f"{', '.join(OPS)}, microbatch, like 0F3; (0F8;7B0)OVERLAP_F_B; empty"
+                )

@@ -1,0 +1,228 @@
+"""Whether a schedule can be run: complete, in order, one rank for a stage and microbatch, and free of deadlock.
+
+Positions count a rank's actions from 0.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import OPS, Action, Schedule
+from shardwright.schedule.messages import Message, with_messages
+
+Place = tuple[int, int]
+"""A rank and a position in its list."""
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """Everything that keeps a schedule from being run, one line each; empty for a good one.
+
+    Deadlock is looked for once the actions themselves are right: with sends that wait for nobody, and then with sends
+    that wait for their receiver, in the order of messages that is run (`messages.with_messages`).
+    """
+    if outside := list(_outside(schedule)):
+        return outside
+    n_actions, pairs = sum(map(len, schedule.ranks)), schedule.n_stages * schedule.n_microbatches
+    if n_actions < pairs:
+        return [
+            f"the ranks have {n_actions} actions, but {schedule.n_stages} stages x {schedule.n_microbatches} "
+            f"microbatches need {2 * pairs} or more, an F and a B for each; is the highest stage "
+            f"({schedule.n_stages - 1}) or microbatch ({schedule.n_microbatches - 1}) a mistake?"
+        ]
+    first: dict[Action, Place] = {}
+    found = []
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action in first:
+                found.append(f"{_at(rank, position)}: {action} comes a second time; first: {_at(*first[action])}")
+            first.setdefault(action, (rank, position))
+    found += [*_missing(schedule, first), *_out_of_place(first)]
+    if not found:
+        stuck = deadlock(schedule, blocking=False) or deadlock(schedule, blocking=True)
+        found += [stuck] if stuck else []
+    return found
+
+
+def deadlock(schedule: Schedule, blocking: bool) -> str | None:
+    """Why ranks wait for one another for ever, or None if they do not.
+
+    With `blocking` a send ends only when its receiver has come to receive it, in the order of messages that
+    `messages.with_messages` gives; without, it ends at once.
+    """
+    if not blocking:
+        return _waiting(schedule)
+    try:
+        lists = with_messages(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return rendezvous(lists)
+
+
+def rendezvous(lists: list[list[Action | Message]]) -> str | None:
+    """Why ranks that run these lists, each with both ends of its messages, wait for ever when a send waits for its
+    receiver and a receive for its sender; None if they come to their ends."""
+    at = [0] * len(lists)
+    to_try = deque(range(len(lists)))
+    while to_try:
+        rank = to_try.popleft()
+        while at[rank] < len(lists[rank]):
+            here = lists[rank][at[rank]]
+            if isinstance(here, Message):
+                peer = here.peer
+                if at[peer] == len(lists[peer]) or not _match(rank, here, lists[peer][at[peer]]):
+                    break
+                at[peer] += 1
+                to_try.append(peer)
+            at[rank] += 1
+    stuck = [
+        f"{_at(rank, at[rank])} of the list with messages: {_words(entries[at[rank]])}"
+        for rank, entries in enumerate(lists)
+        if at[rank] < len(entries)
+    ]
+    return f"with sends that wait for their receiver, nothing can go on: {'; '.join(stuck)}" if stuck else None
+
+
+def _match(rank: int, here: Message, there: Action | Message) -> bool:
+    """Whether what a rank stands at and what its peer stands at are the two ends of one message."""
+    if not isinstance(there, Message) or there.peer != rank or {here.way, there.way} != {"send", "receive"}:
+        return False
+    sent, received = (here, there) if here.way == "send" else (there, here)
+    step = 1 if sent.op == "F" else -1
+    return (sent.op, sent.stage + step, sent.microbatch) == (received.op, received.stage, received.microbatch)
+
+
+def _words(entry: Action | Message) -> str:
+    if isinstance(entry, Action):
+        return str(entry)
+    what = f"{entry.stage}{entry.op}{entry.microbatch}"
+    return f"send {what} to rank {entry.peer}" if entry.way == "send" else f"receive for {what} from rank {entry.peer}"
+
+
+def _outside(schedule: Schedule) -> Iterator[str]:
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            for what, value, count in (
+                ("stage", action.stage, schedule.n_stages),
+                ("microbatch", action.microbatch, schedule.n_microbatches),
+            ):
+                if not 0 <= value < count:
+                    yield f"{_at(rank, position)}: {action} is of {what} {value}; valid: 0 to {count - 1}"
+            if action.op not in OPS:
+                yield f"{_at(rank, position)}: {action} has op {action.op!r}; valid: {', '.join(OPS)}"
+
+
+def _missing(schedule: Schedule, first: dict[Action, Place]) -> Iterator[str]:
+    """What is not done, or done both at once and in two."""
+    lacking: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for stage in range(schedule.n_stages):
+        for microbatch in range(schedule.n_microbatches):
+            f, b, i, w = (Action(stage, op, microbatch) in first for op in OPS)
+            complaints = {
+                "no F": not f,
+                "no backward pass, neither B nor I and W": not (b or i or w),
+                "I without W": i and not w,
+                "W without I": w and not i,
+                "B as well as I or W, which are its two parts": b and (i or w),
+            }
+            for words, true in complaints.items():
+                if true:
+                    lacking[stage, words].append(microbatch)
+    for (stage, words), microbatches in lacking.items():
+        plural = "microbatches" if len(microbatches) > 1 else "microbatch"
+        yield f"stage {stage}: {words}, for {plural} {_ranges(microbatches)}"
+
+
+def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
+    """Actions on another rank than the forward action, and before what they need of their own stage."""
+    for action, (rank, position) in first.items():
+        stage, op, microbatch = action
+        forward = Action(stage, "F", microbatch)
+        if op == "F" or forward not in first:
+            continue
+        if first[forward][0] != rank:
+            yield (
+                f"{_at(rank, position)}: {action} is on another rank than its forward {forward} "
+                f"({_at(*first[forward])}), which keeps the activations"
+            )
+            continue
+        needed = Action(stage, "I", microbatch) if op == "W" else forward
+        if needed in first and first[needed][0] == rank and first[needed][1] > position:
+            what = "input gradient" if op == "W" else "forward"
+            yield f"{_at(rank, position)}: {action} comes before its {what} {needed}, at position {first[needed][1]}"
+
+
+def _waiting(schedule: Schedule) -> str | None:
+    """The circle of ranks that wait for one another, or what is waited for and made by nobody."""
+    where: dict[tuple[int, str, int], Place] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            where[_result(action)] = rank, position
+    at = [0] * schedule.n_ranks
+    waiting: defaultdict[tuple[int, str, int], list[int]] = defaultdict(list)
+    runnable = deque(range(schedule.n_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        actions = schedule.ranks[rank]
+        while at[rank] < len(actions):
+            needed = _needed(schedule, actions[at[rank]])
+            if needed is not None and not _done(where.get(needed), at):
+                waiting[needed].append(rank)
+                break
+            made = _result(actions[at[rank]])
+            at[rank] += 1
+            runnable.extend(waiting.pop(made, ()))
+    stuck = {rank: needed for needed, ranks in waiting.items() for rank in ranks}
+    if not stuck:
+        return None
+    chain: list[int] = []
+    rank = min(stuck)
+    while rank not in chain:
+        chain.append(rank)
+        if stuck[rank] not in where:
+            return f"ranks wait for ever: {_step(schedule, rank, at, stuck[rank], None)}"
+        rank = where[stuck[rank]][0]
+    circle = chain[chain.index(rank) :]
+    return "ranks wait for one another: " + "; ".join(
+        _step(schedule, rank, at, stuck[rank], where[stuck[rank]]) for rank in circle
+    )
+
+
+def _step(schedule: Schedule, rank: int, at: list[int], needed: tuple[int, str, int], place: Place | None) -> str:
+    stage, op, microbatch = needed
+    result = f"{stage}{op}{microbatch}" if place is None else str(schedule.ranks[place[0]][place[1]])
+    source = "which no rank does" if place is None else f"at {_at(*place)}"
+    return f"{_at(rank, at[rank])}: {schedule.ranks[rank][at[rank]]} waits for {result}, {source}"
+
+
+def _result(action: Action) -> tuple[int, str, int]:
+    """What an action makes: an output F, an input gradient I (by I or B), a weight gradient W."""
+    return action.stage, "I" if action.sends_back else action.op, action.microbatch
+
+
+def _needed(schedule: Schedule, action: Action) -> tuple[int, str, int] | None:
+    """What an action waits for: of another stage, or else of its own."""
+    other = schedule.needs(action)
+    if other is not None:
+        return other[0], "F" if action.op == "F" else "I", other[1]
+    if action.op == "F":
+        return None
+    return action.stage, "I" if action.op == "W" else "F", action.microbatch
+
+
+def _done(place: Place | None, at: list[int]) -> bool:
+    return place is not None and place[1] < at[place[0]]
+
+
+def _at(rank: int, position: int) -> str:
+    return f"rank {rank}, position {position}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0 to 3, 7`: ascending numbers with consecutive ones drawn together."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)

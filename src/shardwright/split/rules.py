@@ -1,0 +1,133 @@
+"""Which layouts a model and a sequence can be cut into: the rules, with their arithmetic and the valid choices."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import lcm
+
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.split import stages
+from shardwright.split.table import vocabulary_rows
+
+
+def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
+    """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty for a good one."""
+    found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
+    found += stages.problems(spec, layout)
+    # Of a tp that cannot be, no length has to be a multiple.
+    return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
+
+
+def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
+    for what, size in (("query heads (model.n_heads)", spec.n_heads), ("ffn features (model.d_ffn)", spec.d_ffn)):
+        if size % tp:
+            yield f"layout.tp={tp} does not divide {size} {what} {_division(size, tp)}; valid: {_valid_tp(spec)}"
+    kv = spec.n_kv_heads
+    if spec.n_heads % tp == 0 and kv % tp and tp % kv:
+        yield (
+            f"layout.tp={tp} neither divides {kv} kv heads (model.n_kv_heads) nor is a multiple of them "
+            f"{_division(kv, tp) if tp < kv else _division(tp, kv)}, so heads could not be dealt out evenly or copied "
+            f"evenly; valid: {_valid_tp(spec)}"
+        )
+    elif not _vocabulary_reaches(spec, tp):
+        yield (
+            f"layout.tp={tp} leaves a rank without a row of the vocabulary: {spec.vocab_size} rows in shares of "
+            f"{-(-spec.vocab_size // tp)}; valid: {_valid_tp(spec)}"
+        )
+
+
+def _valid_tp(spec: ModelSpec) -> str:
+    """Every tp degree that the model can be cut into, as a list to print."""
+    return ", ".join(str(tp) for tp in range(1, spec.n_heads + 1) if tp_divides(spec, tp))
+
+
+def tp_divides(spec: ModelSpec, tp: int) -> bool:
+    """Whether heads, kv heads, ffn and vocabulary can be dealt out over `tp` ranks."""
+    kv = spec.n_kv_heads
+    even = spec.n_heads % tp == 0 and spec.d_ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    return even and _vocabulary_reaches(spec, tp)
+
+
+def _vocabulary_reaches(spec: ModelSpec, tp: int) -> bool:
+    return all(vocabulary_rows(spec.vocab_size, tp, rank) for rank in range(tp))
+
+
+def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    degree, tp = layout.cp_ulysses, layout.tp
+    if degree == 1 or not tp_divides(spec, tp):
+        return
+    heads, kv = spec.n_heads // tp, max(1, spec.n_kv_heads // tp)
+    name = "cp" if layout.cp_method == "ulysses" else "ulysses_degree"
+    if not _heads_divide(heads, kv, degree):
+        valid = ", ".join(str(n) for n in range(1, heads + 1) if _heads_divide(heads, kv, n))
+        yield (
+            f"layout.{name}={degree} is how many ranks deal out the heads that tp={tp} leaves a rank, {heads} query "
+            f"and {kv} kv: it has to divide {heads} {_division(heads, degree)}, and to divide {kv} or be a multiple "
+            f"of it; valid: {valid}; cp_method='zigzag' has no such limit"
+        )
+
+
+def _heads_divide(heads: int, kv: int, degree: int) -> bool:
+    return heads % degree == 0 and (kv % degree == 0 or degree % kv == 0)
+
+
+def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    moe = spec.moe
+    if moe is None:
+        if layout.ep > 1:
+            yield f"layout.ep={layout.ep} deals out experts, and the model has none (model.moe); leave it out"
+        return
+    experts = moe.n_experts
+    if experts % layout.ep:
+        valid = ", ".join(str(ep) for ep in range(1, experts + 1) if experts % ep == 0)
+        yield (
+            f"layout.ep={layout.ep} does not divide {experts} experts (model.moe.n_experts) "
+            f"{_division(experts, layout.ep)}; valid: {valid}"
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield (
+            f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
+            f"tokens would each send all of them to the experts"
+        )
+    share = layout.expert_dp_shard
+    if layout.zero and layout.ep * layout.tp > 1 and (experts // layout.ep) % share:
+        for name, size in (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model)):
+            if size % share:
+                yield (
+                    f"layout.zero={layout.zero} shares out the experts of a rank over {share} ranks (dp_shard x cp x "
+                    f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
+                    f"larger ep"
+                )
+
+
+def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:
+    cuts = sequence_cuts(layout)
+    local, rest = divmod(seq_len, cuts)
+    if rest:
+        ways = {words: parts for words, parts in _cuts(layout).items() if parts == cuts} or _cuts(layout)
+        what = next(iter(ways)) if len(ways) == 1 or cuts in ways.values() else f"{cuts}, for {' and '.join(ways)}"
+        nearest = f"{local * cuts} or {(local + 1) * cuts}" if local else str(cuts)
+        yield f"batch.seq_len={seq_len} is not a multiple of {what} {_division(seq_len, cuts)}; nearest: {nearest}"
+
+
+def sequence_cuts(layout: Layout) -> int:
+    """Of what the length of a sequence has to be a multiple, for every rank to hold as many tokens as the others."""
+    return lcm(*_cuts(layout).values())
+
+
+def _cuts(layout: Layout) -> dict[str, int]:
+    """Each way in which a sequence is cut into equal parts, in words, and how many parts."""
+    found = {}
+    if layout.cp_ring > 1 and layout.cp_method != "ring":
+        chunks = 2 * layout.cp_ring
+        found[f"2 x {layout.cp_ring} = {chunks} chunks (cp_method={layout.cp_method!r})"] = chunks
+    shards = layout.tp if layout.token_shards else 1
+    if layout.cp * shards > 1:
+        axes = [f"{axis}={n}" for axis, n in (("cp", layout.cp), ("tp", shards)) if n > 1]
+        product = f" = {layout.cp * shards}" if len(axes) > 1 else ""
+        found[f"{' x '.join(axes)}{product}{' (sequence_parallel)' if shards > 1 else ''}"] = layout.cp * shards
+    return found
+
+
+def _division(size: int, by: int) -> str:
+    return f"({size} = {by}*{size // by} + {size % by})"

@@ -1,0 +1,140 @@
+"""Which layers each pipeline stage has, and how long its actions take beside those of others."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import accumulate, pairwise
+
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.schedule import build
+from shardwright.schedule.actions import Schedule
+from shardwright.schedule.simulate import Times
+
+KEPT_FOR_WEIGHT = 1.0
+"""What a microbatch that waits for its W keeps, as a share of what its forward pass kept (`schedule.memory`): here each
+product keeps its input and the gradient of its output, which without the scores of attention is as much."""
+
+
+def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
+    """The layers of every stage: those that `layout.stage_layers` gives, or the split with the least work in the
+    stage that has most, counting the embedding with the first layer and norm and head with the last.
+
+    Every stage has a layer. The layout has to fit the model (`problems`).
+    """
+    counts = layout.stage_layers or _balanced(spec, layout.n_stages, seq_len)
+    ends = (0, *accumulate(counts))
+    return tuple(range(begin, end) for begin, end in pairwise(ends))
+
+
+def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Why the layers cannot be cut into the stages of a layout, one sentence each."""
+    if layout.pp == 1:
+        return
+    n = layout.n_stages
+    what = f"layout.pp={layout.pp}, layout.schedule={layout.schedule!r}" + (
+        f", layout.virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    )
+    if n > spec.n_layers:
+        most = spec.n_layers // (n // layout.pp)
+        yield (
+            f"{what} make {n} stages, more than the {spec.n_layers} layers (model.n_layers), and each needs one; "
+            + (
+                f"valid: layout.pp from 1 to {most} with this schedule"
+                if most > 1
+                else f"valid: layout.pp=1, or up to {spec.n_layers} with layout.schedule='1f1b'"
+            )
+        )
+    counts = layout.stage_layers
+    if counts is not None and (len(counts) != n or sum(counts) != spec.n_layers or min(counts) < 1):
+        even = _balanced(spec, n, spec.max_seq_len) if n <= spec.n_layers else ()
+        yield (
+            f"layout.stage_layers={list(counts)} are {len(counts)} stages of {sum(counts)} layers; {what} make {n} "
+            f"stages, of at least one each, and the model has {spec.n_layers} layers"
+            + (f"; valid: {list(even)}, or leave it out" if even else "")
+        )
+
+
+def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
+    """Why the schedule of a layout cannot run a step of so many microbatches, one sentence each."""
+    if layout.pp == 1:
+        return []
+    found = build.problems(layout.schedule, layout.pp, n_microbatches, layout.virtual_stages)
+    return [
+        f"layout.schedule: {problem} (microbatches = batch.global_batch / (batch.micro_batch x data ranks) = "
+        f"{n_microbatches})"
+        for problem in found
+    ]
+
+
+def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
+    """How long F, I and W of every stage take, in FLOPs of a token; what is sent takes no time.
+
+    A product of weights costs as much in I and in W as in F; the products of attention have no weights, and their
+    backward pass, two for each, is all in I.
+    """
+    products, squares = [], []
+    for number, layers in enumerate(stage_layers(spec, layout, seq_len)):
+        head = 2.0 * spec.vocab_size * spec.d_model if number == layout.n_stages - 1 else 0.0
+        products.append(sum(_products(spec, layer) for layer in layers) + head)
+        squares.append(len(layers) * _square(spec, seq_len))
+    return Times(
+        forward=tuple(p + s for p, s in zip(products, squares, strict=True)),
+        backward_input=tuple(p + 2 * s for p, s in zip(products, squares, strict=True)),
+        weight=tuple(products),
+    )
+
+
+def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len: int) -> Schedule:
+    """The schedule of a step of a layout with pp; every rank comes to the same.
+
+    Raises ScheduleError (`schedule_problems`).
+    """
+    times = stage_times(spec, layout, seq_len)
+    return build.build(
+        layout.schedule, layout.pp, n_microbatches, layout.virtual_stages, times, kept_for_weight=KEPT_FOR_WEIGHT
+    )
+
+
+def _products(spec: ModelSpec, layer: int) -> float:
+    """Forward FLOPs of a token in the matrices of a layer."""
+    return 2.0 * spec.layer_matmul_parameters(layer)
+
+
+def _square(spec: ModelSpec, seq_len: int) -> float:
+    """Forward FLOPs of a token in the products of attention of one layer, over the causal half of the square."""
+    return 1.0 * spec.n_heads * (spec.qk_dim + spec.head_dim) * seq_len
+
+
+@cache
+def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each stage so that the most work of a stage is least, and then what the others have is most even; of
+    equals, more in late stages, which hold fewer activations.
+
+    The last stage has the head, the first the embedding, which is a copy and counts the bytes it moves as FLOPs.
+    """
+    import numpy as np  # Not at the top: run files are read, and pages drawn, without it.
+
+    layers = [3 * (_products(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
+    upto = np.array([0.0, *accumulate(layers)])
+    # [begin, end]: the work of the layers between, inf where there are none.
+    number = np.arange(len(upto))
+    between = np.where(number[:, None] < number, upto - upto[:, None], np.inf)
+    # For the layers up to each: the most work of a stage and the sum of squares; and where its last stage begins.
+    most, squares = np.full(len(upto), np.inf), np.full(len(upto), np.inf)
+    most[0] = squares[0] = 0.0
+    begins = []
+    for stage in range(n_stages):
+        first, last = stage == 0, stage == n_stages - 1
+        ends = first * 3.0 * spec.d_model + last * 6.0 * spec.vocab_size * spec.d_model
+        here = between + ends
+        mosts = np.maximum(most[:, None], here)
+        most = mosts.min(axis=0)
+        sums = np.where(mosts == most, squares[:, None] + here * here, np.inf)
+        begins.append(sums.argmin(axis=0))
+        squares = sums.min(axis=0)
+    counts, end = [], spec.n_layers
+    for begin_of in reversed(begins):
+        begin = int(begin_of[end])
+        counts.append(end - begin)
+        end = begin
+    return tuple(reversed(counts))

@@ -1,0 +1,98 @@
+"""The folder of a run's checkpoints: which there are, publishing and deleting them, room on the disk."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shardwright.errors import CheckpointError
+from shardwright.units import format_bytes
+
+_NAME = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced.partial"
+_SLACK = 1.02  # headers and the manifest, beyond the tensors themselves
+
+
+class CheckpointStore:
+    """RUN/checkpoints. Methods that change the folder are for one rank alone."""
+
+    def __init__(self, folder: Path, keep_last: int = 1) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+
+    def published(self) -> list[Path]:
+        """Whole checkpoints, the oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), key=_step_of)
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps is, or will be."""
+        return self.folder / f"step-{step:08d}"
+
+    def partial_of(self, step: int) -> Path:
+        """Where it is while it is being written."""
+        return self.folder / f"step-{step:08d}.partial"
+
+    def begin(self, step: int, tensor_bytes: int) -> None:
+        """Make room for a checkpoint of `tensor_bytes` and an empty folder to write it in."""
+        self.require_space(tensor_bytes)
+        partial = self.partial_of(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def publish(self, step: int) -> None:
+        """Give a finished checkpoint its name, by one rename, then delete those that are no longer kept.
+
+        Those of later steps go too: the run went back behind them, because they are damaged, and if they
+        counted as the last ones this good one would be deleted in their place.
+        """
+        final = self.path_of(step)
+        for path in (*self.partial_of(step).iterdir(), self.partial_of(step)):
+            _sync(path)
+        if final.exists():
+            final.rename(old := final.with_name(final.name + _REPLACED))
+            self.partial_of(step).rename(final)
+            shutil.rmtree(old)
+        else:
+            self.partial_of(step).rename(final)
+        _sync(self.folder)
+        published = self.published()
+        here = published.index(final)
+        for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
+            shutil.rmtree(path)
+
+    def sweep(self) -> None:
+        """Delete what processes that were killed left half-written, and put back what they had moved
+        aside."""
+        for path in self.folder.glob("*" + _REPLACED):
+            if not (back := path.with_name(path.name.removesuffix(_REPLACED))).exists():
+                path.rename(back)
+        for path in self.folder.glob("*.partial"):
+            shutil.rmtree(path)
+
+    def require_space(self, tensor_bytes: int) -> None:
+        """Raises CheckpointError unless the next checkpoint fits on the disk beside those that are kept."""
+        existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        free, needed = shutil.disk_usage(existing).free, int(tensor_bytes * _SLACK) + 2**20
+        if free < needed:
+            kept = self.published()
+            last = f"the last good one is {kept[-1]}" if kept else "none has been written yet"
+            raise CheckpointError(
+                f"the next checkpoint takes {format_bytes(needed)}, but {existing} has {format_bytes(free)} "
+                f"free; free {format_bytes(needed - free)} more, or choose another `out`; {last}"
+            )
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

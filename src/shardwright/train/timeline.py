@@ -1,0 +1,50 @@
+"""When the actions of a pipeline ran, in the folder of the run, where `shardwright report` reads it."""
+
+import json
+from collections import deque
+from pathlib import Path
+
+from shardwright.config import RunConfig
+from shardwright.files import write_whole
+from shardwright.layout import DENSE_AXES
+from shardwright.parallel.pipeline import Pipeline
+from shardwright.parallel.run import Runner
+from shardwright.report.timeline import timeline_path
+
+KEPT_STEPS = 4
+"""Logged steps in a file. A report needs one that all ranks have written; with 256 microbatches of 3 ops each, a step
+is some 25 kB, and a run of a million steps must not fill a disk."""
+
+
+class TimelineFile:
+    """The last logged steps of one rank, in the form that `report.timeline` tells.
+
+    The file is written anew for each step and renamed, so that nobody sees half of it. A run that is resumed begins
+    with nothing: what the process before it has left is gone with the first step that is logged.
+    """
+
+    def __init__(self, path: Path, rank: int, pipeline: Pipeline) -> None:
+        self.path, self.rank, self.pipeline = path, rank, pipeline
+        self._lines: deque[str] = deque(maxlen=KEPT_STEPS)
+
+    def write(self, step: int) -> None:
+        """Add the actions of the step that was taken last, number `step`; waits for the device."""
+        spans = self.pipeline.timeline.spans()
+        zero_s = spans[0][1]
+        actions = [[str(action), round(start - zero_s, 7), round(end - zero_s, 7)] for action, start, end in spans]
+        line = {"step": step, "rank": self.rank, "zero_s": zero_s, "actions": actions}
+        self._lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+        write_whole(self.path, "".join(self._lines).encode())
+
+
+def timeline_file(config: RunConfig, runner: Runner, rank: int) -> TimelineFile | None:
+    """The file of a rank of the first pipeline, the one at 0 on every axis but `pp`; None for another rank.
+
+    One pipeline tells the bubble: the others run the same lists on as much data, and all meet at the end of a step.
+    """
+    if not isinstance(runner, Pipeline):
+        return None
+    here = config.layout.layout().coordinates(rank)
+    if any(here[axis] for axis in DENSE_AXES if axis != "pp"):
+        return None
+    return TimelineFile(timeline_path(Path(config.out), here["pp"]), here["pp"], runner)

@@ -1,0 +1,112 @@
+"""The layouts of a number of ranks for a model and a sequence length; no torch.
+
+Without a pipeline these are all there are. With one there would be too many to run, since nine schedules multiply with
+the rest (of 8 ranks 1260 for the debug model), so for each set of degrees as many are taken as it needs for every two
+choices to meet (`_covering`: 396).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+from math import gcd
+from typing import Any
+
+from shardwright.errors import LayoutError
+from shardwright.layout import CP_METHODS, ZERO_PP_GATHER, ZERO_STAGES, Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.schedule.build import NAMES
+from shardwright.split.rules import problems
+
+VIRTUAL_STAGES = 2  # of interleaved-1f1b
+
+Choice = dict[str, Any]
+"""Values of fields of a Layout that are chosen together."""
+
+
+def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
+    """Ways to lay this model over exactly `world_size` ranks, with the choices that make a difference.
+
+    Every product of degrees is there. Without pp each is there with every combination of zero, sequence_parallel and
+    cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of these
+    choices are together in one layout at least, if the model can be cut so: schedule, zero (3 with either
+    zero_pp_gather), sequence_parallel, cp_method, ep.
+
+    Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
+    with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
+    """
+    found: list[Layout] = []
+    for degrees in _degrees(world_size):
+        possible: dict[Layout, tuple[int, ...]] = {}
+        axes = _choices(degrees, spec.moe.n_experts if spec.moe else 1)
+        for numbers in product(*(range(len(choices)) for choices in axes)):
+            chosen = [choices[number] for choices, number in zip(axes, numbers, strict=True)]
+            try:
+                layout = Layout(**degrees, **{name: value for choice in chosen for name, value in choice.items()})
+            except LayoutError:
+                continue
+            if not problems(spec, layout, seq_len):
+                possible[layout] = numbers
+        found += _covering(possible) if degrees["pp"] > 1 else possible
+    return found
+
+
+def _degrees(world_size: int) -> Iterator[Choice]:
+    for pp in _divisors(world_size):
+        for tp in _divisors(world_size // pp):
+            for cp in _divisors(world_size // (pp * tp)):
+                rest = world_size // (pp * tp * cp)
+                for dp_shard in _divisors(rest):
+                    yield {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": rest // dp_shard, "pp": pp}
+
+
+def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
+    """What there is to choose with these degrees: for each thing its choices, the last thing varying fastest."""
+    return [
+        [{"schedule": name} | _stages(name) for name in NAMES] if degrees["pp"] > 1 else [{}],
+        list(_zero(degrees)),
+        [{"sequence_parallel": on} for on in (False, True)] if degrees["tp"] > 1 else [{}],
+        list(_methods(degrees["cp"])),
+        [{"ep": n} for n in _divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))],
+    ]
+
+
+def _stages(schedule: str) -> Choice:
+    return {"virtual_stages": VIRTUAL_STAGES} if schedule == "interleaved-1f1b" else {}
+
+
+def _zero(degrees: Choice) -> Iterator[Choice]:
+    for zero in ZERO_STAGES if degrees["dp_shard"] * degrees["cp"] > 1 else (0,):
+        if zero == 3 and degrees["pp"] > 1:
+            yield from ({"zero": zero, "zero_pp_gather": gather} for gather in ZERO_PP_GATHER)
+        else:
+            yield {"zero": zero}
+
+
+def _methods(cp: int) -> Iterator[Choice]:
+    if cp == 1:
+        yield {}
+        return
+    for method in CP_METHODS:
+        if method != "usp":
+            yield {"cp_method": method}
+        else:
+            yield from ({"cp_method": method, "ulysses_degree": n} for n in _divisors(cp) if 1 < n < cp)
+
+
+def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:
+    """Some of the layouts, in their order, such that every two choices that are together in one are so in one of those.
+
+    `possible` has for each layout the number of each of its choices. Taken is, again and again, the first of those that
+    bring most pairs together for the first time: not the fewest layouts there could be, but close, and always the same.
+    """
+    pairs = {layout: set(combinations(enumerate(numbers), 2)) for layout, numbers in possible.items()}
+    missing = set().union(*pairs.values())
+    taken = set()
+    while missing:
+        best = max(pairs, key=lambda layout: len(pairs[layout] & missing))
+        missing -= pairs[best]
+        taken.add(best)
+    return [layout for layout in possible if layout in taken]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
