@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from shardwright.errors import nearest
+from shardwright.model.modules import FAMILIES
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -24,6 +26,10 @@ class ModelSpec:
     probabilities are never dropped (see model/dropout.py).
     """
 
+    family: str = field(
+        default="decoder",
+        metadata={"help": "What a layer is made of: decoder, or a family registered by an extension."},
+    )
     n_layers: int = field(metadata={"help": "Transformer layers."})
     d_model: int = field(metadata={"help": "Width of the residual stream."})
     n_heads: int = field(metadata={"help": "Query heads of a layer."})
@@ -75,6 +81,10 @@ class ModelSpec:
         return list(self._problems())
 
     def _problems(self) -> Iterator[str]:
+        if self.family not in FAMILIES:
+            yield f"family={self.family!r} is not known; {nearest(self.family, FAMILIES)}"
+            return
+        yield from FAMILIES[self.family].problems(self)
         sizes = [each.name for each in fields(self) if each.type is int]
         broken = [name for name in sizes if getattr(self, name) < 1]
         for name in broken:

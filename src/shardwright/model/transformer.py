@@ -18,6 +18,7 @@ from shardwright.model.attention import Attention
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.modules import FAMILIES
 from shardwright.model.moe import MoE
 from shardwright.model.random import site_keys
 from shardwright.model.rotary import rotary_table
@@ -74,7 +75,8 @@ class Transformer(nn.Module):
         learned = spec.positions == "learned"
         self.position_embedding = nn.Embedding(spec.max_seq_len, spec.d_model) if learned else None
         self.dropout = KeyedDropout(spec.dropout)
-        self.layers = nn.ModuleDict({str(i): Block(spec, i) for i in range(spec.n_layers)})
+        family = FAMILIES[spec.family]
+        self.layers = nn.ModuleDict({str(i): family.make(spec, i) for i in range(spec.n_layers)})
         self.norm = _norm(spec)
         self.head = None if spec.tied_embedding else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
 

@@ -1,0 +1,324 @@
+"""The parameters of a model, one row for each: the one place where their names, shapes and roles are written.
+
+Counts of parameters, initial values, the split over tensor-parallel ranks, matmuls and FLOPs, the memory and time of
+the cost model, and the groups of the optimizer are all read from these rows. A family of models is a function that
+gives the rows of a layer, and the module that runs the layer; `register` adds one, ours as well as a user's.
+
+| split      | dim split over tp             | a rank's input of the matmul        | a rank's output                 |
+| ---------- | ----------------------------- | ----------------------------------- | ------------------------------- |
+| column     | 0, output features            | all features                        | its part of the output features |
+| kv_column  | 0, by kv head; with fewer kv heads than ranks, tp / heads ranks hold a replica of one head           |||
+| row        | 1, input features             | its part of the input features      | all features, after a sum       |
+| vocabulary | 0, token ids                  | embedding: token ids                | all features, after a sum       |
+|            |                               | head: all features                  | logits of its part of the ids   |
+| replicated | none                          | all tokens, or its token shard under sequence parallelism            ||
+| per_head   | none                          | the rank's heads                    | the rank's heads                |
+| experts    | none; dim 0 is split over ep  | rows of the tokens routed to them   | rows of the same tokens         |
+
+Sources: Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2
+for token shards. No torch.
+"""
+
+import math
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from shardwright.model.spec import ModelSpec
+
+Kind = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "balance"]
+"""`matrix`: a hidden matrix; `balance`: not trained, follows the load of the experts."""
+Split = Literal["column", "kv_column", "row", "vocabulary", "replicated", "per_head", "experts"]
+Tokens = Literal["all", "routed"]
+"""Which tokens a matmul is done for: all, or those that the router sends to an expert."""
+
+SPLIT_DIM: dict[Split, int] = {"column": 0, "kv_column": 0, "vocabulary": 0, "row": 1}
+"""The dim of a parameter that is split over tp; the other splits leave it whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter.
+
+    `name`: within its layer (`attention.q.weight`) or, outside the layers, in the model (`norm.weight`).
+    `shape`: (out, in) of a matrix, (experts, out, in) of an expert, (n,) of a vector.
+    `std`: standard deviation of the normal initial values; 0: every element is `fill`.
+    `matmul`: the tokens for which it is multiplied; None for norms, biases and embeddings that are only looked up.
+    `input`: the tensor that the matmul reads. Rows of a layer with one `input` and split over their outputs are one
+    matmul, and one all-gather or all-reduce of that tensor over tp.
+    `ordered`: the output is used with tokens in the order of the sequence (attention); otherwise each token is used
+    alone, and any order will do.
+    `parts`: the logical matrices that are stacked along the output dim, as (name, rows), and `heads`, how often that
+    stack is repeated: the K and V rows of every head in latent attention.
+    `every_head`: the last so many outputs are read by the heads of all tp ranks (the rotated key of latent attention).
+    `counted`: whether a published number of parameters includes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    split: Split = "replicated"
+    std: float = 0.0
+    fill: float = 0.0
+    matmul: Tokens | None = None
+    input: str = ""
+    ordered: bool = False
+    parts: tuple[tuple[str, int], ...] = ()
+    heads: int = 1
+    every_head: int = 0
+    counted: bool = True
+
+    def __post_init__(self) -> None:
+        if self.parts:
+            rows = self.heads * sum(n for _, n in self.parts)
+            assert rows == self.shape[-2], f"{self.name}: parts have {rows} rows, the matrix {self.shape[-2]}"
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def module(self) -> str:
+        """The module that holds it: `attention.q` for `attention.q.weight`."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def split_dim(self) -> int | None:
+        """The dim that is split over tp; None where every rank of tp has the whole parameter."""
+        return SPLIT_DIM.get(self.split)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient."""
+        return self.kind != "balance"
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
+        return self.kind not in ("norm", "bias", "balance")
+
+
+def linear(
+    name: str,
+    n_out: int,
+    n_in: int,
+    split: Split,
+    input: str,
+    *,
+    std: float,
+    bias: bool = False,
+    parts: tuple[tuple[str, int], ...] = (),
+    heads: int = 1,
+    ordered: bool = False,
+    every_head: int = 0,
+) -> Iterator[Row]:
+    """The rows of a linear: its weight (n_out, n_in) and, with `bias`, its bias (n_out,), which is split as the output
+    is: with the weight, or not at all behind a row-parallel weight."""
+    yield Row(
+        name=f"{name}.weight",
+        shape=(n_out, n_in),
+        kind="matrix",
+        split=split,
+        std=std,
+        matmul="all",
+        input=input,
+        ordered=ordered,
+        parts=parts or ((name.rpartition(".")[2], n_out // heads),),
+        heads=heads,
+        every_head=every_head,
+    )
+    if bias:
+        yield Row(name=f"{name}.bias", shape=(n_out,), kind="bias", split="replicated" if split == "row" else split)
+
+
+def norm(name: str, width: int, kind: str = "rmsnorm", split: Split = "replicated") -> Iterator[Row]:
+    """The rows of a norm over `width` features: a weight of ones and, for a "layernorm", a bias of zeros."""
+    yield Row(name=f"{name}.weight", shape=(width,), kind="norm", split=split, fill=1.0)
+    if kind == "layernorm":
+        yield Row(name=f"{name}.bias", shape=(width,), kind="bias", split=split)
+
+
+def attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterator[Row]:
+    """Grouped-query attention (`model.attention.Attention`), which reads `input`."""
+    h, c, bias, std = spec.d_model, spec.head_dim, spec.bias, spec.init_std
+    columns: tuple[tuple[str, Split, int], ...] = (
+        ("q", "column", spec.n_heads),
+        ("k", "kv_column", spec.n_kv_heads),
+        ("v", "kv_column", spec.n_kv_heads),
+    )
+    for name, split, heads in columns:
+        yield from linear(
+            f"attention.{name}", heads * c, h, split, input,
+            std=std, bias=bias, parts=((name, c),), heads=heads, ordered=True,
+        )  # fmt: skip
+    if spec.qk_norm:
+        yield from norm("attention.q_norm", c, split="per_head")
+        yield from norm("attention.k_norm", c, split="per_head")
+    yield from linear(
+        "attention.o", h, spec.n_heads * c, "row", "attention", std=residual_std(spec), bias=bias, ordered=True
+    )
+
+
+def latent_attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterator[Row]:
+    """Multi-head latent attention (`model.latent_attention.LatentAttention`), which reads `input`."""
+    latent = spec.latent_attention
+    assert latent is not None
+    h, heads, std = spec.d_model, spec.n_heads, spec.init_std
+    if latent.q_rank:
+        yield from linear("attention.q_down", latent.q_rank, h, "replicated", input, std=std)
+        yield from norm("attention.q_latent_norm", latent.q_rank)
+    yield from linear(
+        "attention.q_up", heads * spec.qk_dim, latent.q_rank or h, "column", "attention.q_latent_norm"
+        if latent.q_rank else input,
+        std=std, parts=(("q_nope", latent.nope_dim), ("q_rope", latent.rope_dim)), heads=heads, ordered=True,
+    )  # fmt: skip
+    yield from linear(
+        "attention.kv_down", latent.kv_rank + latent.rope_dim, h, "replicated", input,
+        std=std, parts=(("kv_latent", latent.kv_rank), ("k_rope", latent.rope_dim)), every_head=latent.rope_dim,
+    )  # fmt: skip
+    yield from norm("attention.kv_latent_norm", latent.kv_rank)
+    yield from linear(
+        "attention.kv_up", heads * (latent.nope_dim + latent.v_dim), latent.kv_rank, "column",
+        "attention.kv_latent_norm",
+        std=std, parts=(("k_nope", latent.nope_dim), ("v", latent.v_dim)), heads=heads, ordered=True,
+    )  # fmt: skip
+    yield from linear("attention.o", h, heads * latent.v_dim, "row", "attention", std=residual_std(spec), ordered=True)
+
+
+def feed_forward(spec: "ModelSpec", name: str, width: int, input: str = "ffn_norm") -> Iterator[Row]:
+    """A feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads `input`."""
+    for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
+        yield from linear(f"{name}.{inner}", width, spec.d_model, "column", input, std=spec.init_std, bias=spec.bias)
+    yield from linear(
+        f"{name}.down", spec.d_model, width, "row", f"{name}.inner", std=residual_std(spec), bias=spec.bias
+    )
+
+
+def mixture(spec: "ModelSpec") -> Iterator[Row]:
+    """A mixture of experts (`model.moe.MoE`): router, experts and shared experts."""
+    moe = spec.moe
+    assert moe is not None
+    h, g, n, std = spec.d_model, moe.d_ffn, moe.n_experts, spec.init_std
+    yield Row(
+        name="ffn.router.weight", shape=(n, h), kind="router", std=std, matmul="all", input="ffn_norm",
+        parts=(("router", n),),
+    )  # fmt: skip
+    if moe.bias_rate:
+        yield Row(name="ffn.router.bias", shape=(n,), kind="balance")
+    if moe.keeps_load:
+        yield Row(name="ffn.router.load", shape=(n,), kind="balance", fill=1.0, counted=False)
+    for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
+        yield _expert(inner, (n, g, h), "routed", std)
+    yield _expert("down", (n, h, g), "experts.inner", residual_std(spec))
+    if moe.n_shared:
+        yield from feed_forward(spec, "ffn.shared", moe.n_shared * g)
+
+
+def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> Row:
+    return Row(
+        name=f"ffn.experts.{name}", shape=shape, kind="expert", split="experts", std=std, matmul="routed", input=input,
+        parts=((name, shape[1]),),
+    )  # fmt: skip
+
+
+def residual_std(spec: "ModelSpec") -> float:
+    """Standard deviation of the initial projections that add to the residual stream: init_std / sqrt(2 L), L layers, so
+    that the sum over the 2 L of them keeps its variance (GPT-2, Radford et al. 2019, section 2.3)."""
+    return spec.init_std / math.sqrt(2 * spec.n_layers)
+
+
+def decoder_layer(spec: "ModelSpec", layer: int) -> Iterator[Row]:
+    """A layer of a decoder: x + attention(norm x), then x + ffn(norm x) (`model.transformer.Block`)."""
+    yield from norm("attention_norm", spec.d_model, spec.norm)
+    yield from attention(spec) if spec.latent_attention is None else latent_attention(spec)
+    yield from norm("ffn_norm", spec.d_model, spec.norm)
+    yield from mixture(spec) if spec.has_experts(layer) else feed_forward(spec, "ffn", spec.d_ffn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models: what a layer has, and the module that runs it.
+
+    `layer`: (spec, number of the layer) -> its rows, in the order in which the forward pass uses them.
+    `block`: (spec, number of the layer) -> nn.Module with parameters of exactly those names and shapes, whose forward
+    takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and gives x_BTD; or where to import it from,
+    as "module:name". A module in it with an attribute `attend` gets context-parallel attention in its place.
+    `problems`: what a spec breaks of the family's own rules, one sentence each.
+    """
+
+    name: str
+    help: str
+    layer: "Callable[[ModelSpec, int], Iterable[Row]]"
+    block: Callable[..., Any] | str
+    problems: "Callable[[ModelSpec], Iterable[str]]" = lambda _: ()
+
+    def make(self, spec: "ModelSpec", layer: int) -> Any:
+        """The module that runs layer number `layer`."""
+        block = pkgutil.resolve_name(self.block) if isinstance(self.block, str) else self.block
+        return block(spec, layer)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Add a family, whose name `[model] family` may then say. Raises ValueError for a name that is taken."""
+    if family.name in FAMILIES:
+        raise ValueError(f"a model family named {family.name!r} is registered already; choose another name")
+    FAMILIES[family.name] = family
+    return family
+
+
+register(
+    Family(
+        name="decoder",
+        help="attention, then a feed-forward network or a mixture of experts, each behind a norm",
+        layer=decoder_layer,
+        block="shardwright.model.transformer:Block",
+    )
+)
+
+
+@cache
+def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
+    """The parameters of layer number `layer`, with names within the layer."""
+    return tuple(FAMILIES[spec.family].layer(spec, layer))
+
+
+@cache
+def end_rows(spec: "ModelSpec") -> tuple[Row, ...]:
+    """The parameters before the first layer and after the last. The matrix of a tied embedding is one row, with a
+    matmul."""
+    h, vocabulary, std = spec.d_model, spec.vocab_size, spec.init_std
+    embedding = Row(
+        name="embedding.weight", shape=(vocabulary, h), kind="embedding", split="vocabulary", std=std,
+        parts=(("embedding", vocabulary),),
+    )  # fmt: skip
+    head = replace(
+        embedding, name="head.weight", kind="head", matmul="all", input="norm", parts=(("head", vocabulary),)
+    )
+    learned = Row(name="position_embedding.weight", shape=(spec.max_seq_len, h), kind="embedding", std=std)
+    return (
+        replace(embedding, matmul="all", input="norm") if spec.tied_embedding else embedding,
+        *([learned] if spec.positions == "learned" else []),
+        *norm("norm", h, spec.norm),
+        *([] if spec.tied_embedding else [head]),
+    )
+
+
+@cache
+def rows(spec: "ModelSpec") -> dict[str, Row]:
+    """Every parameter of the model by its global name: `layers.3.attention.q.weight`, `norm.weight`."""
+    in_layers = {f"layers.{layer}.{row.name}": row for layer in range(spec.n_layers) for row in layer_rows(spec, layer)}
+    return in_layers | {row.name: row for row in end_rows(spec)}
+
+
+def row_of(spec: "ModelSpec", name: str) -> Row:
+    """The row of a parameter by its global name."""
+    found = rows(spec).get(name)
+    assert found is not None, f"no row of the {spec.family} family is named {name}"
+    return found
