@@ -236,3 +236,24 @@ def test_a_value_that_would_fail_later_or_do_nothing_is_refused_now(tmp_path: Pa
 def test_a_run_file_inside_a_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load(written(tmp_path, SMALLEST) / "x")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("optimizer.name=adanw", "optimizer.name='adanw' is not known; did you mean 'adamw'?"),
+        ("optimizer.beta3=0.9", "optimizer.beta3: there is no such key for 'adamw'; did you mean 'beta2'?"),
+        ("optimizer.beta1=1.0", "optimizer.beta1=1 is not from 0 to below 1"),
+        ("optimizer.eps=big", "optimizer.eps='big': a number is needed"),
+    ],
+)
+def test_what_an_optimizer_does_not_have_is_refused(tmp_path: Path, override: str, problem: str):
+    assert any(problem in line for line in refused(tmp_path, SMALLEST, override))
+
+
+def test_the_options_of_an_optimizer_are_resolved_with_the_rest(tmp_path: Path):
+    config = load(written(tmp_path, SMALLEST), ["optimizer.beta2=0.99"])
+    assert config.optimizer.options == {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
+    text = resolved_toml(config)
+    assert "beta1 = 0.9" in text
+    assert load(written(tmp_path, text)).optimizer == config.optimizer

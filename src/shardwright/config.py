@@ -8,21 +8,31 @@ back as a run file with every default filled in; it is saved with each run.
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from shardwright.errors import ConfigError, LayoutError, nearest
 from shardwright.layout import Layout, accumulation
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
+
+
+class _Refused(PydanticCustomError):
+    """What a section's own rules say, as whole sentences; raised from its validator."""
+
+    def __new__(cls, *problems: str) -> "_Refused":
+        return super().__new__(cls, "refused", "{problems}", {"problems": problems})
 
 
 class Section(BaseModel):
@@ -165,16 +175,52 @@ class LayoutSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW (arXiv 1711.05101), weight decay on matrices only."""
+    """The optimizer, its learning rate and its options; which options there are depends on `name`."""
 
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field("adamw", description="adamw, or an optimizer registered by an extension")
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean of squared gradients")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
     clip_norm: float = Field(
         1.0, ge=0, description="gradients are scaled down to this global norm if it is larger; 0: never"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_default_options(cls, given: Any) -> Any:
+        kind = OPTIMIZERS.get(given.get("name", "adamw")) if isinstance(given, dict) else None
+        return given if kind is None else {key: option.default for key, option in kind.options.items()} | given
+
+    @model_validator(mode="after")
+    def _options_are_known(self) -> "OptimizerSection":
+        kind = OPTIMIZERS.get(self.name)
+        if kind is None:
+            raise _Refused(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
+        found = []
+        for key, value in (self.model_extra or {}).items():
+            option = kind.options.get(key)
+            if option is None:
+                valid = [*type(self).model_fields, *kind.options]
+                found.append(f"optimizer.{key}: there is no such key for {self.name!r}; {nearest(key, valid)}")
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                found.append(f"optimizer.{key}={value!r}: a number is needed")
+            elif not option.least <= value < option.below:
+                rule = f"from {option.least:g}" + (f" to below {option.below:g}" if option.below < math.inf else "")
+                found.append(f"optimizer.{key}={value:g} is not {rule}")
+        if found:
+            raise _Refused(*found)
+        return self
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """The row of the optimizer."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The value of each of its options."""
+        return {key: float(value) for key, value in (self.model_extra or {}).items()}
 
 
 class ScheduleSection(Section):
@@ -322,7 +368,8 @@ def parse(table: dict[str, Any], overrides: Sequence[str] = (), source: str = "r
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
-        problems += [_sentence(entry) for entry in error.errors()]
+        for entry in error.errors():
+            problems += entry["ctx"]["problems"] if entry["type"] == "refused" else [_sentence(entry)]
         raise ConfigError(*(f"{source}: {problem}" for problem in problems)) from None
     problems += config.problems()
     if problems:
@@ -415,6 +462,11 @@ def keys() -> Iterable[Key]:
     for name, field in RunConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _section_keys(name, field.annotation)
+            if name == "optimizer":
+                for kind in OPTIMIZERS.values():
+                    for option, about in kind.options.items():
+                        help = f"{kind.name}: {about.help}"
+                        yield Key(f"{name}.{option}", "number", _toml(about.default), help)
         else:
             yield _key(name, field)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwright.model.modules import Family, Row, layer_rows, register, row_of, rows
+from shardwright.model.modules import Family, Row, attention, feed_forward, layer_rows, register, row_of, rows
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -71,3 +71,15 @@ def test_a_family_that_is_registered_twice_or_not_at_all_is_refused():
         register(Family(name="decoder", help="", layer=lambda spec, layer: (), block="nowhere:Block"))
     (problem,) = replace(PRESETS["debug"], family="decodr").problems()
     assert problem == "family='decodr' is not known; did you mean 'decoder'?"
+
+
+def test_rows_that_are_computed_together_agree_on_the_order_of_tokens():
+    def layer(spec: ModelSpec, number: int):
+        yield from attention(spec, input="norm")
+        yield from feed_forward(spec, "ffn", spec.d_ffn, input="norm")
+
+    register(Family(name="unordered", help="", layer=layer, block="nowhere:Block"))
+    with pytest.raises(
+        ValueError, match=r"attention.q.weight and ffn.gate.weight read 'norm'.*valid: the same for both"
+    ):
+        layer_rows(replace(PRESETS["debug"], family="unordered"), 0)

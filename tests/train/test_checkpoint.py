@@ -204,7 +204,7 @@ def resumed_step(path: Path | None, decay: float, rate: float, mutations: tuple[
                 group["weight_decay"] = decay if group["weight_decay"] else 0.0
         else:
             optimizer = build_optimizer(
-                trainer.model.named_parameters.items(), OPTIMIZER.model_copy(update={"weight_decay": decay})
+                trainer.model.named_parameters, trainer.model.spec, OPTIMIZER.model_copy(update={"weight_decay": decay})
             )
             trainer.optimizer = optimizer
             state.load(path, trainer, DATA)

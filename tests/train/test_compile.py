@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def losses(layout: Layout, compiled: bool) -> list[float]:
     model = apply(GROUPED, layout, CPU, seed=SEED, compile_blocks=compiled)
-    optimizer = build_optimizer(model.named_parameters.items(), OPTIMIZER)
+    optimizer = build_optimizer(model.named_parameters, model.spec, OPTIMIZER)
     trainer = Trainer(model, optimizer, device=CPU, seed=SEED, clip_norm=1.0, compile_loss=compiled)
     found = []
     for step in range(3):

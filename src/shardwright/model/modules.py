@@ -189,13 +189,20 @@ def latent_attention(spec: "ModelSpec", input: str = "attention_norm") -> Iterat
     yield from linear("attention.o", h, heads * latent.v_dim, "row", "attention", std=residual_std(spec), ordered=True)
 
 
-def feed_forward(spec: "ModelSpec", name: str, width: int, input: str = "ffn_norm") -> Iterator[Row]:
-    """A feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads `input`."""
+def feed_forward(
+    spec: "ModelSpec", name: str, width: int, input: str = "ffn_norm", ordered: bool = False
+) -> Iterator[Row]:
+    """A feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads `input`. `ordered`
+    where attention reads that too."""
     for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
-        yield from linear(f"{name}.{inner}", width, spec.d_model, "column", input, std=spec.init_std, bias=spec.bias)
+        yield from linear(
+            f"{name}.{inner}", width, spec.d_model, "column", input,
+            std=spec.init_std, bias=spec.bias, ordered=ordered,
+        )  # fmt: skip
     yield from linear(
-        f"{name}.down", spec.d_model, width, "row", f"{name}.inner", std=residual_std(spec), bias=spec.bias
-    )
+        f"{name}.down", spec.d_model, width, "row", f"{name}.inner",
+        std=residual_std(spec), bias=spec.bias, ordered=ordered,
+    )  # fmt: skip
 
 
 def mixture(spec: "ModelSpec") -> Iterator[Row]:
@@ -285,8 +292,18 @@ register(
 
 @cache
 def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
-    """The parameters of layer number `layer`, with names within the layer."""
-    return tuple(FAMILIES[spec.family].layer(spec, layer))
+    """The parameters of layer number `layer`, with names within the layer. Raises ValueError where rows that are split
+    over their outputs read one tensor and do not agree on the order of tokens."""
+    found = tuple(FAMILIES[spec.family].layer(spec, layer))
+    ordered: dict[str, Row] = {}
+    for row in (row for row in found if row.split in ("column", "kv_column") and row.input):
+        first = ordered.setdefault(row.input, row)
+        if row.ordered != first.ordered:
+            raise ValueError(
+                f"model family {spec.family!r}: {first.name} and {row.name} read {row.input!r} and are computed "
+                f"together, but ordered={first.ordered} and {row.ordered}; valid: the same for both"
+            )
+    return found
 
 
 @cache

@@ -98,7 +98,7 @@ class _Run:
         )
         self.trainer = Trainer(
             model,
-            build_optimizer(model.named_parameters.items(), config.optimizer),
+            build_optimizer(model.named_parameters, self.spec, config.optimizer),
             device=device,
             seed=config.seed,
             clip_norm=config.optimizer.clip_norm,

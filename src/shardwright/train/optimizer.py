@@ -1,6 +1,6 @@
-"""AdamW over whole parameters or shards of them, with its state there from the beginning."""
+"""The optimizer of a run, over whole parameters or shards of them, with its state allocated before the first step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,40 +11,44 @@ from torch.optim import Optimizer
 from torch.optim.adamw import AdamW
 
 from shardwright.config import OptimizerSection
+from shardwright.model.modules import row_of
+from shardwright.model.spec import ModelSpec
 
 
-def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerSection) -> AdamW:
-    """AdamW (arXiv 1711.05101), fused, decaying matrices and embeddings but no vector (norms, biases).
+def adamw(groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Optimizer:
+    """Fused AdamW."""
+    return AdamW(groups, lr=lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"], fused=True)
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection) -> Optimizer:
+    """The optimizer of the run for `parameters`, by global name, with weight decay on matrices and embeddings only.
 
     The state is allocated here and not in the first step, so that a run that does not fit fails at its start, and
     a checkpoint has somewhere to be read into. It is on the device and of the type and sharding of its parameter.
     """
-    named = list(parameters)
-    optimizer = AdamW(
-        parameter_groups(named, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
-    for _, parameter in ((name, parameter) for name, parameter in named if parameter.requires_grad):
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    groups = parameter_groups(parameters, spec, config.weight_decay)
+    optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        counters = {
+            name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in config.kind.counters
         }
+        tensors = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in config.kind.state}
+        optimizer.state[parameter] = counters | tensors
     return optimizer
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of parameters that are decayed alike and lie on one mesh, as one call of a fused update needs them."""
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups of parameters that have one weight decay and lie on one mesh, as one call of a fused update needs them."""
     groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
-    for _, parameter in named:
-        if not parameter.requires_grad:
+    for name, parameter in parameters.items():
+        row = row_of(spec, name)
+        if not row.trained:
             continue
-        decayed = parameter.dim() >= 2
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        group = groups.setdefault((decayed, mesh), {"params": [], "weight_decay": weight_decay if decayed else 0.0})
+        decay = weight_decay if row.decays else 0.0
+        group = groups.setdefault((row.decays, mesh), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
     return list(groups.values())
 

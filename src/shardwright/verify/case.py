@@ -71,6 +71,12 @@ class Case:
         if self.steps < 1:
             raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
 
+    @property
+    def trainings(self) -> tuple[str, str]:
+        """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
+        which AdamW divides out; then that of the run."""
+        return "sgd", self.optimizer.name
+
     def accumulation(self, layout: Layout) -> int:
         """Microbatches of a step on each rank. Raises LayoutError where that is not a whole number."""
         return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)

@@ -287,7 +287,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
     bound = 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
     def limit(quantity: Quantity, name: str) -> float:
-        steps_of_noise = quantity.kind == "parameter" and quantity.training == "adamw" and name in noise
+        steps_of_noise = quantity.kind == "parameter" and quantity.training != "sgd" and name in noise
         return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
 
     reason = (

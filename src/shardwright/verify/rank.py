@@ -15,18 +15,18 @@ from shardwright.parallel.apply import apply
 from shardwright.train.optimizer import build_optimizer
 from shardwright.train.step import Trainer
 from shardwright.verify.case import DTYPES, Case
-from shardwright.verify.reference import SGD_RATE, TRAININGS
+from shardwright.verify.reference import SGD_RATE
 from shardwright.verify.trace import Quantity, RankTrace, Recorder
 
 
 def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, as one rank of a layout."""
     recorder = Recorder(folder)
-    for training in TRAININGS:
+    for training in case.trainings:
         trainer = build_trainer(case, layout, training)
         parameters = trainer.model.named_parameters
         rate = SGD_RATE if training == "sgd" else case.optimizer.lr
-        if training == TRAININGS[0]:
+        if training == "sgd":
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             loss_part, _ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), step), step)
@@ -57,7 +57,7 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         # One at a time: parameters on different meshes cannot go through one fused call.
         optimizer = torch.optim.SGD(model.named_parameters.values(), lr=SGD_RATE, foreach=False)
     else:
-        optimizer = build_optimizer(model.named_parameters.items(), case.optimizer)
+        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
     return Trainer(
         model,
         optimizer,

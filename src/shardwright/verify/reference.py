@@ -16,8 +16,6 @@ from shardwright.model.transformer import Transformer
 from shardwright.verify.case import DTYPES, Case
 from shardwright.verify.trace import Quantity, RankTrace, Recorder
 
-TRAININGS = ("sgd", "adamw")
-"""SGD shows a gradient's scale in the parameters, which Adam divides out."""
 SGD_RATE = 0.01
 
 
@@ -25,13 +23,13 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, in a world of one rank."""
     recorder = Recorder(folder)
     kept, compute = DTYPES[case.dtype]
-    for training in TRAININGS:
+    for training in case.trainings:
         model = Transformer(case.spec).to(kept)
         initialise(model, case.spec, case.seed)
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
-        if training == TRAININGS[0]:
+        if training == "sgd":
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             tokens_BT, targets_BT, ids_B = case.batch(step)
@@ -61,4 +59,5 @@ def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    optimizer: torch.optim.Optimizer = config.kind.build(groups, config.lr, config.options)
+    return optimizer

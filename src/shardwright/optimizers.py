@@ -1,0 +1,71 @@
+"""The optimizers that `[optimizer] name` may say: their options and the state they hold for each parameter. No torch.
+
+`register` adds one, ours as well as a user's. The run file's keys, the optimizer of `train` and `verify`, checkpoints
+and the planner's memory and traffic of the optimizer's step read the rows.
+"""
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A number that one optimizer has: `[optimizer] beta1`. Valid: `least` <= value < `below`."""
+
+    default: float
+    help: str
+    least: float = 0.0
+    below: float = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """One optimizer, whose update of an element depends on that element alone (AdamW, Lion, SGD with momentum).
+
+    `options`: what it has beside lr, weight_decay and clip_norm, which all have.
+    `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape and type of the parameter;
+    `counters`: of fp32 scalars. All are zero before the first step.
+    `make`: (parameter groups with their weight_decay, lr, option values by name) -> torch.optim.Optimizer; or where to
+    import it from, as "module:name". The parameters of one group lie on one device mesh.
+    """
+
+    name: str
+    help: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+    state: tuple[str, ...]
+    counters: tuple[str, ...] = ()
+    make: Callable[[list[dict[str, Any]], float, Mapping[str, float]], Any] | str
+
+    def build(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Any:
+        """The optimizer, without state."""
+        make = pkgutil.resolve_name(self.make) if isinstance(self.make, str) else self.make
+        return make(groups, lr, options)
+
+
+OPTIMIZERS: dict[str, OptimizerKind] = {}
+
+
+def register(kind: OptimizerKind) -> OptimizerKind:
+    """Add an optimizer. Raises ValueError for a name that is taken."""
+    if kind.name in OPTIMIZERS:
+        raise ValueError(f"an optimizer named {kind.name!r} is registered already; choose another name")
+    OPTIMIZERS[kind.name] = kind
+    return kind
+
+
+register(
+    OptimizerKind(
+        name="adamw",
+        help="AdamW (arXiv 1711.05101), fused",
+        options={
+            "beta1": Option(default=0.9, below=1.0, help="decay of the mean of gradients"),
+            "beta2": Option(default=0.95, below=1.0, help="decay of the mean of squared gradients"),
+            "eps": Option(default=1e-8, least=1e-45, help="added to the root of the second moment"),
+        },
+        state=("exp_avg", "exp_avg_sq"),
+        counters=("step",),
+        make="shardwright.train.optimizer:adamw",
+    )
+)
