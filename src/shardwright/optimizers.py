@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwright.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -48,9 +50,9 @@ OPTIMIZERS: dict[str, OptimizerKind] = {}
 
 
 def register(kind: OptimizerKind) -> OptimizerKind:
-    """Add an optimizer. Raises ValueError for a name that is taken."""
+    """Add an optimizer. Raises ConfigError for a name that is taken."""
     if kind.name in OPTIMIZERS:
-        raise ValueError(f"an optimizer named {kind.name!r} is registered already; choose another name")
+        raise ConfigError(f"an optimizer named {kind.name!r} is registered already; choose another name")
     OPTIMIZERS[kind.name] = kind
     return kind
 

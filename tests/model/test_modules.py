@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwright.errors import ConfigError
 from shardwright.model.modules import Family, Row, attention, feed_forward, layer_rows, register, row_of, rows
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
@@ -67,7 +68,7 @@ def test_parts_that_do_not_fill_a_matrix_are_a_bug():
 
 
 def test_a_family_that_is_registered_twice_or_not_at_all_is_refused():
-    with pytest.raises(ValueError, match="'decoder' is registered already"):
+    with pytest.raises(ConfigError, match="'decoder' is registered already"):
         register(Family(name="decoder", help="", layer=lambda spec, layer: (), block="nowhere:Block"))
     (problem,) = replace(PRESETS["debug"], family="decodr").problems()
     assert problem == "family='decodr' is not known; did you mean 'decoder'?"

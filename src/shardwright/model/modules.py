@@ -26,6 +26,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardwright.errors import ConfigError
+
 if TYPE_CHECKING:
     from shardwright.model.spec import ModelSpec
 
@@ -273,9 +275,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Add a family, whose name `[model] family` may then say. Raises ValueError for a name that is taken."""
+    """Add a family, whose name `[model] family` may then say. Raises ConfigError for a name that is taken."""
     if family.name in FAMILIES:
-        raise ValueError(f"a model family named {family.name!r} is registered already; choose another name")
+        raise ConfigError(f"a model family named {family.name!r} is registered already; choose another name")
     FAMILIES[family.name] = family
     return family
 
@@ -292,14 +294,14 @@ register(
 
 @cache
 def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
-    """The parameters of layer number `layer`, with names within the layer. Raises ValueError where rows that are split
+    """The parameters of layer number `layer`, with names within the layer. Raises ConfigError where rows that are split
     over their outputs read one tensor and do not agree on the order of tokens."""
     found = tuple(FAMILIES[spec.family].layer(spec, layer))
     ordered: dict[str, Row] = {}
     for row in (row for row in found if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)
         if row.ordered != first.ordered:
-            raise ValueError(
+            raise ConfigError(
                 f"model family {spec.family!r}: {first.name} and {row.name} read {row.input!r} and are computed "
                 f"together, but ordered={first.ordered} and {row.ordered}; valid: the same for both"
             )
