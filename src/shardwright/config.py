@@ -153,10 +153,12 @@ class LayoutSection(Section):
         description="ranks of dp_shard x cp x tp that deal out the experts of a mixture; tokens travel to them",
     )
     pp: Positive = Field(1, description="ranks that deal out the layers, in stages; each microbatch goes through all")
-    schedule: Literal[
-        "afab", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v", "auto"
-    ] = Field("1f1b", description="pp only: the order of forward and backward passes; `shardwright schedule` draws it")
-    virtual_stages: Positive = Field(1, description="interleaved-1f1b only: stages of each rank")
+    schedule: str = Field(
+        "1f1b", description="pp only: the order of forward and backward passes; `shardwright schedule` draws it"
+    )
+    virtual_stages: Positive | None = Field(
+        None, description="pp only: stages of each rank, where the schedule leaves that open"
+    )
     stage_layers: list[Positive] | None = Field(
         None, description="pp only: layers of each stage in order; if not given, cut so that stages cost the same"
     )

@@ -28,7 +28,9 @@ from math import prod
 
 from shardwright.errors import LayoutError
 from shardwright.schedule import build
-from shardwright.schedule.placement import paths
+from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.schedule.placement import Ways, held_by
+from shardwright.schedule.registry import Kind, find, names
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
@@ -69,12 +71,14 @@ class Layout:
     cp_method: str = "zigzag"
     ulysses_degree: int = 1
     recompute: str = "none"
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
+    schedule: str = ONE_F_ONE_B.name
+    virtual_stages: int = None  # type: ignore[assignment]  # the schedule's own number
     stage_layers: tuple[int, ...] | None = None
     zero_pp_gather: str = "step"
 
     def __post_init__(self) -> None:
+        if self.schedule in names():
+            object.__setattr__(self, "virtual_stages", find(self.schedule).stages_per_rank(self.virtual_stages))
         if problems := self.problems():
             raise LayoutError(*problems)
 
@@ -90,7 +94,7 @@ class Layout:
         choices = {
             "cp_method": CP_METHODS,
             "recompute": RECOMPUTE,
-            "schedule": build.NAMES,
+            "schedule": names(),
             "zero_pp_gather": ZERO_PP_GATHER,
         }
         for name, valid in choices.items():
@@ -141,7 +145,8 @@ class Layout:
                 f"pp={self.pp}; leave it out, or set zero=3 and pp above 1"
             )
         if self.pp == 1:
-            for name, default in (("schedule", "1f1b"), ("virtual_stages", 1), ("stage_layers", None)):
+            usual = {"schedule": ONE_F_ONE_B.name, "virtual_stages": self.kind.virtual_stages, "stage_layers": None}
+            for name, default in usual.items():
                 if getattr(self, name) != default:
                     yield f"layout.{name}={getattr(self, name)!r} is for a pipeline, and layout.pp is 1; leave it out"
             return
@@ -175,9 +180,18 @@ class Layout:
         return self.sequence_parallel and self.tp > 1
 
     @property
-    def ways(self) -> tuple[tuple[int, ...], ...]:
+    def kind(self) -> Kind:
+        """What is registered under the name of the schedule."""
+        return find(self.schedule)
+
+    @property
+    def ways(self) -> Ways:
         """The ways microbatches take through the pipeline: for each, the rank of `pp` of every stage in order."""
-        return paths(self.schedule, self.pp, self.virtual_stages)
+        return self.kind.ways(self.pp, self.virtual_stages)
+
+    def held_by(self, pp_rank: int) -> list[tuple[int, int]]:
+        """What a rank of `pp` holds, as (way, stage), in the order of ways and stages."""
+        return held_by(self.ways, pp_rank)
 
     @property
     def n_stages(self) -> int:

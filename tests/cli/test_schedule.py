@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
-from shardwright.schedule.build import NAMES
+from shardwright.schedule.registry import find, names
 
-BUILT = [name for name in NAMES if name != "auto"]
+BUILT = [name for name in names() if not find(name).searched]
 SIZES = ("--pp", "4", "--microbatches", "8")
 HALVES = {"interleaved-1f1b", "zb-v", "dualpipe-v"}
 
@@ -123,13 +123,13 @@ def most_held(actions: list[tuple[int, str, int]], in_flight: float, waiting: fl
 
 def test_all_schedules_are_compared_on_one_model(tmp_path: Path):
     told = document("--compare", *SIZES, "--draw", tmp_path / "all.svg")
-    assert [each["schedule"] for each in told["schedules"]] == list(NAMES)
+    assert [each["schedule"] for each in told["schedules"]] == list(names())
     assert told["refused"] == {}
     for each in told["schedules"]:
         assert each["work"] == pytest.approx([8 * 3.0] * 4), "the same work in each"
         assert each["n_stages"] * each["times"]["forward"] == pytest.approx(4)
     text = (tmp_path / "all.svg").read_text()
-    assert all(f">{name}: 4 ranks" in text for name in NAMES)
+    assert all(f">{name}: 4 ranks" in text for name in names())
 
 
 def test_a_comparison_says_what_cannot_be_built_and_why():
@@ -137,7 +137,7 @@ def test_a_comparison_says_what_cannot_be_built_and_why():
     assert result.exit_code == 0, result.output
     assert "not at these sizes" in result.output
     assert "dualpipe: pp=3 is odd" in result.output
-    for name in NAMES:
+    for name in names():
         assert name in result.output
 
 
@@ -260,7 +260,7 @@ def test_help_and_a_picture_need_neither_torch_nor_matplotlib(tmp_path: Path):
 
 
 DOCS = Path(__file__).parents[2] / "docs"
-DRAWN = {name: ["--schedule", name] for name in NAMES}
+DRAWN = {name: ["--schedule", name] for name in names()}
 DRAWN |= {name: ["--schedule", name, "--times", "0.5,0.5,0.5"] for name in HALVES}
 DRAWN["auto"] += ["--times", "1,1.4,0.6", "--comm", "0.2", "--limit", "6"]
 DRAWN["all"] = ["--compare", "--times", "1,1.2,0.8", "--comm", "0.1"]

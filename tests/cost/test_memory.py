@@ -15,7 +15,7 @@ from shardwright.cost.job import Candidates
 from shardwright.cost.memory import KINDS, MOMENTS
 from shardwright.cost.stack import FSDP, MEGATRON_CORE, SHARDWRIGHT, STACKS, Stack
 from shardwright.model.presets import resolve
-from shardwright.schedule import build
+from shardwright.schedule.registry import find, names
 from tests.cost.layouts import job, one
 
 STATES = ("weights", "master", "gradients", "optimizer")
@@ -153,7 +153,7 @@ def test_a_larger_microbatch_never_takes_less(layout: dict[str, int | str]):
     assert peak(**layout) <= peak(**{**layout, "micro_batch": 4})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", [name for name in build.NAMES if name != "auto"])
+@pytest.mark.parametrize("schedule", [name for name in names() if not find(name).searched])
 def test_the_curve_of_a_step_rises_to_the_peak_and_no_further(schedule: str):
     candidates = one(1, pp=4, schedule=schedule, virtual_stages=2 if schedule == "interleaved-1f1b" else 1)
     of = job(global_batch=48)

@@ -2,15 +2,16 @@
 
 import pytest
 
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
 from shardwright.schedule.compare import compare, count_messages, parameters_held
+from shardwright.schedule.registry import names
 from shardwright.schedule.simulate import Times
 
 
 def test_every_schedule_has_the_same_work():
     found = compare(4, 8, virtual_stages=3, times=Times(1.0, 1.25, 0.5, comm=0.1), in_flight_limit=6)
     assert found.refused == {}
-    assert [each.schedule.name for each in found.simulations] == list(NAMES)
+    assert [each.schedule.name for each in found.simulations] == list(names())
     for each in found.simulations:
         assert each.work == pytest.approx([8 * 2.75] * 4)
         assert each.times.comm == 0.1, "a message is as large wherever the layers are cut"

@@ -13,13 +13,14 @@ import pytest
 
 from shardwright.errors import InputError
 from shardwright.schedule.actions import OPS, Action
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
 from shardwright.schedule.draw import CURVE_HEIGHT, LEFT, RIGHT, SHADES, Timeline, draw, ink_on, planned, svg
+from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.trace import write_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
-BUILT = [name for name in NAMES if name != "auto"]
+BUILT = [name for name in names() if not find(name).searched]
 TIMES = Times(1.0, 1.25, 0.5, comm=0.125)
 
 

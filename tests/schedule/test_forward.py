@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from shardwright.schedule.actions import Action
 from shardwright.schedule.forward import forward_only
 from shardwright.schedule.messages import with_messages
-from shardwright.schedule.placement import paths
+from shardwright.schedule.registry import find
 from shardwright.schedule.validate import rendezvous
 
 
@@ -22,7 +22,7 @@ def test_a_rank_takes_as_many_microbatches_as_there_are_ranks_through_one_stage_
 def test_every_microbatch_goes_through_every_stage_once_on_its_rank_and_sends_may_wait_for_receivers(
     name: str, n_ranks: int, virtual_stages: int, n_microbatches: int
 ) -> None:
-    (path,) = paths(name, n_ranks, virtual_stages if name == "interleaved-1f1b" else 1)
+    (path,) = find(name).ways(n_ranks, virtual_stages)
     schedule = forward_only(path, n_ranks, n_microbatches)
     everything = [(rank, Action(stage, "F", i)) for stage, rank in enumerate(path) for i in range(n_microbatches)]
     assert sorted(schedule.actions()) == sorted(everything)

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule, make
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
 from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.registry import find, names
 from tests.schedule.test_build import schedules
 
-FIXED = tuple(name for name in NAMES if name != "auto")
+FIXED = tuple(name for name in names() if not find(name).searched)
 Transfer = tuple[int, str, int]
 """The stage and op that made it, and the microbatch."""
 
@@ -93,4 +94,4 @@ def test_a_schedule_in_which_every_rank_waits_for_another_is_an_error_that_says_
     first = [Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)]
     last = [Action(1, "F", 1), Action(1, "B", 1), Action(1, "F", 0), Action(1, "B", 0)]
     with pytest.raises(ScheduleError, match="mine: every rank waits for another: rank 0 at 0B0; rank 1 at 1F1"):
-        with_messages(make("mine", 2, 2, [first, last]))
+        with_messages(make(2, 2, [first, last], name="mine"))

@@ -212,7 +212,7 @@ def _one_f_one_b_within(p: int, m: int, limit: int) -> Schedule:
         for k in range(m):
             actions += [*forward[ahead + k : ahead + k + 1], Action(rank, "B", k)]
         ranks.append(actions)
-    return make("1f1b", p, m, ranks, staggered=True)
+    return make(p, m, ranks, staggered=True)
 
 
 def _optimum(p: int, m: int, times: Times, limit: int, kept: float) -> float:
@@ -220,7 +220,7 @@ def _optimum(p: int, m: int, times: Times, limit: int, kept: float) -> float:
     each = [_orders(rank, m, limit, kept) for rank in range(p)]
     costs = []
     for ranks in product(*each):
-        schedule = make("any", p, m, ranks, staggered=True)
+        schedule = make(p, m, ranks, staggered=True)
         try:
             costs.append(simulate(schedule, times).cost)
         except ScheduleError:

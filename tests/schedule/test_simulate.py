@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule, make
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
+from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from tests.schedule.test_build import anytimes, schedules
 
-FIXED = tuple(name for name in NAMES if name != "auto")
+FIXED = tuple(name for name in names() if not find(name).searched)
 
 # Qi et al., arXiv 2401.10241, tables 5 and 8: ranks, microbatches, times of a whole stage in microseconds (F, I, W,
 # message), layers; bubble rates of 1F1B, interleaved 1F1B with one layer a stage, ZB-H1, ZB-H2.
@@ -273,7 +274,7 @@ def test_bubble_rates_of_uneven_ranks_differ_and_their_mean_is_the_schedules() -
 
 
 def test_ranks_that_wait_for_each_other_are_an_error_that_shows_the_circle() -> None:
-    crossed = make("mine", 2, 1, [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]])
+    crossed = make(2, 1, [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]], name="mine")
     with pytest.raises(ScheduleError) as caught:
         simulate(crossed, Times())
     assert str(caught.value) == (
@@ -285,7 +286,7 @@ def test_ranks_that_wait_for_each_other_are_an_error_that_shows_the_circle() -> 
 @pytest.mark.parametrize("outside", [Action(2, "F", 0), Action(0, "F", 1), Action(-1, "F", 0), Action(0, "F", -1)])
 def test_an_action_of_a_stage_or_microbatch_that_is_not_there_is_an_error(outside: Action) -> None:
     with pytest.raises(ScheduleError, match=f"mine: {outside} is outside the 2 stages and 1 microbatches"):
-        simulate(make("mine", 2, 1, [[outside], []]), Times())
+        simulate(make(2, 1, [[outside], []], name="mine"), Times())
 
 
 def test_times_have_to_fit_the_stages_and_be_0_or_more() -> None:

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import InputError, ScheduleError
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
+from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.validate import problems
 from tests.schedule.test_build import schedules
 
-FIXED = tuple(name for name in NAMES if name != "auto")
+FIXED = tuple(name for name in names() if not find(name).searched)
 
 
 def test_a_row_for_each_rank_and_a_cell_for_each_action(tmp_path: Path) -> None:

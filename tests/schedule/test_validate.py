@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule, make
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
 from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.validate import deadlock, problems, rendezvous
 from tests.schedule.test_build import schedules
 
-FIXED = tuple(name for name in NAMES if name != "auto")
+FIXED = tuple(name for name in names() if not find(name).searched)
 
 
 def parsed(*ranks: str, n_stages: int = 2, n_microbatches: int = 2) -> Schedule:
     """A schedule of rows like `0F0 0B0`, with one digit for stage and microbatch."""
     lists = [[Action(int(cell[0]), as_op(cell[1]), int(cell[2])) for cell in rank.split()] for rank in ranks]
-    return make("mine", n_stages, n_microbatches, lists)
+    return make(n_stages, n_microbatches, lists, name="mine")
 
 
 def as_op(letter: str) -> Op:
@@ -95,7 +96,7 @@ def test_what_a_stage_lacks_for_many_microbatches_is_one_line() -> None:
 
 
 def test_a_stage_or_microbatch_far_too_high_is_told_without_going_through_all_below() -> None:
-    [found] = problems(make("mine", 10**12, 1, [[Action(10**12 - 1, "F", 0), Action(10**12 - 1, "B", 0)]]))
+    [found] = problems(make(10**12, 1, [[Action(10**12 - 1, "F", 0), Action(10**12 - 1, "B", 0)]]))
     assert "have 2 actions, but 1000000000000 stages x 1 microbatches need 2000000000000 or more" in found
 
 
@@ -149,10 +150,10 @@ def test_an_action_too_few_or_too_many_is_always_found(name: str, data: st.DataO
     position = data.draw(st.integers(0, len(actions) - 1))
     lists = [list(each) for each in schedule.ranks]
     lists[rank] = actions[:position] + actions[position + 1 :]
-    assert problems(make(name, schedule.n_stages, schedule.n_microbatches, lists))
+    assert problems(make(schedule.n_stages, schedule.n_microbatches, lists, name=name))
     lists[rank] = actions[:position] + [actions[position]] + actions[position:]
     assert any("a second time" in each for each in problems(
-        make(name, schedule.n_stages, schedule.n_microbatches, lists)))  # fmt: skip
+        make(schedule.n_stages, schedule.n_microbatches, lists, name=name)))  # fmt: skip
 
 
 @given(data=st.data())
@@ -167,7 +168,7 @@ def test_a_schedule_out_of_order_is_found_exactly_when_it_cannot_be_run(data: st
         actions = dice.choice(lists)
         position = dice.randrange(len(actions))
         actions.insert(dice.randrange(max(0, position - 3), position + 4), actions.pop(position))
-    shuffled = make("shuffled", schedule.n_stages, schedule.n_microbatches, lists)
+    shuffled = make(schedule.n_stages, schedule.n_microbatches, lists)
     in_order = all(
         sorted(each, key="FBIW".index) == each
         for actions in lists

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 from shardwright.layout import Layout
-from shardwright.schedule.placement import SPLIT_BACKWARD
 from shardwright.verify import Case, Report, Verifier
 from shardwright.verify.culprit import find_culprit
 from tests.train.worlds import SPEC, train_mutated
@@ -52,7 +51,7 @@ def test_what_fails_in_every_pipeline_is_found_in_the_plainest_one():
     ("wrong", "changes", "left", "needed"),
     [
         (
-            lambda layout: layout.schedule in SPLIT_BACKWARD,
+            lambda layout: layout.kind.splits_backward,
             {"schedule": "zb-h1", "virtual_stages": 1},
             "pp 2, zb-h1 (2 ranks)",
             ["pp=2", "schedule=zb-h1"],

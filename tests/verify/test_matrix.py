@@ -13,7 +13,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import CP_METHODS, DENSE_AXES, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
-from shardwright.schedule.build import NAMES
+from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
 from shardwright.verify import Case, Report, Row, Verifier
 from shardwright.verify.matrix import layouts
@@ -57,7 +57,7 @@ def test_the_layouts_of_two_ranks_are_these():
     pipelines = [layout.schedule for layout in found if layout.pp == 2]
     assert pipelines == ["afab", "1f1b", "zb-h1", "zb-h2", "dualpipe", "auto"], "two layers are two stages"
     assert len(found) == 4 + 16 + 2 + 6
-    assert [layout.schedule for layout in layouts(DEEP, 2, 16) if layout.pp == 2] == list(NAMES)
+    assert [layout.schedule for layout in layouts(DEEP, 2, 16) if layout.pp == 2] == list(names())
 
 
 @pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 22, 9), (4, 97, 114), (8, 239, 396)])
@@ -89,7 +89,7 @@ def every_pipeline(world_size: int, seq_len: int) -> Iterator[Layout]:
             continue
         values = dict(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
         for schedule, zero, gather, sequence_parallel, method, ulysses in product(
-            NAMES, range(4), ("step", "microbatch"), (False, True), CP_METHODS if cp > 1 else ("zigzag",), degrees
+            names(), range(4), ("step", "microbatch"), (False, True), CP_METHODS if cp > 1 else ("zigzag",), degrees
         ):
             dull = (
                 (zero and dp_shard * cp == 1)
@@ -167,7 +167,7 @@ def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int
     case = replace(CASE, spec=DEEP)
     pipelines = [layout for layout in layouts(DEEP, world_size, case.seq_len) if layout.pp > 1]
     chosen = pipelines[::one_of]
-    assert {layout.schedule for layout in chosen} == set(NAMES)
+    assert {layout.schedule for layout in chosen} == set(names())
     for layout in chosen:
         check(verifier, case, layout)
 

@@ -200,7 +200,8 @@ _DEFAULTS = {
 def _columns_of(priced: Priced) -> dict[str, str]:
     """What makes a layout, in few letters."""
     layout = priced.choice.layout
-    schedule = layout.schedule.replace("interleaved-1f1b", f"1f1b x{layout.virtual_stages}") if layout.pp > 1 else ""
+    stages = f" x{layout.virtual_stages}" if layout.kind.virtual_stages_tried else ""
+    schedule = layout.schedule + stages if layout.pp > 1 else ""
     return {
         "tp": str(layout.tp),
         "cp": f"{layout.cp}u" if layout.cp_method == "ulysses" else str(layout.cp),

@@ -13,23 +13,23 @@ from shardwright.cli.common import console, print_json, verb
 from shardwright.cli.timeline import timeline_text
 from shardwright.errors import InputError, ScheduleError
 from shardwright.schedule.actions import Schedule
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
 from shardwright.schedule.compare import compare, count_messages, parameters_held
 from shardwright.schedule.draw import draw, planned
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
+from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
 
 PICTURES = (".svg", ".json")
-INTERLEAVED = 2  # stages a rank of interleaved-1f1b, if not given
 
 
 @verb
 def schedule(
     name: Annotated[
-        str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(NAMES), show_default=False)
+        str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()), show_default=False)
     ] = None,
     pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline", show_default=False)] = None,
     microbatches: Annotated[
@@ -37,7 +37,7 @@ def schedule(
     ] = None,
     virtual_stages: Annotated[
         int | None,
-        typer.Option(metavar="V", help="stages a rank of interleaved-1f1b; 2 if not given", show_default=False),
+        typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open", show_default=False),
     ] = None,
     times: Annotated[
         str,
@@ -105,9 +105,7 @@ def schedule(
     if compare_all:
         assert pp is not None
         assert microbatches is not None
-        found = compare(
-            pp, microbatches, virtual_stages or INTERLEAVED, of_stage, limit, kept_for_weight=kept_for_weight
-        )
+        found = compare(pp, microbatches, virtual_stages, of_stage, limit, kept_for_weight=kept_for_weight)
         simulations, refused = found.simulations, found.refused
     else:
         one = _schedule(name, pp, microbatches, virtual_stages, of_stage, limit, kept_for_weight, read)
@@ -157,8 +155,9 @@ def _check(
         for option, n in {**sizes, "--limit": limit}.items()
         if n is not None and n < 1
     ]
-    if limit is not None and name != "auto" and not compare_all:
-        wrong.append(f"--limit {limit} is for --schedule auto, which is built to keep it; leave it out")
+    if limit is not None and name in names() and not find(name).searched:
+        searched = ", ".join(each for each in names() if find(each).searched)
+        wrong.append(f"--limit {limit} is for --schedule {searched}, which is built to keep it; leave it out")
     if not 0 <= kept_for_weight <= 1:
         wrong.append(f"--kept-for-weight {kept_for_weight:g}: a share is needed, 0 to 1")
     if compare_all and csv is not None:
@@ -205,8 +204,7 @@ def _schedule(
     assert name is not None
     assert pp is not None
     assert microbatches is not None
-    stages = virtual_stages or (INTERLEAVED if name == "interleaved-1f1b" else 1)
-    return build(name, pp, microbatches, stages, times, limit, kept_for_weight=kept_for_weight)
+    return build(name, pp, microbatches, virtual_stages, times, limit, kept_for_weight=kept_for_weight)
 
 
 def _write(

@@ -10,11 +10,12 @@ from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import LayoutError
 from shardwright.layout import DENSE_AXES, Layout, accumulation
+from shardwright.schedule.registry import find, names
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
 
-NOT_PRICED = ("auto", "usp")
-"""A schedule that is built for given times, and a way of dealing out heads and tokens, that have no formulas here."""
+NOT_PRICED = "usp"
+"""The way of partitioning heads and tokens over cp that has no formulas here."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
     Raises LayoutError for what has no price, and with everything that keeps the layout from running this job: rules of
     the model, the size of the cluster, the batch, the schedule.
     """
-    if layout.schedule in NOT_PRICED or layout.cp_method in NOT_PRICED:
-        raise LayoutError(f"there is no price for schedule and cp_method {' and '.join(NOT_PRICED)}")
+    if not layout.kind.priced or layout.cp_method == NOT_PRICED:
+        searched = ", ".join(name for name in names() if not find(name).priced)
+        raise LayoutError(f"there is no price for schedule {searched}, nor for cp_method {NOT_PRICED}")
     wrong = problems(job.model, layout, job.seq_len)
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)

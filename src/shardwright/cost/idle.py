@@ -8,7 +8,7 @@ import numpy as np
 from shardwright.cost.job import Candidates, Floats, Ints
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
-from shardwright.schedule.placement import SPLIT_BACKWARD, paths
+from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times, simulate
 
 MOST_SIMULATED = 2048
@@ -27,7 +27,7 @@ class StageTimes:
 
 def ways_of(of: Candidates) -> tuple[tuple[int, ...], ...]:
     """The ways microbatches take: for each, the rank of `pp` of every stage in order."""
-    return paths(of.schedule, of.pp, of.virtual_stages)
+    return find(of.schedule).ways(of.pp, of.virtual_stages)
 
 
 def busy(of: Candidates, times: StageTimes, m: Ints) -> Floats:
@@ -54,7 +54,7 @@ def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
     """
     if of.pp == 1:
         return work[:, 0]
-    split = of.schedule in SPLIT_BACKWARD
+    split = find(of.schedule).splits_backward
     back = times.backward_input if split else times.backward_input + times.weight
     heads = np.full((len(of), of.pp), np.inf)
     tails = np.full((len(of), of.pp), np.inf)
@@ -100,7 +100,8 @@ def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
 
 @lru_cache(maxsize=4096)  # layouts that differ in their data axes alone have stages of the same times
 def _makespan(pipeline: tuple[str, int, int], m: int, times: Times) -> float:
-    pp, stages = pipeline[1], len(paths(*pipeline)[0])
+    name, pp, virtual_stages = pipeline
+    stages = len(find(name).ways(pp, virtual_stages)[0])
     # A whole number of rounds of an interleaved schedule, and an even one for those with two directions.
     unit = 2 * pp
     most = max(3, MOST_SIMULATED // stages // unit) * unit

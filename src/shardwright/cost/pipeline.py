@@ -14,7 +14,8 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule import build
 from shardwright.schedule.actions import Action, Schedule
-from shardwright.schedule.placement import held_by
+from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.schedule.registry import find
 from shardwright.split.stages import stage_layers
 
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage")
@@ -62,8 +63,7 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
     Raises ScheduleError where the schedule cannot run that many.
     """
     name, pp, virtual = _name(candidates), candidates.pp, candidates.virtual_stages
-    if name == "afab":
-        # All wait for the last, however many there are.
+    if find(name).microbatches_stay:
         one = _moments(name, pp, virtual, 1)
         return Moments(one.in_flight * microbatches, one.waiting, one.kind)
     return _moments(name, pp, virtual, microbatches)
@@ -77,25 +77,12 @@ def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[
 
 def _name(candidates: Candidates) -> str:
     """The schedule; of one rank there is but one."""
-    return candidates.schedule if candidates.pp > 1 else "1f1b"
+    return candidates.schedule if candidates.pp > 1 else ONE_F_ONE_B.name
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
-    """A number of microbatches, of a few rounds of the ranks at most, in which ranks fill up as far as with this one.
-
-    Every schedule but afab is in its steady state after two rounds. What is kept: whether the number is even, for
-    dualpipe; and for interleaved-1f1b, which deals microbatches into rounds of which the first are longer by one, the
-    length of a round, and up to three rounds of either kind.
-    """
-    few = 4 * pp
-    if microbatches <= few or name == "afab":
-        return microbatches
-    if name == "interleaved-1f1b":
-        rounds = microbatches // pp
-        length, longer = divmod(microbatches, rounds)
-        kept = min(longer, 3)
-        return length * (kept + min(rounds - longer, 3)) + kept
-    return few + (microbatches - few) % 2
+    """A number of microbatches, no larger, with which ranks hold as much at their fullest moments as with this one."""
+    return find(name).representative(pp, microbatches)
 
 
 def _layout(pp: int, schedule: str, virtual_stages: int, layers: tuple[int, ...] | None) -> Layout:
@@ -109,10 +96,7 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
     layers = stage_layers(model, layout, seq_len)
     mixtures = np.array([sum(model.has_experts(layer) for layer in each) for each in layers], dtype=np.int64)
     of_rank = np.array(
-        [
-            sorted(stage for _, stage in held_by(layout.schedule, layout.pp, layout.virtual_stages, rank))
-            for rank in range(layout.pp)
-        ],
+        [sorted(stage for _, stage in layout.held_by(rank)) for rank in range(layout.pp)],
         dtype=np.int64,
     )
     sizes = np.array([len(each) for each in layers], dtype=np.int64)

@@ -144,7 +144,7 @@ def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forwa
     Shares are then all-reduced over replicas, once. Under a pipeline that gathers once a step, zero 3 is as 1. Experts
     have groups of their own. A stack that overlaps hides messages beside the pass of the microbatch that they belong
     to, but for a layer's share of them, and pays `interference` for what it hides. At the end of a pipeline come the
-    sum of a tied matrix over its two stages, and that of both copies of each stage under dualpipe.
+    sum of a tied matrix over its two stages, and that of both copies of each stage where microbatches go two ways.
     """
     speed, cluster = job.stack.speed, job.cluster
     dense, experts, ends = held
@@ -196,7 +196,7 @@ def _twins(job: Job, of: Candidates, held: Floats) -> Floats:
     if spec.tied_embedding:
         matrix_bytes = spec.vocab_size * spec.d_model / of.tp * job.stack.speed.reduce_bytes
         found = found + all_reduce(job.cluster, matrix_bytes, 2, (of.pp - 1) * stride)
-    if of.schedule == "dualpipe":
+    if len(idle.ways_of(of)) > 1:
         shares = np.where(of.zero > 0, of.shards, 1)
         found = found + all_reduce(job.cluster, held * job.stack.speed.reduce_bytes / shares, 2, stride)
     return found

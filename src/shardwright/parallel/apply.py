@@ -22,7 +22,6 @@ from shardwright.parallel.stage import StageModel, cut_stages
 from shardwright.parallel.stage_data import StageEngine, StageReplicas, StageShards
 from shardwright.parallel.tensor import plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
-from shardwright.schedule.placement import SPLIT_BACKWARD, held_by
 from shardwright.split.stages import stage_layers, step_schedule
 
 
@@ -88,9 +87,8 @@ def _parts(
     if groups.pp is None:
         with torch.device("meta"):
             return [Transformer(spec).to(dtype)]
-    held = held_by(layout.schedule, layout.pp, layout.virtual_stages, groups.pp.rank())
-    numbers = tuple(stage for _, stage in held)
-    return cut_stages(spec, stage_layers(spec, layout, seq_len), numbers, dtype, layout.schedule in SPLIT_BACKWARD)
+    numbers = tuple(stage for _, stage in layout.held_by(groups.pp.rank()))
+    return cut_stages(spec, stage_layers(spec, layout, seq_len), numbers, dtype, layout.kind.splits_backward)
 
 
 def _engine(model: nn.Module, groups: Groups) -> DataEngine:
@@ -110,7 +108,7 @@ def _pipeline(
     assert groups.pp is not None
     engines: list[StageEngine] = [StageShards(each, layout) for each in shards]
     engines = engines or [StageReplicas(model.parameters(), groups.tokens) for model in models]
-    held = held_by(layout.schedule, layout.pp, layout.virtual_stages, groups.pp.rank())
+    held = layout.held_by(groups.pp.rank())
     stages = [
         Stage(model, engine, way, layout.n_stages, groups.pp)
         for model, engine, (way, _) in zip(models, engines, held, strict=True)

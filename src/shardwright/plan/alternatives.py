@@ -10,6 +10,7 @@ from shardwright.plan.choice import Choice
 from shardwright.plan.distinct import SAME_TIME
 from shardwright.plan.pool import Condition, Mask
 from shardwright.plan.search import Plan, Priced, survey
+from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
 
 SIDES = ("tp", "pp", "cp", "ep", "zero", "recompute", "micro_batch")
 """Choices for each of which the runner-up with another value is shown."""
@@ -106,14 +107,14 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
             (of.tp == node)
             & (of.cp == 1)
             & (of.zero <= 1)
-            & (of.pp > 1 and of.schedule in ("1f1b", "interleaved-1f1b"))
+            & (of.pp > 1 and of.schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
         ),
     )
     yield "tp across nodes", lambda of: of.tp > node
     yield "no recomputation", lambda of: of.recompute == 0
     yield "full recomputation", lambda of: of.recompute > 0
     yield "no pipeline", lambda of: np.full(len(of), of.pp == 1)
-    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.schedule == "1f1b")
+    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.schedule == ONE_F_ONE_B.name)
 
 
 def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:

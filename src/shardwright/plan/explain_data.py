@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from shardwright.cost import idle
 from shardwright.cost.layer import reached_bytes_per_s
 from shardwright.cost.step import rank_parameters
 from shardwright.plan.explain_messages import Term, hidden, message_line, one, total
@@ -95,7 +96,7 @@ def _twins(priced: Priced, held: int) -> Iterator[Line]:
         n_bytes = job.model.vocab_size * job.model.d_model / int(of.tp[0]) * reduce_bytes
         apart = (of.pp - 1) * stride
         yield message_line(_SECTION, "tied matrix, first and last stage", "all-reduce", job.cluster, n_bytes, 2, apart)
-    if of.pp > 1 and of.schedule == "dualpipe":
+    if len(idle.ways_of(of)) > 1:
         n_bytes = held * reduce_bytes / (int(of.shards[0]) if of.zero[0] else 1)
         yield message_line(_SECTION, "both copies of a stage", "all-reduce", job.cluster, n_bytes, 2, stride)
 

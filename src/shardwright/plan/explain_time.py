@@ -172,7 +172,7 @@ def _pipeline(priced: Priced) -> Iterator[Line]:
     rank = int(idle.busy(of, times, m)[0].argmax())
     ways = idle.ways_of(of)
     section = f"Pipeline, busiest rank {rank}" if of.pp > 1 else "Step on a rank"
-    mine = [stage for _, stage in held_by(of.schedule, of.pp, of.virtual_stages, rank)]
+    mine = [stage for _, stage in held_by(ways, rank)]
     if of.pp > 1:
         counts = [len(layers) for layers in pipeline.stages(job, of).layers]
         told = f"layers of each of {len(counts)} stages"

@@ -7,7 +7,7 @@
 | zero                | 0 without dp_shard, else 1 to 3; under a pipeline 3 gathers once a step or a microbatch    |
 | sequence_parallel   | wherever there is tp                                                                       |
 | cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
-| schedule            | all but "auto", which is built for given times; interleaved-1f1b with `VIRTUAL_STAGES`     |
+| schedule            | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
 | recompute           | none and full                                                                              |
 
@@ -29,11 +29,9 @@ from shardwright.errors import LayoutError
 from shardwright.layout import ZERO_STAGES
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule import build
-from shardwright.schedule.placement import paths
+from shardwright.schedule.registry import find, names
 from shardwright.split.rules import tp_divides
 
-SCHEDULES = tuple(name for name in build.NAMES if name != "auto")
-VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 METHODS = ("zigzag", "ulysses")
 RECOMPUTED = tuple(RECOMPUTE.index(name) for name in ("none", "full"))
 
@@ -53,7 +51,7 @@ class Pipeline:
     @property
     def n_stages(self) -> int:
         """Into how many stages the layers are cut."""
-        return len(paths(self.schedule, self.pp, self.virtual_stages)[0])
+        return len(find(self.schedule).ways(self.pp, self.virtual_stages)[0])
 
     def takes(self, microbatches: Ints) -> NDArray[np.bool_]:
         """Whether the schedule can run a step of so many microbatches, for each number."""
@@ -87,11 +85,11 @@ def _pipelines(pp: int, n_layers: int) -> Iterator[Pipeline]:
     if pp == 1:
         yield from (Pipeline(1, cp_method=method) for method in METHODS)
         return
-    for schedule in SCHEDULES:
-        for virtual_stages in VIRTUAL_STAGES if schedule == "interleaved-1f1b" else (1,):
+    for kind in filter(lambda kind: kind.priced, map(find, names())):
+        for virtual_stages in kind.virtual_stages_tried or (kind.virtual_stages,):
             for method in METHODS:
                 for gather in ("step", "microbatch"):
-                    pipeline = Pipeline(pp, schedule, virtual_stages, method, gather)
+                    pipeline = Pipeline(pp, kind.name, virtual_stages, method, gather)
                     if pipeline.n_stages <= n_layers:
                         yield pipeline
 

@@ -67,6 +67,10 @@ class Schedule:
         """(stage, microbatch) -> the rank that runs it."""
         return {(action.stage, action.microbatch): rank for rank, action in self.actions()}
 
+    def path_of(self, microbatch: int) -> tuple[int, ...]:
+        """The rank of every stage in order, for a microbatch."""
+        return tuple(self.place[stage, microbatch] for stage in range(self.n_stages))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose weights a rank holds, in order."""
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
@@ -86,6 +90,13 @@ class Schedule:
         return None
 
 
-def make(name: str, n_stages: int, n_microbatches: int, ranks: Iterable[Iterable[Action]], **more: bool) -> Schedule:
-    """A schedule of lists that a builder has filled."""
-    return Schedule(name, n_stages, n_microbatches, tuple(tuple(actions) for actions in ranks), **more)
+def make(
+    n_stages: int,
+    n_microbatches: int,
+    ranks: Iterable[Iterable[Action]],
+    *,
+    name: str = "schedule",
+    staggered: bool = False,
+) -> Schedule:
+    """A schedule of lists that a builder has filled; `schedule.build.build` names it as it is registered."""
+    return Schedule(name, n_stages, n_microbatches, tuple(tuple(actions) for actions in ranks), staggered)

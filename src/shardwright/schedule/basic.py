@@ -22,7 +22,7 @@ def afab(n_ranks: int, n_microbatches: int) -> Schedule:
         [Action(rank, "F", i) for i in range(n_microbatches)] + [Action(rank, "B", i) for i in range(n_microbatches)]
         for rank in range(n_ranks)
     )
-    return make("afab", n_ranks, n_microbatches, ranks)
+    return make(n_ranks, n_microbatches, ranks)
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
@@ -35,7 +35,7 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
         )
         for rank in range(n_ranks)
     )
-    return make("1f1b", n_ranks, n_microbatches, ranks)
+    return make(n_ranks, n_microbatches, ranks)
 
 
 def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Schedule:
@@ -46,10 +46,9 @@ def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Sched
     into rounds of n_ranks or a little more, the longer ones first, so that any number runs: a round is long enough
     that its first microbatch is back when its last has left, and the head start that the first round gives to forward
     passes covers the rounds after it. One round, of all, if there are fewer than n_ranks.
+    `virtual_stages` is 2 or more.
     """
     n_stages = n_ranks * virtual_stages
-    if virtual_stages == 1:
-        return make("interleaved-1f1b", n_stages, n_microbatches, one_f_one_b(n_ranks, n_microbatches).ranks)
     rounds = _rounds(n_ranks, n_microbatches)
 
     def order(rank: int, op: Op) -> list[Action]:
@@ -64,7 +63,7 @@ def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Sched
         )
         for rank in range(n_ranks)
     )
-    return make("interleaved-1f1b", n_stages, n_microbatches, ranks)
+    return make(n_stages, n_microbatches, ranks)
 
 
 def _in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Schedule
-from shardwright.schedule.build import NAMES, build
+from shardwright.schedule.build import build
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
 from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import PerStage, Simulation, Times, simulate
 
 
@@ -22,10 +23,10 @@ class Comparison:
 def compare(
     n_ranks: int,
     n_microbatches: int,
-    virtual_stages: int = 2,
+    virtual_stages: int | None = None,
     times: Times = Times(),  # noqa: B008  (frozen)
     in_flight_limit: int | None = None,
-    names: Iterable[str] = NAMES,
+    among: Iterable[str] | None = None,
     *,
     kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Comparison:
@@ -34,12 +35,13 @@ def compare(
     `times` are those of a schedule with one stage a rank. Where layers are cut into more stages than there are ranks,
     a stage has fewer of them: its times are scaled by n_ranks / n_stages, so that the work of all is the same. `comm`
     is a message of one microbatch's activations between two layers, and is not scaled. `virtual_stages`: of
-    interleaved-1f1b; `in_flight_limit` and `kept_for_weight`: of auto.
+    schedules that leave them open; `in_flight_limit` and `kept_for_weight`: of those that are searched. `among`: names;
+    all schedules unless given.
     """
     simulations, refused = [], {}
-    for name in names:
+    for name in names() if among is None else among:
         try:
-            stages = virtual_stages if name == "interleaved-1f1b" else 1
+            stages = virtual_stages if find(name).virtual_stages_tried else None
             schedule = build(
                 name, n_ranks, n_microbatches, stages, times, in_flight_limit, kept_for_weight=kept_for_weight
             )

@@ -50,14 +50,14 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
         yield "W", 2 * r
 
     ranks = [_along_v(p, r, n_microbatches, steps(r)) for r in range(p)]
-    return make("zb-v", 2 * p, n_microbatches, ranks)
+    return make(2 * p, n_microbatches, ranks)
 
 
 def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
     """DualPipe with one copy of the model: its ranks folded at the middle, two stages a rank along a V."""
     laid_out = max(n_microbatches, 2 * n_ranks - 1)
     ranks = [_along_v(n_ranks, r, n_microbatches, _both_ends(n_ranks, r, laid_out)) for r in range(n_ranks)]
-    return make("dualpipe-v", 2 * n_ranks, n_microbatches, ranks)
+    return make(2 * n_ranks, n_microbatches, ranks)
 
 
 def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
@@ -78,7 +78,7 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
             if microbatch < half:
                 actions.append(Action(rank, op, microbatch) if down else Action(opposite, op, half + microbatch))
         ranks.append(actions)
-    return make("dualpipe", n_ranks, n_microbatches, ranks)
+    return make(n_ranks, n_microbatches, ranks)
 
 
 def _both_ends(n: int, r: int, laid_out: int) -> Steps:

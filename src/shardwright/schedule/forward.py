@@ -17,4 +17,4 @@ def forward_only(path: Sequence[int], n_ranks: int, n_microbatches: int) -> Sche
         for stage, rank in enumerate(path):
             group = range(first, min(first + n_ranks, n_microbatches))
             ranks[rank].extend(Action(stage, "F", microbatch) for microbatch in group)
-    return make("forward", len(path), n_microbatches, ranks)
+    return make(len(path), n_microbatches, ranks, name="forward")

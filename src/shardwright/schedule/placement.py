@@ -1,32 +1,34 @@
-"""Which rank of `pp` holds which stages, for each named schedule."""
+"""Which rank of `pp` holds which stages: the ways that microbatches take through the ranks."""
 
 from shardwright.schedule.actions import Schedule
 
-V_SHAPED = ("zb-v", "dualpipe-v")
-SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v", "auto")
-"""Those with I and W."""
+Ways = tuple[tuple[int, ...], ...]
+"""For each way that microbatches take, the rank of every stage in order. Of n ways the first takes the first n-th of
+the microbatches, and so on."""
 
 
-def paths(name: str, n_ranks: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
-    """The ways that microbatches go: for each, the rank of every stage in order.
+def round_and_round(n_ranks: int, virtual_stages: int) -> Ways:
+    """Stage s is on rank s % n_ranks."""
+    return (tuple(range(n_ranks)) * virtual_stages,)
 
-    One way for all microbatches, round and round or down the ranks and up again; two for "dualpipe", of which the
-    first half of the microbatches goes the one and the second half the other.
-    """
+
+def down_and_up(n_ranks: int, virtual_stages: int) -> Ways:
+    """A V: the first half of the stages down the ranks, the second half up again."""
     down = tuple(range(n_ranks))
-    if name == "dualpipe":
-        return down, down[::-1]
-    if name in V_SHAPED:
-        return (down + down[::-1],)
-    return (down * virtual_stages,)
+    return (down + down[::-1],)
 
 
-def held_by(name: str, n_ranks: int, virtual_stages: int, rank: int) -> list[tuple[int, int]]:
+def from_both_ends(n_ranks: int, virtual_stages: int) -> Ways:
+    """The first half of the microbatches goes down the ranks, the second half up them."""
+    down = tuple(range(n_ranks))
+    return down, down[::-1]
+
+
+def held_by(ways: Ways, rank: int) -> list[tuple[int, int]]:
     """What a rank holds, as (way, stage), in the order of ways and stages."""
-    ways = enumerate(paths(name, n_ranks, virtual_stages))
-    return [(way, stage) for way, path in ways for stage, there in enumerate(path) if there == rank]
+    return [(way, stage) for way, path in enumerate(ways) for stage, there in enumerate(path) if there == rank]
 
 
-def way_of(schedule: Schedule, ways: tuple[tuple[int, ...], ...], microbatch: int) -> int:
+def way_of(schedule: Schedule, ways: Ways, microbatch: int) -> int:
     """Which of the ways a microbatch goes in a schedule."""
-    return ways.index(tuple(schedule.place[stage, microbatch] for stage in range(schedule.n_stages)))
+    return ways.index(schedule.path_of(microbatch))

@@ -63,7 +63,7 @@ def search(
     enough = least_cost(problem) * (1 + _SAME)
     found = _climb(problem, _best_uniform(problem, enough), enough)
     ranks = (_in_order(rank, ops) for rank, ops in enumerate(found.ops))
-    candidates = (make("auto", n_ranks, n_microbatches, ranks, staggered=True), *_hand_made(problem))
+    candidates = (make(n_ranks, n_microbatches, ranks, staggered=True), *_hand_made(problem))
     return min(candidates, key=lambda schedule: simulate(schedule, times).cost)
 
 
@@ -303,7 +303,7 @@ def _hand_made(problem: Problem) -> Iterator[Schedule]:
         for rank in range(p):
             ahead = min(room, m, ahead_step * (p - 1 - rank))
             ranks.append(deferred(rank, m, ahead=ahead, behind=min(room - ahead, m, behind_step * rank)))
-        yield make("auto", p, m, ranks, staggered=True)
+        yield make(p, m, ranks, staggered=True)
 
 
 def _pick(random: Random, choices: Sequence[_T]) -> _T:

@@ -50,7 +50,7 @@ def read_table(path: str | Path) -> Schedule:
     actions = [action for rank in ranks for action in rank]
     n_stages = 1 + max(action.stage for action in actions)
     n_microbatches = 1 + max(action.microbatch for action in actions)
-    return make(path.stem, n_stages, n_microbatches, ranks)
+    return make(n_stages, n_microbatches, ranks, name=path.stem)
 
 
 def _row(row: list[str], where: str, found: list[str]) -> Iterator[Action]:

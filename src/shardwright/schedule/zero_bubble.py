@@ -20,14 +20,14 @@ def zb_h1(n_ranks: int, n_microbatches: int) -> Schedule:
     """1F1B with every rank having as many microbatches begun and not done as rank 0: what rank r has fewer in forward
     passes ahead, it has more in weight gradients put off."""
     ranks = (deferred(rank, n_microbatches, ahead=n_ranks - 1 - rank, behind=rank) for rank in range(n_ranks))
-    return make("zb-h1", n_ranks, n_microbatches, ranks)
+    return make(n_ranks, n_microbatches, ranks)
 
 
 def zb_h2(n_ranks: int, n_microbatches: int) -> Schedule:
     """Twice the forward passes ahead and twice the weight gradients put off, so that no rank waits for the first
     gradient; ranks end as late after one another as they began."""
     ranks = (deferred(rank, n_microbatches, ahead=2 * (n_ranks - 1 - rank), behind=2 * rank) for rank in range(n_ranks))
-    return make("zb-h2", n_ranks, n_microbatches, ranks, staggered=True)
+    return make(n_ranks, n_microbatches, ranks, staggered=True)
 
 
 def deferred(stage: int, n_microbatches: int, *, ahead: int, behind: int) -> list[Action]:

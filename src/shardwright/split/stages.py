@@ -8,6 +8,7 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule import build
 from shardwright.schedule.actions import Schedule
+from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.simulate import Times
 
 KEPT_FOR_WEIGHT = 1.0
@@ -41,7 +42,7 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             + (
                 f"valid: layout.pp from 1 to {most} with this schedule"
                 if most > 1
-                else f"valid: layout.pp=1, or up to {spec.n_layers} with layout.schedule='1f1b'"
+                else f"valid: layout.pp=1, or up to {spec.n_layers} with layout.schedule={ONE_F_ONE_B.name!r}"
             )
         )
     counts = layout.stage_layers

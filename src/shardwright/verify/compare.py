@@ -128,7 +128,7 @@ def describe(layout: Layout) -> str:
     if layout.ep > 1:
         parts.append(f"ep {layout.ep}")
     if layout.pp > 1:
-        stages = f" ({layout.virtual_stages} virtual stages)" if layout.schedule == "interleaved-1f1b" else ""
+        stages = f" ({layout.virtual_stages} virtual stages)" if layout.kind.virtual_stages_tried else ""
         parts.append(layout.schedule + stages)
     if layout.stage_layers:
         parts.append(f"stage_layers {','.join(map(str, layout.stage_layers))}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwright.errors import LayoutError, WorkerError
 from shardwright.layout import Layout
+from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.verify.case import Case
 from shardwright.verify.compare import Report, describe
 from shardwright.verify.verifier import Verifier
@@ -14,8 +15,8 @@ from shardwright.verify.verifier import Verifier
 Setting = tuple[Case, Layout]
 
 _PLAIN_PIPELINE: dict[str, Any] = {
-    "schedule": "1f1b",
-    "virtual_stages": 1,
+    "schedule": ONE_F_ONE_B.name,
+    "virtual_stages": None,
     "stage_layers": None,
     "zero_pp_gather": "step",
 }
@@ -101,11 +102,12 @@ def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"dp_replicate={layout.dp_replicate}", {"dp_replicate": 1}
     if layout.token_shards:
         yield "sequence_parallel", {"sequence_parallel": False}
-    if layout.schedule != "1f1b":
+    if layout.schedule != ONE_F_ONE_B.name:
         yield f"schedule={layout.schedule}", _PLAIN_PIPELINE | {"zero_pp_gather": layout.zero_pp_gather}
-    if layout.schedule == "interleaved-1f1b" and layout.virtual_stages > 2:
-        fewer = {"virtual_stages": 2, "stage_layers": None}
-        yield f"virtual_stages={layout.virtual_stages}, not virtual_stages=2", fewer
+    usual = layout.kind.virtual_stages
+    if layout.virtual_stages > usual:
+        fewer = {"virtual_stages": usual, "stage_layers": None}
+        yield f"virtual_stages={layout.virtual_stages}, not virtual_stages={usual}", fewer
     if layout.stage_layers:
         yield f"stage_layers={list(layout.stage_layers)}", {"stage_layers": None}
     if layout.pp > 1 and layout.regathers:

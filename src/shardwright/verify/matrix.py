@@ -13,10 +13,8 @@ from typing import Any
 from shardwright.errors import LayoutError
 from shardwright.layout import CP_METHODS, ZERO_PP_GATHER, ZERO_STAGES, Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.schedule.build import NAMES
+from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
-
-VIRTUAL_STAGES = 2  # of interleaved-1f1b
 
 Choice = dict[str, Any]
 """Values of fields of a Layout that are chosen together."""
@@ -61,16 +59,12 @@ def _degrees(world_size: int) -> Iterator[Choice]:
 def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
     """What there is to choose with these degrees: for each thing its choices, the last thing varying fastest."""
     return [
-        [{"schedule": name} | _stages(name) for name in NAMES] if degrees["pp"] > 1 else [{}],
+        [{"schedule": name} for name in names()] if degrees["pp"] > 1 else [{}],
         list(_zero(degrees)),
         [{"sequence_parallel": on} for on in (False, True)] if degrees["tp"] > 1 else [{}],
         list(_methods(degrees["cp"])),
         [{"ep": n} for n in _divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))],
     ]
-
-
-def _stages(schedule: str) -> Choice:
-    return {"virtual_stages": VIRTUAL_STAGES} if schedule == "interleaved-1f1b" else {}
 
 
 def _zero(degrees: Choice) -> Iterator[Choice]:
