@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from shardwright import extensions
 from shardwright.errors import ConfigError, LayoutError, nearest
 from shardwright.layout import Layout, accumulation
 from shardwright.model.presets import resolve
@@ -281,6 +282,11 @@ class RunConfig(Section):
     steps: Positive = Field(description="optimizer steps")
     seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    extensions: list[str] = Field(
+        [],
+        description="Python files (.py, relative to the run file) or modules that register schedules, optimizers or "
+        "families of models of your own; imported before the rest of the run file is read",
+    )
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection
     batch: BatchSection
@@ -359,14 +365,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse(table, overrides, source=str(path))
+    return parse(table, overrides, source=str(path), folder=Path(path).parent)
 
 
-def parse(table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file") -> RunConfig:
-    """Validate a run file that is already a table. Raises ConfigError with every problem at once."""
+def parse(
+    table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file", folder: Path = Path()
+) -> RunConfig:
+    """Validate a run file that is already a table, and import its extensions, whose paths are relative to `folder`.
+
+    Raises ConfigError with every problem at once.
+    """
     problems: list[str] = []
     for override in overrides:
         problems += _apply(table, override)
+    problems += _load_extensions(table, folder)
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
@@ -377,6 +389,20 @@ def parse(table: dict[str, Any], overrides: Sequence[str] = (), source: str = "r
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
+
+
+def _load_extensions(table: dict[str, Any], folder: Path) -> list[str]:
+    """Import the extensions of a run file, before anything that they register is looked for; their paths become
+    absolute, so that the resolved file means the same wherever it lies."""
+    names = table.get("extensions", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []  # the model of the run file says so
+    table["extensions"] = [extensions.resolve(name, folder) for name in names]
+    try:
+        extensions.load(table["extensions"])
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _apply(table: dict[str, Any], override: str) -> list[str]:

@@ -3,12 +3,13 @@
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import typer
 from rich.console import Console
 
+from shardwright import extensions
 from shardwright.errors import InputError, ShardwrightError
 
 console = Console(highlight=False)
@@ -38,6 +39,11 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
 
     return run
+
+
+def load_extensions(names: Iterable[str] | None) -> None:
+    """`--extension`: import what registers schedules or models of a user's own, paths from the working folder."""
+    extensions.load(map(extensions.resolve, names or ()))
 
 
 def print_json(answer: Any) -> None:

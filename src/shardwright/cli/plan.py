@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import console, error_console, print_json, verb
+from shardwright.cli.common import console, error_console, load_extensions, print_json, verb
 from shardwright.cli.plan_asked import PRECISIONS, Asked, ask, check
 from shardwright.errors import InputError, LayoutError
 
@@ -89,6 +89,14 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures", show_default=False)
     ] = None,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py",
+            help="a Python file or module that registers schedules or models of your own; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")] = False,
 ) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
@@ -104,6 +112,7 @@ def plan(
 
     Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """
+    load_extensions(extension)
     if target == EVALUATE:
         others = {
             "--model": model, "--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len,

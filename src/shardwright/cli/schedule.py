@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from shardwright.cli.common import console, print_json, verb
+from shardwright.cli.common import console, load_extensions, print_json, verb
 from shardwright.cli.timeline import timeline_text
 from shardwright.errors import InputError, ScheduleError
 from shardwright.schedule.actions import Schedule
@@ -85,6 +85,14 @@ def schedule(
             "--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev", show_default=False
         ),
     ] = None,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py",
+            help="a Python file or module that registers schedules or models of your own; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")] = False,
 ) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
@@ -99,6 +107,7 @@ def schedule(
 
     Exit codes: 0 shown, 2 the input cannot be used.
     """
+    load_extensions(extension)
     _check(name, pp, microbatches, virtual_stages, limit, kept_for_weight, compare_all, read, csv, drawing)
     of_stage = _times(times, comm)
     refused: dict[str, str] = {}
@@ -198,13 +207,14 @@ def _schedule(
     """The one schedule that is asked for. Raises InputError."""
     if read is not None:
         schedule = read_table(read)
-        if wrong := problems(schedule):
-            raise ScheduleError(*(f"{read}: {problem}" for problem in wrong))
-        return schedule
-    assert name is not None
-    assert pp is not None
-    assert microbatches is not None
-    return build(name, pp, microbatches, virtual_stages, times, limit, kept_for_weight=kept_for_weight)
+    else:
+        assert name is not None
+        assert pp is not None
+        assert microbatches is not None
+        schedule = build(name, pp, microbatches, virtual_stages, times, limit, kept_for_weight=kept_for_weight)
+    if wrong := problems(schedule):
+        raise ScheduleError(*(f"{read or name}: {problem}" for problem in wrong))
+    return schedule
 
 
 def _write(

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwright import extensions
 from shardwright.errors import ShardwrightError, WorkerError
 
 context = multiprocessing.get_context("forkserver")
@@ -41,6 +42,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     rank, for any other exception, for a rank that dies, and for ranks that are not done within `timeout_s` seconds.
     Whatever happens, no rank is left behind.
     """
+    work = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
         pipes: list[Any] = []
         processes: list[Any] = []
@@ -49,7 +51,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 for rank in range(world_size):
                     ours, theirs = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=_rank, args=(function, args, rank, world_size, folder, theirs, timeout_s), daemon=True
+                        target=_rank,
+                        args=(extensions.loaded(), work, rank, world_size, folder, theirs, timeout_s),
+                        daemon=True,
                     )
                     process.start()
                     theirs.close()
@@ -141,7 +145,9 @@ def _stacks(folder: str, ranks: Sequence[int], processes: Sequence[Any]) -> str:
     )
 
 
-def _rank(function: Any, args: Any, rank: int, world_size: int, folder: str, pipe: Any, timeout_s: float) -> None:
+def _rank(
+    extended: Sequence[str], work: bytes, rank: int, world_size: int, folder: str, pipe: Any, timeout_s: float
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -161,6 +167,8 @@ def _rank(function: Any, args: Any, rank: int, world_size: int, folder: str, pip
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s + 60),
         )
+        extensions.load(extended)  # before anything that they define is unpickled
+        function, args = pickle.loads(work)
         value = function(*args)
         gc.collect()
         dist.barrier()
