@@ -102,9 +102,11 @@ def calibration(values: Sequence[float]) -> Calibration:
 
 def fit(runs: Sequence[Run], start: Sequence[float], rounds: int) -> list[float]:
     """The constants that suit the runs best."""
-    counts = Counter(run.source for run in runs)
-    weight = np.array([np.sqrt(min(counts[run.source], MOST_ROWS) / counts[run.source]) for run in runs])
-    measured = np.array([run.measured_step_s for run in runs])
+    counts = Counter(run.measured.source for run in runs)
+    weight = np.array(
+        [np.sqrt(min(counts[run.measured.source], MOST_ROWS) / counts[run.measured.source]) for run in runs]
+    )
+    measured = np.array([run.measured.step_time_s for run in runs])
     constants = list(CONSTANTS.values())
     guesses = np.log([each.guess for each in constants])
     spreads = np.log([each.spread for each in constants])
@@ -150,7 +152,7 @@ def main(arguments: Sequence[str]) -> None:
     runs = [
         run
         for run in read_runs(paths[0] if paths else MEASURED_RUNS)
-        if isinstance(run, Run) and run.measured_step_s is not None
+        if isinstance(run, Run) and run.measured.step_time_s is not None
     ]
     best = fit(runs, [each.guess for each in CONSTANTS.values()], rounds=10)
     for name, value in zip(CONSTANTS, best, strict=True):
@@ -158,8 +160,8 @@ def main(arguments: Sequence[str]) -> None:
     left_out: dict[str, list[float]] = {}
     PACKAGED.write_text(written(best, left_out), encoding="utf-8")
     if "--left-out" in arguments:
-        for source in dict.fromkeys(run.source for run in runs):
-            left_out[source] = fit([run for run in runs if run.source != source], best, rounds=4)
+        for source in dict.fromkeys(run.measured.source for run in runs):
+            left_out[source] = fit([run for run in runs if run.measured.source != source], best, rounds=4)
             print(f"without {source}", flush=True)
             PACKAGED.write_text(written(best, left_out), encoding="utf-8")
 

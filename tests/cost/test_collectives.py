@@ -118,7 +118,7 @@ CURVES = {  # cluster: ranks, MiB of the buffer, GB/s of bus
 def test_measured_curves_are_met_from_1_mib_on(name: str, median: float, worst: float):
     ranks, payload_mib, busbw = CURVES[name]
     measured_s = 2 * (ranks - 1) / ranks * payload_mib * MiB / (np.array(busbw) * GB_PER_S)
-    where = cluster(name).described("RoCE") if "@" in name else cluster(name)
+    where = cluster(name).on("roce") if "@" in name else cluster(name)
     error = np.abs(all_reduce(where, payload_mib * MiB, ranks) / measured_s - 1)
     assert np.median(error) <= median
     assert error.max() <= worst

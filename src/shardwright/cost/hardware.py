@@ -94,19 +94,10 @@ class Cluster:
         across = replace(self.across, bytes_per_s=self.across.bytes_per_s * faster)
         return replace(self, across=across, node_bytes_per_s=node_bytes_per_s)
 
-    def described(self, interconnect: str) -> "Cluster":
-        """This cluster with what a published text says of its network; what the text leaves open stays as it is.
-
-        A bus bandwidth inside a node that a text states is not taken: it belongs to one size of message, which is never
-        stated beside it.
-        """
-        found = self
-        if (line := network_of(interconnect, self.node_size)) is not None:
-            found = found.with_network(line)
-        if (kind := kind_of(interconnect)) is not None:
-            each_gbit_per_s = found.node_bytes_per_s / found.node_size * 8 / 1e9
-            found = replace(found, across=_across(kind, _packaged().networks[kind], each_gbit_per_s))
-        return found
+    def on(self, network: str) -> "Cluster":
+        """The same nodes and line rate on another of the packaged kinds of network."""
+        each_gbit_per_s = self.node_bytes_per_s / self.node_size * 8 / 1e9
+        return replace(self, across=_across(network, _packaged().networks[network], each_gbit_per_s))
 
 
 class Table(BaseModel):
@@ -238,45 +229,6 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
     )
-
-
-def network_of(text: str, node_size: int) -> float | None:
-    """Bytes/s of a whole node to the others, as a published text states it; None where it does not.
-
-    `8x200Gb HDR IB per node`, `1600Gbps node-node RoCE`, `400Gb/s RDMA per GPU`, `8xHDR IB`, `2x 100GB/s per node`. A
-    speed without a number of ports, a node or a GPU beside it is a port's, and says nothing of the node; nor does one
-    that no network has, such as 0.
-    """
-    for part in re.split(r"[+;,&]|\band\b", text):
-        if re.search(_IN_NODE, part, re.I):
-            continue
-        if (found := re.search(_PORTS + r"(\d+(?:\.\d+)?)\s*([GT])(?:(B)(?:/s|ps)|b|(?!B)\b)", part)) is not None:
-            speed = float(found[2]) * {"G": 1e9, "T": 1e12}[found[3]] / (1 if found[4] else 8)
-        elif (found := re.search(rf"\b{_PORTS}([EHNX]DR)", part, re.I)) is not None:
-            speed = _INFINIBAND_GBIT_PER_S[found[2].upper()] * 1e9 / 8
-        else:
-            continue
-        if re.search(r"(per|/|each)\s*(gpu|accelerator|card)", part, re.I):
-            speed *= node_size
-        elif found[1] or re.search("node", part, re.I):
-            speed *= float(found[1] or 1)
-        else:
-            continue
-        return speed if _BELIEVED_BYTES_PER_S[0] <= speed <= _BELIEVED_BYTES_PER_S[1] else None
-    return None
-
-
-def kind_of(text: str) -> str | None:
-    """Which of the packaged networks a published text names."""
-    found = re.search(r"(?:\b|\dx)(?:(roce)|(infiniband|ib\b|[ehnx]dr)|(efa)|(ethernet))", text, re.I)
-    return None if found is None else ("roce", "infiniband", "efa", "ethernet")[(found.lastindex or 1) - 1]
-
-
-_IN_NODE = r"nvlink|nvswitch|xgmi|infinity fabric|pcie|bus\s*bw"
-_BELIEVED_BYTES_PER_S = 1e6, 1e15
-_PORTS = r"(?:(\d+)\s*x\s*)?"
-# Four lanes of a port (InfiniBand Trade Association's roadmap).
-_INFINIBAND_GBIT_PER_S = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
 
 
 def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:

@@ -15,11 +15,11 @@ from shardwright.errors import InputError
 from shardwright.plan.run import Run, Skipped
 from shardwright.plan.runs import read_runs
 
-MEASURED_RUNS = Path(__file__).with_name("measured") / "training_runs.csv"
+MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
 """Published runs that come with Shardwright."""
 QUANTITIES = {"step time": "s", "peak memory": "GiB"}
 _KEYS = (
-    *("row", "source", "model", "stack"),
+    *("row", "id", "source", "model", "stack"),
     *("predicted_step_time_s", "measured_step_time_s", "predicted_peak_mem_gib", "measured_peak_mem_gib"),
     *("left_out_step_time_s", "assumed", "skipped"),
 )
@@ -39,8 +39,8 @@ class Row:
     def pair(self, quantity: str) -> tuple[float, float] | None:
         """Predicted and measured, or None where nothing was measured."""
         predicted, measured = {
-            "step time": (self.step_s, self.run.measured_step_s),
-            "peak memory": (self.peak_gib, self.run.measured_peak_gib),
+            "step time": (self.step_s, self.run.measured.step_time_s),
+            "peak memory": (self.peak_gib, self.run.measured.peak_mem_gib),
         }[quantity]
         return None if measured is None else (predicted, measured)
 
@@ -77,20 +77,18 @@ class Evaluation:
     @property
     def summaries(self) -> list[Summary]:
         """One for each source and quantity that was measured there, in the order of the file."""
-        sources = list(dict.fromkeys(row.run.source for row in self.rows))
+        sources = list(dict.fromkeys(row.run.measured.source for row in self.rows))
         return [
             found
             for source in sources
             for quantity in QUANTITIES
-            if (found := _summary(source, quantity, [row for row in self.rows if row.run.source == source]))
+            if (found := _summary(source, quantity, [row for row in self.rows if row.run.measured.source == source]))
         ]
 
     def as_json(self) -> dict[str, Any]:
         """`rows`, with the skipped ones among them, and `sources`."""
-        rows = [_row_json(row) for row in self.rows] + [
-            dict.fromkeys(_KEYS) | {"row": each.row, "source": each.source, "model": each.name, "skipped": each.reason}
-            for each in self.skipped
-        ]
+        rows = [_row_json(row) for row in self.rows]
+        rows += [dict.fromkeys(_KEYS) | _names(each) | {"skipped": each.reason} for each in self.skipped]
         return {
             "file": str(self.path),
             "rows": sorted(rows, key=lambda row: row["row"]),
@@ -99,9 +97,9 @@ class Evaluation:
 
 
 def evaluate(path: Path) -> Evaluation:
-    """Predict every row of a CSV with the columns of `plan.runs`.
+    """Predict every row of a CSV with the columns of `plan.run_columns`.
 
-    Raises InputError for a file that cannot be used. A row that cannot be predicted is no error: it is skipped.
+    Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
     """
     return of_runs(path, read_runs(path))
 
@@ -124,7 +122,7 @@ def report_lines(found: Evaluation) -> Iterator[str]:
     """The evaluation as text: a line a row, the assumptions, then a table by source."""
     yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
     for row in found.rows:
-        line = f"{row.run.row:>4}  {row.run.name[:28]:<28} "
+        line = f"{row.run.row:>4}  {row.run.measured.model[:28]:<28} "
         if (time := row.pair("step time")) is None:
             line += " " * 29
         else:
@@ -149,7 +147,7 @@ def report_lines(found: Evaluation) -> Iterator[str]:
 
 def _predict(run: Run) -> Row | Skipped:
     """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its microbatches."""
-    left_out = LEFT_OUT.get(run.source)
+    left_out = LEFT_OUT.get(run.measured.source)
     try:
         # What leaves the range of numbers is told apart below, and is no news for the terminal.
         with np.errstate(all="ignore"):
@@ -157,13 +155,15 @@ def _predict(run: Run) -> Row | Skipped:
                 run,
                 step_s=step_seconds(run),
                 peak_gib=run.predicted_peak_gib(),
-                left_out_s=None if left_out is None or run.measured_step_s is None else step_seconds(run, left_out),
+                left_out_s=None
+                if left_out is None or run.measured.step_time_s is None
+                else step_seconds(run, left_out),
             )
     except InputError as error:
-        return Skipped(run.row, run.source, run.name, error.problems[0])
+        return Skipped(run.row, run.measured, error.problems[0])
     for what, value in (("step time", row.step_s), ("peak memory", row.peak_gib), ("step time", row.left_out_s)):
         if value is not None and not 0 < value < inf:
-            return Skipped(run.row, run.source, run.name, f"predicted {what} of {value}: the sizes are out of range")
+            return Skipped(run.row, run.measured, f"predicted {what} of {value}: the sizes are out of range")
     return row
 
 
@@ -173,9 +173,9 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
         return None
     worst_row, worst = max(errors, key=lambda each: abs(each[1]))
     left_out = [
-        abs(row.left_out_s / row.run.measured_step_s - 1)
+        abs(row.left_out_s / row.run.measured.step_time_s - 1)
         for row, _ in errors
-        if quantity == "step time" and row.left_out_s is not None and row.run.measured_step_s is not None
+        if quantity == "step time" and row.left_out_s is not None and row.run.measured.step_time_s is not None
     ]
     values = [error for _, error in errors]
     return Summary(
@@ -191,18 +191,32 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
     )
 
 
+def _names(of: Run | Skipped) -> dict[str, Any]:
+    return {"row": of.row, "id": of.measured.id, "source": of.measured.source, "model": of.measured.model}
+
+
 def _row_json(row: Row) -> dict[str, Any]:
     run = row.run
-    times = row.step_s, run.measured_step_s, row.peak_gib, run.measured_peak_gib, row.left_out_s
-    values = run.row, run.source, run.name, run.job.stack.name, *times, list(run.assumed), None
-    return dict(zip(_KEYS, values, strict=True))
+    return (
+        dict.fromkeys(_KEYS)
+        | _names(run)
+        | {
+            "stack": run.job.stack.name,
+            "predicted_step_time_s": row.step_s,
+            "measured_step_time_s": run.measured.step_time_s,
+            "predicted_peak_mem_gib": row.peak_gib,
+            "measured_peak_mem_gib": run.measured.peak_mem_gib,
+            "left_out_step_time_s": row.left_out_s,
+            "assumed": list(run.assumed),
+        }
+    )
 
 
 def _grouped(what: str, found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Each text once, with the rows it is about."""
+    """Each text once, with the rows it is about and their number."""
     rows: dict[str, list[int]] = {}
     for text, row in found:
         rows.setdefault(text, []).append(row)
     for text, numbers in rows.items():
-        few = ", ".join(map(str, numbers[:6])) + (f" and {len(numbers) - 6} more" if len(numbers) > 6 else "")
-        yield f"{what}: {text} (row{'s' if len(numbers) > 1 else ''} {few})"
+        few = ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")
+        yield f"{what} ({len(numbers)} {'rows' if len(numbers) > 1 else 'row'}: {few}): {text}"

@@ -1,0 +1,221 @@
+"""The columns of a table of measured runs: what each means and which cells are valid.
+
+`docs/measured-runs.md` is made from this list. An empty cell was not stated by the source and is None here, unless the
+column's meaning says what it stands for.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from functools import cache
+from typing import Any
+
+from shardwright.cost.hardware import accelerator
+from shardwright.schedule.build import NAMES as SCHEDULES
+
+NO_FIGURES = ("b300", "gb300", "v100")
+"""Accelerators that a table may name and that hardware.toml has no figures for."""
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
+"""Modules that `recompute` may list, by Megatron's names."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """`rule`: which cells are valid, in words; `valid` tells it of a cell that is not empty, and `convert` makes its
+    value. `empty`: what an empty cell stands for. `needed`: when a cell may not be empty: "always", or in usable rows
+    ("usable") or those with a pipeline ("pp"), and in rows with experts ("experts"), with latent attention ("mla") or
+    with a peak ("peak")."""
+
+    help: str
+    rule: str
+    valid: Callable[[str], object]
+    convert: Callable[[str], Any]
+    empty: Any = None
+    needed: str = ""
+
+    def read(self, text: str) -> Any:
+        """The value of a cell. Raises ValueError with the rule that it breaks."""
+        if text and not self.valid(text):
+            raise ValueError(f"valid: {self.rule}")
+        return self.convert(text) if text else self.empty
+
+
+def _column(*column: Any) -> Any:
+    return field(metadata={"column": Column(*column)})
+
+
+def _text(help: str, needed: str = "") -> Any:
+    return _column(help, "text", len, str, "", needed)
+
+
+def _choice(
+    help: str, *words: str, needed: str = "", empty: str | None = None, form: tuple[str, str] = ("", "")
+) -> Any:
+    """One of some words, or what has a form, given as examples and as a pattern."""
+    rule = ", ".join(filter(None, (*words, form[0])))
+    return _column(help, rule, lambda cell: cell in words or re.fullmatch(form[1], cell), str, empty, needed)
+
+
+def _decimal(help: str, low: float, high: float, *, empty: float | None = None) -> Any:
+    bounds = " to ".join(f"{Decimal(str(end)):f}" for end in (low, high))
+    form = r"[0-9]{1,15}(\.[0-9]{1,20})?"
+    return _column(
+        help,
+        f"a decimal from {bounds}",
+        lambda cell: re.fullmatch(form, cell) and low <= float(cell) <= high,
+        float,
+        empty,
+    )
+
+
+def _whole(help: str, high: int, needed: str = "", *, low: int = 1) -> Any:
+    return _column(
+        help,
+        f"a whole number from {low} to {high:,}",
+        lambda cell: re.fullmatch("[0-9]{1,15}", cell) and low <= int(cell) <= high,
+        int,
+        None,
+        needed,
+    )
+
+
+def _flag(help: str, needed: str = "", empty: bool | None = None) -> Any:
+    return _column(help, "0, 1", ("0", "1").__contains__, "1".__eq__, empty, needed)
+
+
+def _accelerator(help: str) -> Any:
+    rule = f"a name of hardware.toml, or one of {', '.join(NO_FIGURES)}, whose rows are skipped"
+    return _column(help, rule, len, lambda cell: cell if cell in NO_FIGURES else accelerator(cell).name, None, "usable")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A row of a table: one published run."""
+
+    id: str = _text("stable name of the row, which no other row has", "always")
+    source: str = _text("short name of the publication; errors are averaged over the rows of one", "always")
+    family: str = _text("sources that belong together")
+    ref: str = _text("where the numbers stand: file, commit, table")
+    date: str = _text("of the software, YYYY or YYYY-MM")
+    usable: str = _choice("whether the run can be compared with a prediction", "yes", "no", needed="always")
+    why_not: str = _text("why it cannot, where usable is no")
+    model: str = _text("name as published; only printed", "always")
+
+    model_kind: str = _choice(
+        "decoder; hybrid has other layers beside attention. A usable row is a decoder",
+        *("decoder", "hybrid", "lora", "vlm"),
+        needed="usable",
+    )
+    layers: int = _whole("transformer layers", 1000, "usable")
+    d_model: int = _whole("width of the residual stream", 1_000_000, "usable")
+    heads: int = _whole("query heads", 100_000, "usable")
+    kv_heads: int = _whole("key and value heads", 100_000, "usable")
+    head_dim: int = _whole("width of a head; need not be d_model / heads", 100_000, "usable")
+    d_ffn: int = _whole("inner width of a dense feed-forward network", 1_000_000, "usable")
+    gated: bool = _flag("1: a feed-forward network of three matrices (SwiGLU), RMSNorm; 0: two, LayerNorm", "usable")
+    vocab: int = _whole("rows of the embedding, without padding", 10_000_000, "usable")
+    tied: bool = _flag("1: the head uses the embedding's matrix. Empty: 0", empty=False)
+    bias: bool = _flag("1: linear layers have biases. Empty: 0", empty=False)
+    positions: str = _choice("Empty: rotary", "learned", "rotary", empty="rotary")
+    dropout: float = _decimal("probability. Empty: 0", 0, 0.99, empty=0.0)
+    window: int | None = _whole("tokens of sliding-window attention. Empty: none", 10_000_000)
+    windowed_layers: int | None = _whole("layers that have it", 1000)
+    experts: int | None = _whole("experts of a layer. Empty: a dense model", 10_000)
+    top_k: int = _whole("experts that a token goes to", 10_000, "experts")
+    expert_ffn: int = _whole("inner width of an expert", 1_000_000, "experts")
+    shared_experts: int = _whole("experts of that width that every token goes through", 1000, "experts", low=0)
+    dense_layers: int = _whole("first layers that have a dense network instead of experts", 1000, "experts", low=0)
+    mtp: bool = _flag("1: a further layer predicts a second token. Empty: 0", empty=False)
+    mla_q_rank: int = _whole(
+        "latent attention: rank of queries, 0: none. All five empty: none", 1_000_000, "mla", low=0
+    )
+    mla_kv_rank: int | None = _whole("rank of keys and values", 1_000_000, "mla")
+    mla_nope: int = _whole("elements of a query or key head without positions", 100_000, "mla")
+    mla_rope: int = _whole("elements of it with positions", 100_000, "mla")
+    mla_v: int = _whole("width of a value head", 100_000, "mla")
+
+    accelerator: str = _accelerator("kind of accelerator")
+    accelerators: int = _whole("how many the run had", 1_000_000, "usable")
+    per_domain: int = _whole(
+        "accelerators that one NVLink domain holds. A run is spread evenly over as few as hold it", 100_000, "usable"
+    )
+    link_gbs: float | None = _decimal("GB/s that one accelerator reaches inside its domain; not used", 0.01, 100_000)
+    network: str | None = _choice(
+        "between domains. Empty: the accelerator's usual", "infiniband", "roce", "efa", "ethernet"
+    )
+    network_gbs: float | None = _decimal("GB/s of one accelerator between domains. Empty: as usual", 0.01, 100_000)
+
+    stack: str = _choice(
+        "training software: megatron is Megatron-LM to 2022, megatron-core what came after, deepspeed "
+        "Megatron-DeepSpeed, fsdp PyTorch FSDP in eager mode, automodel FSDP2 with Transformer Engine's kernels",
+        *("megatron", "megatron-core", "deepspeed", "fsdp", "fsdp-compiled", "nanotron", "automodel", "other"),
+        needed="usable",
+    )
+    te: bool | None = _flag("1: kernels of Transformer Engine or equal ones; not used")
+    precision: str = _choice(
+        "of matmuls; fp8 by what has a scale of its own: a tensor, a row, a block",
+        *("fp32", "bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8", "nvfp4"),
+        needed="usable",
+    )
+    flash: bool | None = _flag("1: attention never stores its scores. Empty: as usual with the stack")
+    fused_loss: bool | None = _flag("1: the loss makes no copy of the logits in fp32. Empty: as usual with the stack")
+
+    tp: int = _whole("tensor parallelism", 100_000, "usable")
+    sp: bool = _flag("1: sequence parallelism over tp; 0 if tp is 1", "usable")
+    cp: int = _whole("context parallelism", 100_000, "usable")
+    cp_method: str | None = _choice(
+        "ring: in an order that balances causal attention (zigzag). Empty: ring", "ring", "allgather", "ulysses"
+    )
+    pp: int = _whole("pipeline parallelism", 128, "usable")
+    virtual_stages: int = _whole("chunks of layers on one rank of pp; 1 without interleaving", 1000, "usable")
+    schedule: str = _choice(
+        "of the pipeline; 1f1b if pp is 1", *(name for name in SCHEDULES if name != "auto"), needed="usable"
+    )
+    layer_split: str | None = _choice(
+        "even: each chunk has as many layers; ends: the first and the last have one less; uneven: neither divides. "
+        "Empty: pp is 1",
+        *("even", "ends", "uneven"),
+        needed="pp",
+    )
+    ep: int = _whole("expert parallelism; 1 for a dense model", 100_000, "usable")
+    etp: int | None = _whole("tensor parallelism inside an expert. Empty: as tp", 1000)
+    dp_replicate: int = _whole("copies of a group of dp_shard", 1_000_000, "usable")
+    dp_shard: int = _whole("data ranks that shard state, without those of cp", 1_000_000, "usable")
+    zero: int = _whole("ZeRO stage", 3, "usable", low=0)
+    micro_batch: int = _whole("sequences of one pass on one data rank", 10_000_000, "usable")
+    global_batch: int = _whole("sequences of a step", 10_000_000, "usable")
+    seq_len: int = _whole("tokens of a sequence", 10_000_000, "usable")
+    recompute: str = _choice(
+        "full: every layer; selective: what the stack calls so; selective:a+b: modules of each layer "
+        f"({', '.join(MODULES)}); partial:N: N layers in full",
+        *("none", "full", "selective"),
+        needed="usable",
+        form=("selective:a+b, partial:N", "selective:({0})([+]({0}))*|partial:[0-9]{{1,4}}".format("|".join(MODULES))),
+    )
+    offload: str = _choice(
+        "activations:N: those of N layers go to the host. Empty: none",
+        *("none", "optimizer"),
+        empty="none",
+        form=("activations:N", "activations:[0-9]{1,4}"),
+    )
+    overlap_tp: bool | None = _flag("1: tp communication runs beside matmuls; 0: not. Empty: as usual with the stack")
+    overlap_dp: bool | None = _flag("the same of data-parallel communication")
+    moe_dispatch: str | None = _choice("priced as alltoall", "alltoall", "deepep", "hybridep")
+    grad_dtype: str | None = _choice(
+        "type in which gradients are summed over data ranks. Empty: as usual with the stack", "bf16", "fp16", "fp32"
+    )
+    optimizer_dtype: str | None = _choice("type of Adam's moments. Empty: fp32", "bf16", "fp16", "fp32")
+
+    step_time_s: float | None = _decimal("seconds of an optimizer step", 1e-6, 10**9)
+    step_time_from: str | None = _choice("what was published", "stated", "tokens_per_s", "tflops", "mfu")
+    peak_mem_gib: float | None = _decimal("peak memory of one accelerator, GiB", 1e-6, 10**9)
+    peak_mem_from: str = _choice("taken by tensors, or by the allocator", "allocated", "reserved", needed="peak")
+    peak_mem_rank: str = _choice("whose peak, by its rank of pp", "most", "first", "last", needed="peak")
+    note: str = _text("what is assumed or special; printed")
+
+
+@cache
+def columns() -> dict[str, Column]:
+    """By name, in the order of a table."""
+    return {each.name: each.metadata["column"] for each in fields(Measured)}
