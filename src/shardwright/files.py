@@ -1,17 +1,26 @@
-"""Files of which nobody sees half, and folders that have one owner."""
+"""Publishing by rename: a file or folder is written under a temporary name beside its place and renamed when it is
+complete, so that nobody ever reads half of one. Also: folders that one process owns at a time."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwright.errors import InputError
+from shardwright.units import format_bytes
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The folders this process is writing. The pid in a folder's name alone may be that of an earlier process.
+_in_use: set[Path] = set()
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write beside `path`, then rename. Raises InputError if the place cannot be written."""
+    """Write a file, in place of what is there. Raises InputError if the place cannot be written."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -21,6 +30,106 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise InputError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+
+
+@contextlib.contextmanager
+def new_folder(
+    out: Path,
+    check: Callable[[Path], None] = lambda out: None,
+    error: type[InputError] = InputError,
+    no_room_hint: str = "",
+) -> Iterator[Path]:
+    """An empty folder beside `out`, `OUT.partial-<pid>-<host>`, that replaces `out` when the block ends and is deleted
+    when the block raises.
+
+    `check` raises if what is at `out` may not be replaced. It is called before the block and again before the rename.
+    What dead processes of this machine left of `out` is cleared first. Raises `error` for a place that cannot be
+    written and for a full disk, there with `no_room_hint` at the end.
+    """
+    out, owner = Path(os.path.abspath(out)), f"{os.getpid()}-{socket.gethostname()}"
+    fresh = out.with_name(f"{out.name}.partial-{owner}")
+    if fresh in _in_use:
+        raise error(f"{out}: this process is already writing it")
+    _in_use.add(fresh)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(out)
+        check(out)
+        fresh.mkdir()
+        yield fresh
+        check(out)
+        publish_folder(fresh, out, out.with_name(f"{out.name}.replaced-{owner}"))
+    except OSError as cause:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if cause.errno not in _NO_ROOM:
+            raise error(f"{out}: cannot be written: {cause.strerror or cause}") from cause
+        free = format_bytes(shutil.disk_usage(out.parent).free)
+        raise error(
+            f"{out}: no room to write it ({cause.strerror}; {free} free now that what was written is gone again); "
+            f"free some, or choose another --out{no_room_hint}"
+        ) from cause
+    finally:
+        _in_use.discard(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def publish_folder(fresh: Path, final: Path, aside: Path) -> None:
+    """Rename the complete folder `fresh` to `final` once all its files are on disk.
+
+    What is at `final` is first renamed to `aside` and deleted last. A process killed in between leaves it there, for
+    `clear_leftover`.
+    """
+    for path in (*fresh.iterdir(), fresh):
+        _sync(path)
+    replacing = final.exists()
+    if replacing:
+        final.rename(aside)
+    try:
+        fresh.rename(final)
+    except OSError:
+        if replacing:
+            aside.rename(final)
+        raise
+    _sync(final.parent)
+    if replacing:
+        shutil.rmtree(aside)
+
+
+def clear_leftover(path: Path, replaced: Path | None = None) -> None:
+    """Remove a folder that a killed process left; one that was renamed from `replaced` goes back if that is missing."""
+    if replaced is not None and not replaced.exists():
+        path.rename(replaced)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear_leftovers(out: Path) -> None:
+    name = re.compile(re.escape(out.name) + r"\.(partial|replaced)-(\d+)-" + re.escape(socket.gethostname()))
+    for path in sorted(out.parent.iterdir()):
+        match = name.fullmatch(path.name)
+        if match is not None and not _runs(int(match[2])):
+            clear_leftover(path, out if match[1] == "replaced" else None)
+
+
+def _runs(pid: int) -> bool:
+    """Whether another process has this pid."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import typer
 from shardwright.cli.common import console, print_json, verb
 from shardwright.config import RunConfig, load
 from shardwright.errors import DataError
+from shardwright.files import new_folder
 from shardwright.units import format_bytes, format_count, format_seconds
 
 CORPUS_BYTES = 10_000_000
@@ -136,30 +137,28 @@ def _gather(corpus: Path, say: Any) -> None:
     if corpus.is_dir():
         say(f"1 corpus      {corpus} is there already")
         return
-    partial = corpus.with_name("corpus.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     n_files = n_bytes = 0
-    for root in _sources():
-        if n_bytes >= CORPUS_BYTES:
-            break
-        for path in sorted(root.rglob("*.py")):
-            if not _wanted(path.relative_to(root)):
-                continue
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            target = partial / root.name / path.relative_to(root)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
-            n_files, n_bytes = n_files + 1, n_bytes + len(text.encode())
-    if n_bytes < CORPUS_BYTES:
-        raise DataError(
-            f"found only {format_bytes(n_bytes)} of Python source on this machine, and quickstart needs "
-            f"{format_bytes(CORPUS_BYTES)}; prepare any text of your own with `shardwright data prepare SRC --out DIR` "
-            f"and train on it with `shardwright train examples/debug.toml --set data.path=DIR`"
-        )
-    partial.rename(corpus)
+    with new_folder(corpus) as folder:
+        for root in _sources():
+            if n_bytes >= CORPUS_BYTES:
+                break
+            for path in sorted(root.rglob("*.py")):
+                if not _wanted(path.relative_to(root)):
+                    continue
+                try:
+                    text = path.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+                target = folder / root.name / path.relative_to(root)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8")
+                n_files, n_bytes = n_files + 1, n_bytes + len(text.encode())
+        if n_bytes < CORPUS_BYTES:
+            raise DataError(
+                f"found only {format_bytes(n_bytes)} of Python source on this machine, and quickstart needs "
+                f"{format_bytes(CORPUS_BYTES)}; prepare any text of your own with `shardwright data prepare SRC --out "
+                f"DIR` and train on it with `shardwright train examples/debug.toml --set data.path=DIR`"
+            )
     say(f"1 corpus      {n_files} files, {format_bytes(n_bytes)} of Python source -> {corpus}")
 
 

@@ -17,18 +17,19 @@ import numpy as np
 
 from shardwright import __version__
 from shardwright.data.order import keyed_fractions
-from shardwright.data.publish import Publication
-from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest
+from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest, Split
 from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
 from shardwright.errors import DataError
+from shardwright.files import new_folder
 from shardwright.units import MiB
 
 TRAIN, VALIDATION = "train", "validation"
 # The tokenizers library holds about 100 bytes a token while it works: 35 times the text.
 BATCH_BYTES_PER_CORE = 2 * MiB
 LARGEST_BATCH_BYTES = 32 * MiB
+NO_ROOM_HINT = ". Tokens take half the size of most text, all of it with a vocabulary above 65,536"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,18 @@ class Progress:
     total_bytes: int | None
     documents: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Tells `show`, if there is one, how far a prepare of `total_bytes` has come."""
+
+    total_bytes: int | None
+    show: Callable[[Progress], None] | None
+
+    def __call__(self, stage: str, meter: Meter, n_documents: int, n_tokens: int = 0) -> None:
+        if self.show is not None:
+            self.show(Progress(stage, meter.read_bytes, self.total_bytes, n_documents, n_tokens))
 
 
 @dataclass(frozen=True)
@@ -111,18 +124,15 @@ def prepare(
     if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
         raise DataError(f"out={out} lies inside of the source {source}: it would read what it writes; choose another")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
-    total_bytes = corpus.total_bytes()
-    report = progress or (lambda _: None)
-
-    with Publication(Path(out), overwrite=overwrite) as publication:
+    report = _Report(corpus.total_bytes(), progress)
+    with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
         if loaded is None:
-            sample = _sample(corpus, seed, total_bytes, tokenizer_sample, report)
-            loaded = train_bpe(sample, vocab_size, sample_bytes=tokenizer_sample)
-        publication.write(TOKENIZER, loaded.json_bytes)
+            loaded = train_bpe(
+                _sample(corpus, seed, tokenizer_sample, report), vocab_size, sample_bytes=tokenizer_sample
+            )
+        (folder / TOKENIZER).write_bytes(loaded.json_bytes)
         meter = Meter()
-        splits = _write_tokens(
-            corpus, publication.folder, loaded, validation, seed, shard_tokens, meter, total_bytes, report
-        )
+        splits = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
         manifest = Manifest(
             created_by=f"shardwright {__version__}",
             dtype=_dtype(loaded),
@@ -131,14 +141,35 @@ def prepare(
             separator_id=loaded.separator_id,
             tokenizer_file=TOKENIZER,
             tokenizer_sha256=loaded.sha256,
-            splits={name: writer.split() for name, writer in splits.items()},
+            splits=splits,
             source={**dataclasses.asdict(corpus), "read_bytes": meter.read_bytes, "skipped": meter.n_skipped}
             | ({"skipped_first": meter.skipped} if meter.skipped else {}),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
-        publication.write(MANIFEST, manifest.model_dump_json(indent=2).encode() + b"\n")
-        publication.publish()
+        (folder / MANIFEST).write_bytes(manifest.model_dump_json(indent=2).encode() + b"\n")
     return manifest
+
+
+def _may_replace(out: Path, overwrite: bool) -> None:
+    """Raises DataError unless `out` is absent, an empty folder or, with `overwrite`, token shards and nothing else."""
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise DataError(f"{out}: exists and is not a folder; choose another --out")
+    present = {entry.name for entry in out.iterdir()}
+    if not present:
+        return
+    if not overwrite:
+        raise DataError(f"{out}: exists already; choose another --out, or replace it with --overwrite")
+    try:
+        manifest = Manifest.read(out, check_files=False)
+    except DataError as error:
+        raise DataError(f"--overwrite replaces only what prepare made: {error}") from None
+    if others := sorted(present - {MANIFEST, *manifest.sha256_of_files}):
+        raise DataError(
+            f"{out}: --overwrite would delete files that prepare did not make: {', '.join(others[:5])}; move them "
+            f"away first"
+        )
 
 
 def _write_tokens(
@@ -149,9 +180,8 @@ def _write_tokens(
     seed: int,
     shard_tokens: int,
     meter: Meter,
-    total_bytes: int | None,
-    report: Callable[[Progress], None],
-) -> dict[str, SplitWriter]:
+    report: _Report,
+) -> dict[str, Split]:
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
     dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
     writers = {name: SplitWriter(folder, name, dtype, tokenizer.separator_id, shard_tokens) for name in names}
@@ -166,7 +196,7 @@ def _write_tokens(
                 written = number
             writers[_split_of(number, validation, seed)].write(ids.astype(dtype))
         n_tokens = sum(writer.n_tokens for writer in writers.values())
-        report(Progress("tokens", meter.read_bytes, total_bytes, written + 1, n_tokens))
+        report("tokens", meter, written + 1, n_tokens)
 
     try:
         # One batch is encoded while the one before is written and the one after is read.
@@ -186,7 +216,7 @@ def _write_tokens(
     finally:
         for writer in writers.values():
             writer.close()
-    return writers
+    return {name: writer.split() for name, writer in writers.items()}
 
 
 def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
@@ -216,22 +246,16 @@ def _split_of(document: int, validation: float, seed: int) -> str:
     return TRAIN
 
 
-def _sample(
-    corpus: _Corpus,
-    seed: int,
-    total_bytes: int | None,
-    sample_bytes: int,
-    report: Callable[[Progress], None],
-) -> Iterator[str]:
+def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _Report) -> Iterator[str]:
     """Text to train a tokenizer on: of a corpus larger than the sample, pieces from all over it."""
-    rate = 1.0 if not total_bytes else sample_bytes / total_bytes
+    rate = sample_bytes / report.total_bytes if report.total_bytes else 1.0
     meter, number = Meter(), -1
     for i, (number, piece) in enumerate(corpus.pieces(meter)):
         if rate >= 1 or keyed_fractions((seed, 1), np.array(i))[0] < rate:
             yield piece
         if i % 64 == 0:
-            report(Progress("tokenizer", meter.read_bytes, total_bytes, number + 1, 0))
-    report(Progress("tokenizer", meter.read_bytes, total_bytes, number + 1, 0))
+            report("tokenizer", meter, number + 1)
+    report("tokenizer", meter, number + 1)
 
 
 def _dtype(tokenizer: TextTokenizer) -> Any:

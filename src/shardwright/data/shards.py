@@ -23,7 +23,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwright.errors import DataError, nearest
-from shardwright.units import MiB
 
 FORMAT = "shardwright.tokens"
 FORMAT_VERSION = 1
@@ -112,6 +111,15 @@ class Manifest(_Record):
         for name in sorted(self.splits):
             lines += [f"{name} {shard.sha256} {shard.index_sha256}" for shard in self.splits[name].shards]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def sha256_of_files(self) -> dict[str, str]:
+        """Name of every file of the folder but the manifest -> its checksum."""
+        found = {self.tokenizer_file: self.tokenizer_sha256}
+        for split in self.splits.values():
+            for shard in split.shards:
+                found |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
+        return found
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
         """Raise DataError if a model of that vocabulary (possibly padded) has no row for some of the ids."""
@@ -244,16 +252,13 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
     folder = Path(directory)
     manifest = Manifest.read(folder, check_files=False)
     problems = manifest.missing_files(folder)
-    expected = {manifest.tokenizer_file: manifest.tokenizer_sha256}
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            expected |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
-    for name, sha256 in expected.items():
+    for name, sha256 in manifest.sha256_of_files.items():
         if any(problem.startswith(f"{name} ") for problem in problems):
             continue
         if progress is not None:
             progress(name)
-        actual = _sha256_of(folder / name)
+        with open(folder / name, "rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
             problems.append(f"{name} has the checksum {actual[:12]}..., the manifest says {sha256[:12]}...: damaged")
     return problems
@@ -275,11 +280,3 @@ def _read_json(folder: Path) -> Any:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}); prepare the data again") from None
-
-
-def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(MiB):
-            digest.update(block)
-    return digest.hexdigest()

@@ -1,11 +1,11 @@
 """The folder of a run's checkpoints: which there are, publishing and deleting them, room on the disk."""
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from shardwright.errors import CheckpointError
+from shardwright.files import clear_leftover, publish_folder
 from shardwright.units import format_bytes
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -48,15 +48,7 @@ class CheckpointStore:
         counted as the last ones this good one would be deleted in their place.
         """
         final = self.path_of(step)
-        for path in (*self.partial_of(step).iterdir(), self.partial_of(step)):
-            _sync(path)
-        if final.exists():
-            final.rename(old := final.with_name(final.name + _REPLACED))
-            self.partial_of(step).rename(final)
-            shutil.rmtree(old)
-        else:
-            self.partial_of(step).rename(final)
-        _sync(self.folder)
+        publish_folder(self.partial_of(step), final, final.with_name(final.name + _REPLACED))
         published = self.published()
         here = published.index(final)
         for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
@@ -65,11 +57,9 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Delete what processes that were killed left half-written, and put back what they had moved
         aside."""
-        for path in self.folder.glob("*" + _REPLACED):
-            if not (back := path.with_name(path.name.removesuffix(_REPLACED))).exists():
-                path.rename(back)
         for path in self.folder.glob("*.partial"):
-            shutil.rmtree(path)
+            replaced = path.name.endswith(_REPLACED)
+            clear_leftover(path, path.with_name(path.name.removesuffix(_REPLACED)) if replaced else None)
 
     def require_space(self, tensor_bytes: int) -> None:
         """Raises CheckpointError unless the next checkpoint fits on the disk beside those that are kept."""
@@ -88,11 +78,3 @@ def _step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1])
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
