@@ -12,8 +12,9 @@ from statistics import mean, median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from shardwright.report.run import Logged, RunRecord, read_run
+from shardwright.report.run import RunRecord, read_run
 from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.run_folder import Logged
 
 PICTURE = Path(__file__).parent / "experts-load.svg"
 GOAL = 1.2

@@ -11,7 +11,8 @@ from shardwright.data.prepare import prepare
 from shardwright.errors import InputError
 from shardwright.report.headline import headline
 from shardwright.report.run import read_run
-from shardwright.report.timeline import PipelineRecord, timeline_path
+from shardwright.report.timeline import PipelineRecord
+from shardwright.run_folder import timeline_path
 from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate

@@ -15,6 +15,7 @@ from shardwright.cli.common import console, print_json, verb
 from shardwright.config import RunConfig, load
 from shardwright.errors import DataError
 from shardwright.files import new_folder
+from shardwright.run_folder import CHECKPOINTS, CURVES, METRICS, PAGE
 from shardwright.units import format_bytes, format_count, format_seconds
 
 CORPUS_BYTES = 10_000_000
@@ -209,7 +210,7 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     from shardwright.train.start import start
 
     spec, layout = config.model.spec(), config.layout.layout()
-    store = CheckpointStore(places.run / "checkpoints")
+    store = CheckpointStore(places.run / CHECKPOINTS)
     if store.path_of(config.steps) in store.published():
         say(f"3 training    {places.run} is trained already; delete it to train again")
         return True
@@ -234,7 +235,7 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
 
     answer = summary(places.run)
     run = read_run(places.run)
-    curves, page = places.run / "curves.png", places.run / "report.html"
+    curves, page = places.run / CURVES, places.run / PAGE
     draw_curves(run, curves)
     write_page(run, page)
     sample = open_sampler(places.run).complete(PROMPT, 60, temperature=0.5)
@@ -252,7 +253,7 @@ def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:
     run_file, run = places.run_file, places.run
     rows = {
         "run file": run_file,
-        "metrics": run / "metrics.jsonl",
+        "metrics": run / METRICS,
         "curves": answer["curves"],
         "report": answer["report"],
         "checkpoint": answer["checkpoint"],

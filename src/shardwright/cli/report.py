@@ -14,6 +14,7 @@ from shardwright.report.headline import Headline, headline, layout_in_words, mod
 from shardwright.report.page import write_page
 from shardwright.report.run import RunRecord, read_run
 from shardwright.report.timeline import PipelineNumbers
+from shardwright.run_folder import CURVES, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -53,7 +54,7 @@ def report(
     Exit codes: 0 written, 2 the folder is not one of a run, or a file cannot be written.
     """
     run = read_run(run_dir)
-    page, curves = out or run.folder / "report.html", picture or run.folder / "curves.png"
+    page, curves = out or run.folder / PAGE, picture or run.folder / CURVES
     drawing = _place_of_timeline(run, timeline)
     draw_curves(run, curves)
     write_page(run, page)
@@ -75,7 +76,7 @@ def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
     """Where the timeline of the pipeline goes; None where there is none. Raises InputError if one is asked for then,
     and for another suffix than those of a picture and a trace."""
     if run.pipeline is not None:
-        place = asked or run.folder / "timeline.svg"
+        place = asked or run.folder / TIMELINE
         if place.suffix.lower() not in (".svg", ".json"):
             raise InputError(f"--timeline {place}: a picture is named *.svg, a trace *.json")
         return place

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import InputError
 from shardwright.files import write_whole
-from shardwright.report.headline import PHASES, headline, layout_in_words, model_in_words, percent
+from shardwright.report.headline import headline, layout_in_words, model_in_words, percent
 from shardwright.report.load import dropped_panel, drops, has_experts, load_panel
 from shardwright.report.panel import (
     MANY,
@@ -29,8 +29,9 @@ from shardwright.report.panel import (
     running_mean,
     window,
 )
-from shardwright.report.run import Logged, RunRecord
+from shardwright.report.run import RunRecord
 from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.run_folder import PHASES, Logged
 from shardwright.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

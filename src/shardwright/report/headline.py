@@ -8,9 +8,8 @@ from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import PipelineNumbers
+from shardwright.run_folder import PHASES
 from shardwright.units import format_count
-
-PHASES = ("data", "forward_backward", "optimizer")
 
 
 @dataclass(frozen=True)

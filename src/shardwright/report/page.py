@@ -10,6 +10,7 @@ from shardwright.report.frame import document, in_roles, picture, small
 from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
+from shardwright.run_folder import CHECKPOINTS
 from shardwright.schedule.draw import svg as timelines_svg
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -171,7 +172,7 @@ def _checkpoints(run: RunRecord, told: Headline) -> str:
         return "<p>None has been saved.</p>"
     items = "\n".join(f"<li><code>{escape(name)}</code></li>" for name in run.checkpoints)
     more = "take more steps" if told.steps >= told.planned_steps else "go on from the last one"
-    newest = run.folder / "checkpoints" / run.checkpoints[-1]
+    newest = run.folder / CHECKPOINTS / run.checkpoints[-1]
     return f"""<ul>
 {items}
 </ul>

@@ -1,58 +1,16 @@
 """A run as its folder tells it: the resolved run file, the logged records, the checkpoints that are kept, and where
 there is a pipeline, a step of it."""
 
-import json
-import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.report.timeline import PipelineRecord, read_pipeline
+from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, published, read_metrics
 
-METRICS = "metrics.jsonl"
-RUN_FILE = "run.toml"
-_CHECKPOINT = re.compile(r"step-\d{8,}")
 _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and {RUN_FILE}"
-
-
-@dataclass(frozen=True)
-class Logged:
-    """A `train` record: loss, gradient norm and rate of one step; times are means since the record before. What has a
-    default is said of a model with experts alone."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_s: float
-    mfu: float | None
-    memory_bytes: int
-    step_s: float
-    data_s: float
-    forward_backward_s: float
-    optimizer_s: float
-    load_max_over_mean: float | None = None
-    load_entropy: float | None = None
-    load_by_layer: tuple[float, ...] = ()
-    dropped_fraction: float | None = None
-    balance_loss: float | None = None
-    z_loss: float | None = None
-    expert_sent_bytes: float | None = None
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """An `evaluation` record: the loss on the validation split after `step` steps."""
-
-    step: int
-    loss: float
-
-
-_KINDS: dict[str, type[Logged] | type[Evaluated]] = {"train": Logged, "evaluation": Evaluated}
 
 
 @dataclass(frozen=True)
@@ -114,15 +72,9 @@ def read_run(run_dir: str | Path) -> RunRecord:
     """
     folder = Path(run_dir)
     _check(folder)
-    train: list[Logged] = []
-    held_out: list[Evaluated] = []
-    for record in _records(folder / METRICS):
-        if isinstance(record, Logged):
-            train.append(record)
-        else:
-            held_out.append(record)
+    records = sorted(read_metrics(folder / METRICS), key=lambda record: record.step)
     config = load(folder / RUN_FILE)
-    if not train and not held_out:
+    if not records:
         raise InputError(
             f"{folder / METRICS} has no whole line yet: the run is, or was stopped, before its first logged step "
             f"(metrics.every={config.metrics.every}); wait for it, or go on with "
@@ -132,9 +84,9 @@ def read_run(run_dir: str | Path) -> RunRecord:
         folder=folder,
         config=config,
         run_file=(folder / RUN_FILE).read_text(encoding="utf-8"),
-        train=tuple(sorted(train, key=lambda record: record.step)),
-        held_out=tuple(sorted(held_out, key=lambda record: record.step)),
-        checkpoints=tuple(_checkpoints(folder / "checkpoints")),
+        train=tuple(record for record in records if isinstance(record, Logged)),
+        held_out=tuple(record for record in records if isinstance(record, Evaluated)),
+        checkpoints=tuple(path.name for path in published(folder / CHECKPOINTS)),
         pipeline=read_pipeline(folder, config),
     )
 
@@ -160,36 +112,3 @@ def _check(folder: Path) -> None:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:8])
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
-
-
-def _records(path: Path) -> Iterator[Logged | Evaluated]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    # What follows the last newline was being written when the process was killed, or is being written now.
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        try:
-            values = json.loads(line)
-            kind = _KINDS[values["kind"]]
-            told = [field.name for field in fields(kind) if field.name in values or field.default is MISSING]
-            yield kind(**{name: _value(values, name) for name in told})
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"{path}, line {number} is not a record of a run ({type(error).__name__}: {error}): "
-                f"{line[:60]!r}; a record is a JSON object of kind {' or '.join(map(repr, _KINDS))}"
-            ) from None
-
-
-def _value(values: dict[str, Any], name: str) -> Any:
-    value = values[name]
-    if isinstance(value, int | float) or (value is None and name == "mfu"):
-        return value
-    if name == "load_by_layer" and isinstance(value, list) and all(isinstance(each, int | float) for each in value):
-        return tuple(value)
-    raise TypeError(f"{name}={value!r} is not a number")
-
-
-def _checkpoints(folder: Path) -> list[str]:
-    """Names of published checkpoints, the oldest first; half-written ones have other names."""
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir() if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(names, key=lambda name: int(name.removeprefix("step-")))

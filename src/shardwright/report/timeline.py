@@ -1,25 +1,14 @@
-"""The pipeline of a run: what its ranks did in a logged step, and what their schedule says.
+"""The pipeline of a run: what its ranks did in a logged step, and what their schedule says."""
 
-OUT/timeline/rank-R.jsonl is of rank R of `pp`, and has a JSON object for each of its last few logged steps:
-
-| key       | what                                                                                         |
-| --------- | -------------------------------------------------------------------------------------------- |
-| `step`    | optimizer steps done                                                                         |
-| `rank`    | R                                                                                            |
-| `zero_s`  | start of its first action, seconds since the epoch                                           |
-| `actions` | [name, start, end] of each in the order in which they ran, seconds since `zero_s`; name `0F3` |
-"""
-
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 
 from shardwright.config import RunConfig
-from shardwright.errors import InputError
+from shardwright.run_folder import PipelineStep, read_pipeline_steps, timeline_path
 from shardwright.schedule.actions import OPS, Action, Op, Schedule
 from shardwright.schedule.draw import Timeline
 from shardwright.schedule.simulate import Simulation, Times, simulate
@@ -34,11 +23,6 @@ READING = (
     "that take no time; below is when the same actions really ran: the work is the same, and what is longer below went "
     "to messages, to waiting, and to actions that took longer than others of their kind."
 )
-
-
-def timeline_path(folder: Path, rank: int) -> Path:
-    """Where rank `rank` of `pp` of a run in `folder` writes its file."""
-    return folder / "timeline" / f"rank-{rank}.jsonl"
 
 
 @dataclass(frozen=True)
@@ -221,13 +205,13 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
     layout = config.layout.layout()
     if layout.pp == 1:
         return None
-    recorded = [_Recorded(timeline_path(folder, rank)) for rank in range(layout.pp)]
-    steps = set.intersection(*(set(each.steps) for each in recorded))
+    recorded = [{each.step: each for each in read_pipeline_steps(timeline_path(folder, r))} for r in range(layout.pp)]
+    steps = set.intersection(*map(set, recorded))
     if not steps:
         return None
     schedule = step_schedule(config.model.spec(), layout, config.accumulation, config.batch.seq_len)
     for step in sorted(steps, reverse=True):
-        spans = [each.spans(step, actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
+        spans = [_spans(each[step], actions) for each, actions in zip(recorded, schedule.ranks, strict=True)]
         whole = [each for each in spans if each is not None]
         if len(whole) == layout.pp and _at_once(whole):
             zero_s = min(each[0][1] for each in whole)
@@ -242,31 +226,9 @@ def _at_once(spans: Sequence[Spans]) -> bool:
     return max(each[0][1] for each in spans) < min(each[-1][2] for each in spans)
 
 
-class _Recorded:
-    """The file of one rank: `steps` are those that it has."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.steps = dict(self._read())
-
-    def spans(self, step: int, actions: Sequence[Action]) -> Spans | None:
-        """When the rank ran `actions`, in seconds since the epoch; None if it ran others."""
-        zero_s, ran = self.steps[step]
-        if [name for name, _, _ in ran] != list(map(str, actions)):
-            return None
-        return [(action, zero_s + start, zero_s + end) for action, (_, start, end) in zip(actions, ran, strict=True)]
-
-    def _read(self) -> Iterator[tuple[int, tuple[float, list[tuple[str, float, float]]]]]:
-        if not self.path.is_file():
-            return
-        text = self.path.read_text(encoding="utf-8", errors="replace")
-        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                actions = [(str(name), float(start), float(end)) for name, start, end in record["actions"]]
-                yield int(record["step"]), (float(record["zero_s"]), actions)
-            except (ValueError, TypeError, KeyError) as error:
-                raise InputError(
-                    f"{self.path}, line {number} is not a step of a pipeline ({type(error).__name__}: {error}): "
-                    f"{line[:60]!r}; remove the file, it is written anew at the next logged step"
-                ) from None
+def _spans(ran: PipelineStep, actions: Sequence[Action]) -> Spans | None:
+    """When a rank ran `actions`, in seconds since the epoch; None if it ran others."""
+    if [name for name, _, _ in ran.actions] != list(map(str, actions)):
+        return None
+    times = ((ran.zero_s + start, ran.zero_s + end) for _, start, end in ran.actions)
+    return [(action, *each) for action, each in zip(actions, times, strict=True)]

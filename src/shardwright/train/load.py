@@ -1,9 +1,9 @@
-"""What a record says of the load of experts; apart from `metrics.py`, which does not need torch."""
+"""What a record says of the load of experts."""
 
 from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
-from shardwright.train.metrics import Record
+from shardwright.run_folder import Record
 
 
 def expert_numbers(load: ExpertLoad, moe: MoESpec) -> Record:

@@ -16,14 +16,13 @@ from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.report.headline import PHASES
-from shardwright.report.run import RUN_FILE
+from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record
 from shardwright.train.checkpoint.manifest import Progress
 from shardwright.train.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.train.checkpoint.store import CheckpointStore
 from shardwright.train.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
 from shardwright.train.load import expert_numbers
-from shardwright.train.metrics import Record, Writer, open_writers
+from shardwright.train.metrics import Writer, open_writers
 from shardwright.train.optimizer import build_optimizer
 from shardwright.train.ranks import Place, pick_device, process_group
 from shardwright.train.schedule import learning_rate
@@ -105,7 +104,7 @@ class _Run:
             compile_loss=config.precision.compile,
         )
         self.timeline = timeline_file(config, model.runner, place.rank)
-        self.store = CheckpointStore(Path(config.out) / "checkpoints", config.checkpoint.keep_last)
+        self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
         self.remarks: list[str] = []
 
     def go(self) -> None:
@@ -199,24 +198,25 @@ class _Run:
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
         flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(batch.seq_len)
         peak = peak_flops_per_s(self.device, self.compute_dtype)
-        record: Record = {
-            "kind": "train",
-            "step": step,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": rate,
-            "target_tokens": int(n_targets),
-            "tokens_per_s": tokens_per_s,
-            "tokens_per_s_per_device": tokens_per_s / self.layout.world_size,
-            "tflops_per_s_per_device": flops_per_s / 1e12,
-            "mfu": None if peak is None else flops_per_s / peak,
-            "memory_bytes": peak_memory_bytes(self.device),
-            "step_s": step_s,
-            **{f"{phase}_s": phases[phase] / n_steps for phase in PHASES},
+        told = Logged(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            target_tokens=int(n_targets),
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / self.layout.world_size,
+            tflops_per_s_per_device=flops_per_s / 1e12,
+            mfu=None if peak is None else flops_per_s / peak,
+            memory_bytes=peak_memory_bytes(self.device),
+            step_s=step_s,
+            data_s=phases["data"] / n_steps,
+            forward_backward_s=phases["forward_backward"] / n_steps,
+            optimizer_s=phases["optimizer"] / n_steps,
             **experts,
-        }
+        )
         for writer in writers:
-            writer.write(record)
+            writer.write(as_record(told))
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config
@@ -232,7 +232,7 @@ class _Run:
         )
         loss = float(self.trainer.evaluate(batches))
         for writer in writers:
-            writer.write({"kind": "evaluation", "step": step, "loss": loss})
+            writer.write(as_record(Evaluated(step, loss)))
         self.trainer.clock.mark("evaluation")
 
     def _save(self, step: int, samples: int) -> None:

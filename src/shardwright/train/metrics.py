@@ -2,17 +2,15 @@
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from shardwright.config import RunConfig
 from shardwright.errors import InputError
-from shardwright.report.run import METRICS
+from shardwright.files import write_whole
+from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
 from shardwright.units import format_bytes, format_count, format_seconds
-
-Record = dict[str, Any]
 
 
 class Writer(Protocol):
@@ -30,14 +28,12 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         try:
-            keep = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resumed_step]
+            keep = [line for line in whole_lines(path) if json.loads(line)["step"] <= resumed_step]
         except (ValueError, KeyError) as error:
             raise InputError(f"{path} is damaged ({error}); mend or remove it, and resume again") from None
         if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
             keep = []
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(line + "\n" for line in keep))
-        os.replace(fresh, path)
+        write_whole(path, "".join(line + "\n" for line in keep).encode())
         self._file: TextIO = path.open("a")
 
     def write(self, record: Record) -> None:
@@ -46,14 +42,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """The whole lines of a file that may end in half a one, left by a process that was killed."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 class TensorBoard:
@@ -110,7 +98,7 @@ def open_writers(config: RunConfig, resumed_step: int, show: Callable[[Record], 
     out = Path(config.out)
     writers: list[Writer] = [JsonLines(out / METRICS, resumed_step), _Screen(show)]
     if config.metrics.tensorboard:
-        writers.append(TensorBoard(out / "tensorboard"))
+        writers.append(TensorBoard(out / TENSORBOARD))
     if config.metrics.wandb_project:
         writers.append(WeightsAndBiases(config.metrics.wandb_project, config))
     return writers

@@ -12,10 +12,9 @@ from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import CheckpointError, DataError
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.report.run import RUN_FILE
+from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
 from shardwright.train.checkpoint.manifest import Manifest, read_manifest
 from shardwright.train.checkpoint.state import read_into
-from shardwright.train.checkpoint.store import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class Sampler:
 
 def open_sampler(run_dir: Path) -> Sampler:
     """The newest checkpoint of a run, ready to write. Raises CheckpointError or DataError if something is missing."""
-    published = CheckpointStore(run_dir / "checkpoints").published()
-    if not published:
+    saved = published(run_dir / CHECKPOINTS)
+    if not saved:
         raise CheckpointError(
             f"{run_dir} has no checkpoint; train first: shardwright train RUN.toml --set out={run_dir}"
         )
-    checkpoint = published[-1]
+    checkpoint = saved[-1]
     manifest = read_manifest(checkpoint)
     config = load_run_file(checkpoint / RUN_FILE)
     tokenizer = Path(config.data.path) / TOKENIZER

@@ -7,7 +7,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwright.train.metrics import Record, line
+from shardwright.run_folder import Record
+from shardwright.train.metrics import line
 
 
 class Screen:

@@ -14,8 +14,8 @@ from shardwright.data.samples import cut_samples
 from shardwright.data.shards import open_split
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.report.headline import headline
-from shardwright.report.run import METRICS, read_run
-from shardwright.train.checkpoint.store import CheckpointStore
+from shardwright.report.run import read_run
+from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published
 from shardwright.train.launch import launch
 from shardwright.train.metrics import missing_extras
 from shardwright.train.ranks import Place, place_from_environment
@@ -64,12 +64,10 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and world_size > 1:
         try:
-            launch(resolved_toml(config), world_size, out / "logs", quiet)
+            launch(resolved_toml(config), world_size, out / LOGS, quiet)
         except WorkerError as error:
-            published = CheckpointStore(out / "checkpoints").published()
-            way_on = (
-                f"saved up to {published[-1]}; go on from it with --resume" if published else "nothing was saved yet"
-            )
+            saved = published(out / CHECKPOINTS)
+            way_on = f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
             raise WorkerError(f"{error}\n{way_on}") from None
     else:
         from shardwright.train.loop import run
@@ -125,24 +123,24 @@ def _check(config: RunConfig) -> None:
     except InputError as error:
         problems += error.problems
     out = Path(config.out)
-    published = CheckpointStore(out / "checkpoints").published()
-    if config.checkpoint.resume == "no" and (published or (out / METRICS).exists()):
+    saved = published(out / CHECKPOINTS)
+    if config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"
-            + (f", saved up to {published[-1].name}" if published else "")
+            + (f", saved up to {saved[-1].name}" if saved else "")
             + "; add --resume to go on with it, or name another folder with --set out=..."
         )
     elif config.checkpoint.resume not in ("no", "auto"):
         given = Path(config.checkpoint.resume)
         if not given.is_dir():
-            example = published[-1] if published else out / "checkpoints/step-00000100"
+            example = saved[-1] if saved else out / CHECKPOINTS / checkpoint_name(100)
             problems.append(
                 f"checkpoint.resume={config.checkpoint.resume!r} is not a folder; give 'auto', 'no' or the "
                 f"path of a checkpoint such as {example}"
             )
-        elif published and given.resolve() != published[-1].resolve():
+        elif saved and given.resolve() != saved[-1].resolve():
             problems.append(
-                f"{out} holds a run, saved up to {published[-1].name}, which going on from {given} would "
+                f"{out} holds a run, saved up to {saved[-1].name}, which going on from {given} would "
                 f"overwrite; name another folder with --set out=..., or add --resume to go on with the run "
                 f"in it"
             )
@@ -152,8 +150,8 @@ def _check(config: RunConfig) -> None:
 
 def summary(out: Path) -> dict[str, Any]:
     """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
-    published = CheckpointStore(out / "checkpoints").published()
+    saved = published(out / CHECKPOINTS)
     # A run that was complete when it was resumed has logged nothing.
     logged = (out / METRICS).stat().st_size > 0
     numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
-    return {"out": str(out), **numbers, "checkpoint": str(published[-1]) if published else None}
+    return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}

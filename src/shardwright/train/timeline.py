@@ -1,6 +1,5 @@
 """When the actions of a pipeline ran, in the folder of the run, where `shardwright report` reads it."""
 
-import json
 from collections import deque
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from shardwright.files import write_whole
 from shardwright.layout import DENSE_AXES
 from shardwright.parallel.pipeline import Pipeline
 from shardwright.parallel.run import Runner
-from shardwright.report.timeline import timeline_path
+from shardwright.run_folder import PipelineStep, timeline_path
 
 KEPT_STEPS = 4
 """Logged steps in a file. A report needs one that all ranks have written; with 256 microbatches of 3 ops each, a step
@@ -17,7 +16,7 @@ is some 25 kB, and a run of a million steps must not fill a disk."""
 
 
 class TimelineFile:
-    """The last logged steps of one rank, in the form that `report.timeline` tells.
+    """The last logged steps of one rank, as `run_folder.PipelineStep`.
 
     The file is written anew for each step and renamed, so that nobody sees half of it. A run that is resumed begins
     with nothing: what the process before it has left is gone with the first step that is logged.
@@ -31,9 +30,8 @@ class TimelineFile:
         """Add the actions of the step that was taken last, number `step`; waits for the device."""
         spans = self.pipeline.timeline.spans()
         zero_s = spans[0][1]
-        actions = [[str(action), round(start - zero_s, 7), round(end - zero_s, 7)] for action, start, end in spans]
-        line = {"step": step, "rank": self.rank, "zero_s": zero_s, "actions": actions}
-        self._lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+        actions = tuple((str(a), round(start - zero_s, 7), round(end - zero_s, 7)) for a, start, end in spans)
+        self._lines.append(PipelineStep(step, self.rank, zero_s, actions).line())
         write_whole(self.path, "".join(self._lines).encode())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright.errors import CheckpointError, ShardwrightError
-from shardwright.report.run import RUN_FILE
+from shardwright.run_folder import RUN_FILE
 from shardwright.train.checkpoint.manifest import Manifest, Progress, TensorRecord, read_manifest
 from shardwright.train.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from shardwright.train.checkpoint.store import CheckpointStore

@@ -1,15 +1,15 @@
 """The folder of a run's checkpoints: which there are, publishing and deleting them, room on the disk."""
 
-import re
 import shutil
 from pathlib import Path
 
 from shardwright.errors import CheckpointError
 from shardwright.files import clear_leftover, publish_folder
+from shardwright.run_folder import checkpoint_name, published
 from shardwright.units import format_bytes
 
-_NAME = re.compile(r"step-(\d{8,})")
-_REPLACED = ".replaced.partial"
+_PARTIAL = ".partial"
+_REPLACED = f".replaced{_PARTIAL}"
 _SLACK = 1.02  # headers and the manifest, beyond the tensors themselves
 
 
@@ -22,17 +22,15 @@ class CheckpointStore:
 
     def published(self) -> list[Path]:
         """Whole checkpoints, the oldest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), key=_step_of)
+        return published(self.folder)
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint after `step` steps is, or will be."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / checkpoint_name(step)
 
     def partial_of(self, step: int) -> Path:
         """Where it is while it is being written."""
-        return self.folder / f"step-{step:08d}.partial"
+        return self.folder / f"{checkpoint_name(step)}{_PARTIAL}"
 
     def begin(self, step: int, tensor_bytes: int) -> None:
         """Make room for a checkpoint of `tensor_bytes` and an empty folder to write it in."""
@@ -57,7 +55,7 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Delete what processes that were killed left half-written, and put back what they had moved
         aside."""
-        for path in self.folder.glob("*.partial"):
+        for path in self.folder.glob("*" + _PARTIAL):
             replaced = path.name.endswith(_REPLACED)
             clear_leftover(path, path.with_name(path.name.removesuffix(_REPLACED)) if replaced else None)
 
@@ -72,9 +70,3 @@ class CheckpointStore:
                 f"the next checkpoint takes {format_bytes(needed)}, but {existing} has {format_bytes(free)} "
                 f"free; free {format_bytes(needed - free)} more, or choose another `out`; {last}"
             )
-
-
-def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match, path
-    return int(match[1])

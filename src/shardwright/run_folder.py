@@ -1,0 +1,161 @@
+"""The folder of a run, `out` in its run file: what is in it under which name, and how its lines are written and read.
+
+run.toml                    the run file with every default filled in
+metrics.jsonl               a JSON object for each logged step (`Logged`) and each evaluation (`Evaluated`)
+timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
+checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
+logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks
+tensorboard/                events, if the run file asks for them
+report.html curves.png timeline.svg     what `shardwright report` writes unless it is given other places
+.lock                       names the process that trains here
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwright.errors import InputError
+
+RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
+PHASES = ("data", "forward_backward", "optimizer")
+"""Parts of the time of a step; a record has the seconds of each as PHASE_s."""
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
+
+Record = dict[str, Any]
+T = TypeVar("T")
+
+
+def timeline_path(out: Path, rank: int) -> Path:
+    """The file of rank `rank` of `pp`, of the run whose folder is `out`."""
+    return out / "timeline" / f"rank-{rank}.jsonl"
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def published(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in OUT/checkpoints, the oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    steps = {path: match for path in checkpoints.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: int(steps[path][1]))
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
+    since the record before, `memory_bytes` is the peak of rank 0. What has a default is said of a model with experts
+    alone."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    target_tokens: int
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    tflops_per_s_per_device: float
+    mfu: float | None
+    memory_bytes: int
+    step_s: float
+    data_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    load_max_over_mean: float | None = None
+    load_entropy: float | None = None
+    load_by_layer: tuple[float, ...] = ()
+    dropped_fraction: float | None = None
+    balance_loss: float | None = None
+    z_loss: float | None = None
+    expert_sent_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An `evaluation` record: the loss on the validation split after `step` steps."""
+
+    step: int
+    loss: float
+
+
+_KINDS: dict[str, type[Logged] | type[Evaluated]] = {"train": Logged, "evaluation": Evaluated}
+
+
+def as_record(told: Logged | Evaluated) -> Record:
+    """What a line of metrics.jsonl says, `kind` first; a field that is at its default is left out."""
+    [kind] = [name for name, each in _KINDS.items() if isinstance(told, each)]
+    return {"kind": kind} | {
+        field.name: getattr(told, field.name) for field in fields(told) if getattr(told, field.name) != field.default
+    }
+
+
+def read_metrics(path: Path) -> Iterator[Logged | Evaluated]:
+    """The records of metrics.jsonl. Raises InputError for one that is damaged."""
+    kinds = " or ".join(map(repr, _KINDS))
+    return _read_lines(path, _from_record, "a record of a run", f"a record is a JSON object of kind {kinds}")
+
+
+def _from_record(values: Record) -> Logged | Evaluated:
+    kind = _KINDS[values["kind"]]
+    told = [field for field in fields(kind) if field.name in values or field.default is MISSING]
+    return kind(**{field.name: _value(values[field.name], field) for field in told})
+
+
+def _value(value: Any, field: "Field[Any]") -> Any:
+    if isinstance(value, int | float) or (value is None and field.name == "mfu"):
+        return value
+    if field.default == () and isinstance(value, list) and all(isinstance(each, int | float) for each in value):
+        return tuple(value)
+    raise TypeError(f"{field.name}={value!r} is not a number")
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """When a rank of `pp` ran its actions in a logged step.
+
+    `step`: optimizer steps done; `zero_s`: start of its first action, seconds since the epoch; `actions`: name (`0F3`),
+    start and end of each in the order in which they ran, seconds since `zero_s`.
+    """
+
+    step: int
+    rank: int
+    zero_s: float
+    actions: tuple[tuple[str, float, float], ...]
+
+    def line(self) -> str:
+        """As a line of the file."""
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+
+def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
+    """The steps in the file of one rank, if there is one. Raises InputError for a line that is damaged."""
+
+    def step(line: Record) -> PipelineStep:
+        actions = tuple((str(name), float(start), float(end)) for name, start, end in line["actions"])
+        return PipelineStep(int(line["step"]), int(line["rank"]), float(line["zero_s"]), actions)
+
+    way_out = "remove the file, it is written anew at the next logged step"
+    return _read_lines(path, step, "a step of a pipeline", way_out)
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file, if there is one, without what follows the last newline: that was being written when the
+    process was killed, or is being written now."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _read_lines(path: Path, read: Callable[[Record], T], what: str, way_out: str) -> Iterator[T]:
+    for number, line in enumerate(whole_lines(path), start=1):
+        try:
+            yield read(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"{path}, line {number} is not {what} ({type(error).__name__}: {error}): {line[:60]!r}; {way_out}"
+            ) from None
