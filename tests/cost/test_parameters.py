@@ -67,7 +67,7 @@ POSSIBLE = [
 def test_every_rank_and_stage_has_what_the_built_model_has(preset: str, at: int):
     spec, layout = short(preset), LAYOUTS[at]
     layers = stage_layers(spec, layout, 4096)
-    built = cut_stages(spec, layers, tuple(range(len(layers))), torch.bfloat16, defer=False)
+    built = cut_stages(spec, layers, tuple(range(len(layers))), torch.bfloat16)
     for tp_rank in {0, layout.tp - 1}:
         held = of_ranks(spec, layout, tp_rank)
         for stage, module in enumerate(built):

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwright.model import experts
-from shardwright.model.experts import Experts, combine, dispatch, grouped_product, has_grouped_mm, sort_rows
+from shardwright.model import matmul
+from shardwright.model.experts import Experts, combine, dispatch, sort_rows
+from shardwright.model.matmul import has_grouped_mm, linear
 
 torch.set_num_threads(1)
 COUNTS = [[3, 5, 4], [0, 12, 0], [0, 0, 12], [12, 0, 0], [5, 7, 0], [1, 0, 2]]
@@ -36,7 +37,7 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(dtype: torch.dtype, c
     generator = torch.Generator().manual_seed(0)
     x_RD, weight_EFD = (torch.randn(shape, generator=generator).to(dtype) for shape in ((12, 16), (3, 8, 16)))
     dy_RF = torch.randn(sum(counts), 8, generator=generator).to(dtype)
-    ours = values_and_gradients(lambda x, w: grouped_product(x, w, torch.tensor(counts)), x_RD, weight_EFD, dy_RF)
+    ours = values_and_gradients(lambda x, w: linear(x, w, counts_E=torch.tensor(counts)), x_RD, weight_EFD, dy_RF)
     exact = values_and_gradients(
         lambda x, w: one_by_one(x, w, counts), x_RD.double(), weight_EFD.double(), dy_RF.double()
     )
@@ -55,9 +56,9 @@ def test_the_loop_gives_what_the_grouped_product_gives(counts: list[int], monkey
     for grouped in (True, False):
         assert has_grouped_mm(x_RD, 8, 16)
         if not grouped:
-            monkeypatch.setattr(experts, "has_grouped_mm", lambda *_: False)
+            monkeypatch.setattr(matmul, "has_grouped_mm", lambda *_: False)
         both.append(
-            values_and_gradients(lambda x, w: grouped_product(x, w, torch.tensor(counts)), x_RD, weight_EFD, dy_RF)
+            values_and_gradients(lambda x, w: linear(x, w, counts_E=torch.tensor(counts)), x_RD, weight_EFD, dy_RF)
         )
     for value, expected in zip(*both, strict=True):
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-5)
@@ -74,7 +75,7 @@ def test_the_gradient_of_the_product_is_its_derivative() -> None:
     x_RD = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     weight_EFD = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     counts_E = torch.tensor([2, 0, 4])
-    assert torch.autograd.gradcheck(lambda x, w: grouped_product(x, w, counts_E), (x_RD, weight_EFD))
+    assert torch.autograd.gradcheck(lambda x, w: linear(x, w, counts_E=counts_E), (x_RD, weight_EFD))
 
 
 @settings(max_examples=50, deadline=None)
@@ -124,7 +125,7 @@ def test_a_gpu_multiplies_rows_as_a_cpu_does(dtype: torch.dtype, counts: list[in
     x_RD, weight_EFD, dy_RF = (torch.randn(shape).to(dtype) for shape in ((12, 16), (3, 8, 16), (sum(counts), 8)))
     both = [
         values_and_gradients(
-            lambda x, w, at=device: grouped_product(x, w, torch.tensor(counts, device=at)),
+            lambda x, w, at=device: linear(x, w, counts_E=torch.tensor(counts, device=at)),
             *(tensor.to(device) for tensor in (x_RD, weight_EFD, dy_RF)),
         )
         for device in ("cpu", "cuda")

@@ -108,7 +108,10 @@ def test_training_flops_are_those_counted_in_a_real_forward_and_backward(change:
     model, seq_len = Transformer(spec), 32
     tokens_BT = torch.zeros(3, seq_len, dtype=torch.long)
     # The plain kernel is counted as the formula counts; a fused one computes QK^T again in the backward pass.
-    ours = {torch.ops.shardwright.rows_product: _rows_flops, torch.ops.shardwright.weights_product: _weights_flops}
+    ours = {
+        torch.ops.shardwright.grouped_matmul: _rows_flops,
+        torch.ops.shardwright.grouped_weight_gradient: _weights_flops,
+    }
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=ours) as counter:
         model(tokens_BT).sum().backward()
     # Weighing and adding up what experts give is written as a product, and so are its two gradients.

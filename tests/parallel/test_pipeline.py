@@ -111,10 +111,10 @@ class Products(TorchDispatchMode):
         if (name := func._schema.name) in ("aten::mm", "aten::addmm", "aten::addmm_"):
             left, right = args[-2:]
             self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        elif name == "shardwright::rows_product":
+        elif name == "shardwright::grouped_matmul":
             rows, weights = args[:2]
             self.flops += 2 * rows.shape[0] * weights.shape[1] * weights.shape[2]
-        elif name == "shardwright::weights_product":
+        elif name == "shardwright::grouped_weight_gradient":
             gradients, rows = args[:2]
             self.flops += 2 * gradients.shape[0] * gradients.shape[1] * rows.shape[1]
         elif name == "aten::bmm":

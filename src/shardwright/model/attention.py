@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.matmul import Linear
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
 
@@ -24,10 +25,10 @@ class Attention(nn.Module):
         d, c = spec.d_model, spec.head_dim
         self.head_dim = c
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        self.q = nn.Linear(d, spec.n_heads * c, bias=spec.bias)
-        self.k = nn.Linear(d, spec.n_kv_heads * c, bias=spec.bias)
-        self.v = nn.Linear(d, spec.n_kv_heads * c, bias=spec.bias)
-        self.o = nn.Linear(spec.n_heads * c, d, bias=spec.bias)
+        self.q = Linear(d, spec.n_heads * c, bias=spec.bias)
+        self.k = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
+        self.v = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
+        self.o = Linear(spec.n_heads * c, d, bias=spec.bias)
         self.q_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
 

@@ -10,13 +10,13 @@ No step waits for a number on the device: counts stay a tensor, and every shape 
 Shapes: N tokens of all sequences, K experts of a token, R = N K rows, E experts, D model, F ffn.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.matmul import linear
 from shardwright.model.spec import ModelSpec
 
 
@@ -98,13 +98,11 @@ class _Combine(torch.autograd.Function):
 class Experts(nn.Module):
     """E networks like `FeedForward`, without biases: down(silu(gate x) * up x), or down(gelu(up x)).
 
-    The number of experts is read off the matrices, so the module also serves with a part of them. `product` is a
-    function like `grouped_product`, and may be replaced by another that gives the same.
+    The number of experts is read off the matrices, so the module also serves with a part of them.
     """
 
     def __init__(self, n_experts: int, d_model: int, d_ffn: int, *, gated: bool) -> None:
         super().__init__()
-        self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
         self.gate = nn.Parameter(torch.empty(n_experts, d_ffn, d_model)) if gated else None
         self.up = nn.Parameter(torch.empty(n_experts, d_ffn, d_model))
         self.down = nn.Parameter(torch.empty(n_experts, d_model, d_ffn))
@@ -112,98 +110,14 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """(R, D) -> (R, D), rows sorted by expert, `counts_E` (integers) of them for each; what rows after the last
         counted one give is undefined, and nothing flows back from them to the matrices."""
-        up_RF = self.product(x_RD, self.up, counts_E)
+        up_RF = linear(x_RD, self.up, counts_E=counts_E)
         if self.gate is None:
-            return self.product(F.gelu(up_RF, approximate="tanh"), self.down, counts_E)
-        gate_RF = self.product(x_RD, self.gate, counts_E)
-        return self.product(F.silu(gate_RF) * up_RF, self.down, counts_E)
+            return linear(F.gelu(up_RF, approximate="tanh"), self.down, counts_E=counts_E)
+        gate_RF = linear(x_RD, self.gate, counts_E=counts_E)
+        return linear(F.silu(gate_RF) * up_RF, self.down, counts_E=counts_E)
 
 
 def build_experts(spec: ModelSpec) -> Experts:
     """Those of one layer. The spec has a mixture of experts."""
     assert spec.moe is not None
     return Experts(spec.moe.n_experts, spec.d_model, spec.moe.d_ffn, gated=spec.activation == "swiglu")
-
-
-WeightGradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None]
-"""(weight_EFD, dy_RF, x_RD, counts_E) -> the gradient of the weight, or None from one that adds it by itself, later."""
-
-
-def at_once(weight_EFD: Tensor, dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """In the backward pass, as ever."""
-    return weights_product(dy_RF, x_RD, counts_E)
-
-
-def grouped_product(
-    x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor, weight_gradient: WeightGradient = at_once
-) -> Tensor:
-    """x W_e^T for the rows of each expert e; (R, D) -> (R, F)."""
-    y_RF: Tensor = _GroupedProduct.apply(x_RD, weight_EFD, counts_E, weight_gradient)
-    return y_RF
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor, weight_gradient: WeightGradient
-    ) -> Tensor:
-        # The weight itself beside what is saved of it: where a block is computed again, that is a copy.
-        ctx.weight, ctx.weight_gradient = weight_EFD, weight_gradient
-        ctx.save_for_backward(x_RD, weight_EFD, counts_E)
-        return rows_product(x_RD, weight_EFD, counts_E)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, weight_EFD, counts_E = ctx.saved_tensors
-        dy_RF = grads[0].contiguous()
-        dx_RD = rows_product(dy_RF, weight_EFD.mT, counts_E) if ctx.needs_input_grad[0] else None
-        dweight_EFD = ctx.weight_gradient(ctx.weight, dy_RF, x_RD, counts_E) if ctx.needs_input_grad[1] else None
-        return dx_RD, dweight_EFD, None, None
-
-
-def has_grouped_mm(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch multiplies groups of rows of this type: 16- and 32-bit floats in rows of whole 16 bytes (what
-    torch 2.13 checks; in 64 bits, or with other rows, it raises)."""
-    aligned = all(width * x.element_size() % 16 == 0 for width in widths)
-    return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and aligned
-
-
-# Operators of their own, for three reasons: PyTorch's is refused by fake tensors (and so by the compiler) in 32 bits
-# although it runs; in 64 bits there is none, and a loop needs the counts as numbers; and inside an operator neither
-# is seen from outside.
-
-
-@torch.library.custom_op("shardwright::rows_product", mutates_args=())
-def rows_product(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    """x W_e^T for the rows of each expert e; (R, D) -> (R, F). Without a gradient."""
-    if has_grouped_mm(x_RD, *weight_EFD.shape[1:]):
-        return torch._grouped_mm(x_RD, weight_EFD.mT, offs=counts_E.cumsum(0, dtype=torch.int32))
-    y_RF = x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
-    start = 0
-    for weight_FD, count in zip(weight_EFD, counts_E.tolist(), strict=True):
-        torch.mm(x_RD[start : start + count], weight_FD.T, out=y_RF[start : start + count])
-        start += count
-    return y_RF
-
-
-@torch.library.custom_op("shardwright::weights_product", mutates_args=())
-def weights_product(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """dy^T x over the rows of each expert; (R, F), (R, D) -> (E, F, D), 0 for an expert without rows."""
-    if has_grouped_mm(x_RD, dy_RF.shape[1], x_RD.shape[1]):
-        return torch._grouped_mm(dy_RF.T, x_RD, offs=counts_E.cumsum(0, dtype=torch.int32))
-    dweight_EFD = x_RD.new_empty(counts_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
-    start = 0
-    for dweight_FD, count in zip(dweight_EFD, counts_E.tolist(), strict=True):
-        torch.mm(dy_RF[start : start + count].T, x_RD[start : start + count], out=dweight_FD)
-        start += count
-    return dweight_EFD
-
-
-@rows_product.register_fake
-def _(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
-    return x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
-
-
-@weights_product.register_fake
-def _(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    return x_RD.new_empty(counts_E.shape[0], dy_RF.shape[1], x_RD.shape[1])

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D model, F ffn.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.matmul import Linear
 from shardwright.model.spec import ModelSpec
 
 
@@ -15,9 +16,9 @@ class FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec, d_ffn: int) -> None:
         super().__init__()
         gated = spec.activation == "swiglu"
-        self.gate = nn.Linear(spec.d_model, d_ffn, bias=spec.bias) if gated else None
-        self.up = nn.Linear(spec.d_model, d_ffn, bias=spec.bias)
-        self.down = nn.Linear(d_ffn, spec.d_model, bias=spec.bias)
+        self.gate = Linear(spec.d_model, d_ffn, bias=spec.bias) if gated else None
+        self.up = Linear(spec.d_model, d_ffn, bias=spec.bias)
+        self.down = Linear(d_ffn, spec.d_model, bias=spec.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""

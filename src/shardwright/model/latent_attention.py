@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.attention import causal_attention
+from shardwright.model.matmul import Linear
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
 
@@ -45,14 +46,14 @@ class LatentAttention(nn.Module):
         self.q_down: nn.Module = nn.Identity()
         self.q_latent_norm: nn.Module = nn.Identity()
         if latent.q_rank:
-            self.q_down = nn.Linear(d, latent.q_rank, bias=False)
+            self.q_down = Linear(d, latent.q_rank, bias=False)
             self.q_latent_norm = nn.RMSNorm(latent.q_rank, eps=spec.norm_eps)
-        self.q_up = nn.Linear(latent.q_rank or d, heads * spec.qk_dim, bias=False)
-        self.kv_down = nn.Linear(d, sum(self.down_widths), bias=False)
+        self.q_up = Linear(latent.q_rank or d, heads * spec.qk_dim, bias=False)
+        self.kv_down = Linear(d, sum(self.down_widths), bias=False)
         self.kv_latent_norm = nn.RMSNorm(latent.kv_rank, eps=spec.norm_eps)
-        self.kv_up = nn.Linear(latent.kv_rank, heads * sum(self.kv_widths), bias=False)
+        self.kv_up = Linear(latent.kv_rank, heads * sum(self.kv_widths), bias=False)
         self.rotated_key: nn.Module = nn.Identity()
-        self.o = nn.Linear(heads * latent.v_dim, d, bias=False)
+        self.o = Linear(heads * latent.v_dim, d, bias=False)
 
     def forward(self, x_BTD: Tensor, rotary_2TP: Tensor | None) -> Tensor:
         """(B, T, D) -> (B, T, D); tokens stand in their causal order."""

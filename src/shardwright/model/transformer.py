@@ -10,7 +10,6 @@ Shapes: B batch, T tokens, D model, V vocab, C width of one head.
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.errors import InputError
@@ -18,6 +17,7 @@ from shardwright.model.attention import Attention
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.matmul import Linear, linear
 from shardwright.model.modules import FAMILIES
 from shardwright.model.moe import MoE
 from shardwright.model.random import site_keys
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         family = FAMILIES[spec.family]
         self.layers = nn.ModuleDict({str(i): family.make(spec, i) for i in range(spec.n_layers)})
         self.norm = _norm(spec)
-        self.head = None if spec.tied_embedding else nn.Linear(spec.d_model, spec.vocab_size, bias=False)
+        self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
 
     def forward(
         self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """The head, or the embedding in its place; (B, T, D) -> (B, T, V)."""
-        return F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+        return linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
 
 
 def layer_site_keys(dropout_keys_B: Tensor | None, layer: int) -> Tensor | None:

@@ -52,8 +52,7 @@ def apply(
     for part in parts:
         blocks = [block for block in part.layers.values() if isinstance(block, Block)]
         if groups.tp is not None:
-            gradients = {"gradients": part.gradients} if isinstance(part, StageModel) else {}
-            split_model(part, layout, mesh, groups.tp, **gradients)
+            split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:
             for block in blocks:
                 block.attention.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
@@ -88,7 +87,7 @@ def _parts(
         with torch.device("meta"):
             return [Transformer(spec).to(dtype)]
     numbers = tuple(stage for _, stage in layout.held_by(groups.pp.rank()))
-    return cut_stages(spec, stage_layers(spec, layout, seq_len), numbers, dtype, layout.kind.splits_backward)
+    return cut_stages(spec, stage_layers(spec, layout, seq_len), numbers, dtype)
 
 
 def _engine(model: nn.Module, groups: Groups) -> DataEngine:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.deferred import WeightGradients, defer_products, deferred_linear
+from shardwright.parallel.deferred import WeightGradients
 
 
 class StageModel(Transformer):
@@ -44,24 +44,11 @@ class StageModel(Transformer):
         x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
         return self.logits(self.norm(x_BTD)) if self.last else x_BTD
 
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """As the whole model's; the gradient of a tied matrix can wait as that of a head does."""
-        if self.head is None:
-            return deferred_linear(x_BTD, self.embedding.weight, None, self.gradients)
-        return super().logits(x_BTD)
-
 
 def cut_stages(
-    spec: ModelSpec, layers: tuple[range, ...], numbers: tuple[int, ...], dtype: torch.dtype, defer: bool
+    spec: ModelSpec, layers: tuple[range, ...], numbers: tuple[int, ...], dtype: torch.dtype
 ) -> list[StageModel]:
-    """The stages `numbers` of a model of which stage i has the layers `layers[i]`, on the meta device.
-
-    `defer`: their backward passes may come in two halves.
-    """
+    """The stages `numbers` of a model of which stage i has the layers `layers[i]`, on the meta device."""
     with torch.device("meta"):
         whole = Transformer(spec).to(dtype)
-    stages = [StageModel(whole, number, layers[number], len(layers)) for number in numbers]
-    if defer:
-        for stage in stages:
-            defer_products(stage, stage.gradients)
-    return stages
+    return [StageModel(whole, number, layers[number], len(layers)) for number in numbers]

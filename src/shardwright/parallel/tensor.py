@@ -41,10 +41,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwright.layout import Layout
+from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
-from shardwright.parallel.deferred import AT_ONCE, WeightGradients
 from shardwright.split.table import DECODER, how_split, split_dim, vocabulary_rows
 
 
@@ -55,8 +55,6 @@ class TensorAxis:
     group: dist.ProcessGroup
     token_shards: bool
     """Sequence parallelism: the residual stream is a shard of the tokens, (B, t, D)."""
-    gradients: WeightGradients = AT_ONCE
-    """Who computes the gradients of weights."""
     by_rank: bool = False
     """Where all tokens are together they are (n B, t, D), in the order of the shards, instead of (B, T, D)."""
 
@@ -75,16 +73,10 @@ class TensorAxis:
         return positions_T.unflatten(0, (self.group.size(), -1))[self.group.rank()]
 
 
-def split_model(
-    model: Transformer,
-    layout: Layout,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    gradients: WeightGradients = AT_ONCE,
-) -> None:
+def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     """Cut a model, or a pipeline stage of one, on the meta device over tp, in place; names of modules and parameters
     stay."""
-    axis = TensorAxis(group, layout.token_shards, gradients)
+    axis = TensorAxis(group, layout.token_shards)
     unordered = replace(axis, by_rank=layout.token_shards)
     copied = "tp_copies" in (mesh.mesh_dim_names or ())
     flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
@@ -291,7 +283,7 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.save_for_backward(x_BTD, *weights)
         if axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
-        return tuple(F.linear(x_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return tuple(matmul.forward(x_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
@@ -301,10 +293,9 @@ class _ColumnProducts(torch.autograd.Function):
         summing = axis.start_sum(_input_gradient(dys_BTF, weights))
         if gathering is not None:
             x_BTD = gathering.wait()
-        x_ND = x_BTD.flatten(0, 1)
         # What follows runs while the input's gradient is on its way.
         dweights = [
-            axis.gradients.product(weight, dy_BTF.flatten(0, 1), x_ND)
+            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD)
             for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
         ]
         dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, ctx.has_bias, strict=True)]
@@ -314,10 +305,9 @@ class _ColumnProducts(torch.autograd.Function):
 def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Sum of dy W over the linears that read the input; (B, T, D)."""
     first, *rest = zip(dys_BTF, weights, strict=True)
-    dx_BTD = first[0] @ first[1]
-    dx_ND = dx_BTD.flatten(0, 1)
+    dx_BTD = matmul.input_gradient(*first)
     for dy_BTF, weight in rest:
-        dx_ND.addmm_(dy_BTF.flatten(0, 1), weight)
+        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD)
     return dx_BTD
 
 
@@ -328,15 +318,15 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis, ctx.weight = axis, weight_DF
         ctx.save_for_backward(x_BTF, weight_DF)
-        return axis.start_sum(x_BTF @ weight_DF.T).wait()
+        return axis.start_sum(matmul.forward(x_BTF, weight_DF)).wait()
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
-        dweight = ctx.axis.gradients.product(ctx.weight, dy_BTD.flatten(0, 1), x_BTF.flatten(0, 1))
-        return dy_BTD @ weight_DF, dweight, None
+        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF)
+        return matmul.input_gradient(dy_BTD, weight_DF), dweight, None
 
 
 class _SharedByHeads(torch.autograd.Function):

@@ -1,0 +1,141 @@
+"""Every matmul of activations with a weight goes through three functions: `forward`, `input_gradient` and
+`weight_gradient`. Who counts matmuls, or makes them in another type (fp8), changes these three.
+
+    y = x W^T + b          dx = dy W          dW = dy^T x          db = the sum of dy over its rows
+
+With `counts_E` the matmul is grouped: rows of x are sorted by expert, counts_E[e] of them (integers) belong to expert e
+and are multiplied by its matrix W_e. Rows after the last counted one give undefined rows, and no gradient of a weight.
+
+`linear` is the function with a gradient that the modules of a model call. Layers whose collectives stand between the
+matmuls (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
+
+Shapes: x (..., D), W (F, D), y (..., F); grouped: x (R, D), W (E, F, D), y (R, F), for R rows and E experts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def forward(x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None) -> Tensor:
+    """y. A grouped matmul has no bias."""
+    if counts_E is None:
+        return F.linear(x, weight, bias_F)
+    assert bias_F is None
+    return grouped_matmul(x, weight, counts_E)
+
+
+def input_gradient(dy: Tensor, weight: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+    """dx; with `add_to` (contiguous, not grouped) added to that tensor in place."""
+    if counts_E is not None:
+        return grouped_matmul(dy, weight.mT, counts_E)
+    if add_to is None:
+        return dy @ weight
+    add_to.flatten(0, -2).addmm_(dy.flatten(0, -2), weight)
+    return add_to
+
+
+def weight_gradient(dy: Tensor, x: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+    """dW; with `add_to` added to that tensor in place. An expert without rows has gradient 0."""
+    if counts_E is not None:
+        dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
+        return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
+    dy_FN, x_ND = dy.flatten(0, -2).T, x.flatten(0, -2)
+    return dy_FN @ x_ND if add_to is None else add_to.addmm_(dy_FN, x_ND)
+
+
+Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+"""Takes (weight, dy, x, counts_E) and sees to it that the weight's gradient is added to its `.grad` later."""
+
+defer: Defer | None = None
+"""While it is set, backward passes hand it the gradients of weights instead of computing them."""
+
+
+def weight_gradient_or_defer(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None) -> Tensor | None:
+    """dW for a backward pass to return: None where it is computed later."""
+    # A compiled backward pass is one piece, so it does not look at `defer`, which changes while it runs.
+    if torch.compiler.is_compiling() or defer is None:
+        return weight_gradient(dy, x, counts_E)
+    defer(weight, dy, x, counts_E)
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None) -> Tensor:
+    """y, with a gradient."""
+    y: Tensor = _Linear.apply(x, weight, bias_F, counts_E)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias_F: Tensor | None, counts_E: Tensor | None) -> Tensor:
+        # The weight itself beside what is saved of it: where a block is computed again, that is a copy.
+        ctx.weight, ctx.has_bias = weight, bias_F is not None
+        ctx.save_for_backward(x, weight, counts_E)
+        return forward(x, weight, bias_F, counts_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, counts_E = ctx.saved_tensors
+        dy = grads[0] if counts_E is None else grads[0].contiguous()
+        dx = input_gradient(dy, weight, counts_E) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E) if ctx.needs_input_grad[1] else None
+        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` whose matmuls are those of this file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def has_grouped_mm(x: Tensor, *widths: int) -> bool:
+    """Whether PyTorch multiplies groups of rows of this type: 16- and 32-bit floats in rows of whole 16 bytes (what
+    torch 2.13 checks; in 64 bits, or with other rows, it raises)."""
+    aligned = all(width * x.element_size() % 16 == 0 for width in widths)
+    return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and aligned
+
+
+# Operators of their own, for three reasons: PyTorch's is refused by fake tensors (and so by the compiler) in 32 bits
+# although it runs; in 64 bits there is none, and a loop needs the counts as numbers; and inside an operator neither
+# is seen from outside.
+
+
+@torch.library.custom_op("shardwright::grouped_matmul", mutates_args=())
+def grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    """x W_e^T for the rows of each expert e; (R, D) -> (R, F). Without a gradient."""
+    if has_grouped_mm(x_RD, *weight_EFD.shape[1:]):
+        return torch._grouped_mm(x_RD, weight_EFD.mT, offs=counts_E.cumsum(0, dtype=torch.int32))
+    y_RF = x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
+    start = 0
+    for weight_FD, count in zip(weight_EFD, counts_E.tolist(), strict=True):
+        torch.mm(x_RD[start : start + count], weight_FD.T, out=y_RF[start : start + count])
+        start += count
+    return y_RF
+
+
+@torch.library.custom_op("shardwright::grouped_weight_gradient", mutates_args=())
+def grouped_weight_gradient(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+    """dy^T x over the rows of each expert; (R, F), (R, D) -> (E, F, D), 0 for an expert without rows."""
+    if has_grouped_mm(x_RD, dy_RF.shape[1], x_RD.shape[1]):
+        return torch._grouped_mm(dy_RF.T, x_RD, offs=counts_E.cumsum(0, dtype=torch.int32))
+    dweight_EFD = x_RD.new_empty(counts_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
+    start = 0
+    for dweight_FD, count in zip(dweight_EFD, counts_E.tolist(), strict=True):
+        torch.mm(dy_RF[start : start + count].T, x_RD[start : start + count], out=dweight_FD)
+        start += count
+    return dweight_EFD
+
+
+@grouped_matmul.register_fake
+def _(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
+    return x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
+
+
+@grouped_weight_gradient.register_fake
+def _(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
+    return x_RD.new_empty(counts_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
