@@ -13,13 +13,14 @@ import torch.distributed as dist
 from shardwright.cost import parameters, pipeline
 from shardwright.cost.job import Candidates
 from shardwright.layout import Layout
+from shardwright.model.modules import row_of
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.stage import cut_stages
 from shardwright.split.rules import problems
 from shardwright.split.stages import stage_layers
-from shardwright.split.table import how_split, kv_copies, split_dim, vocabulary_rows
+from shardwright.split.tensor import kv_copies, vocabulary_rows
 from tests.cost.layouts import job
 from tests.distributed import run_ranks
 from tests.train.worlds import build
@@ -48,14 +49,14 @@ def of_ranks(spec: ModelSpec, layout: Layout, tp_rank: int) -> parameters.Parame
 
 def share(name: str, parameter: torch.Tensor, spec: ModelSpec, layout: Layout, tp_rank: int) -> int:
     """Elements of a parameter that a rank of tp and ep has, by the table of splits."""
-    how, count = how_split(name), parameter.numel()
-    if how == "experts":
+    row, count = row_of(spec, name), parameter.numel()
+    if row.split == "experts":
         return count // layout.ep
-    if how == "vocabulary":
+    if row.split == "vocabulary":
         return len(vocabulary_rows(spec.vocab_size, layout.tp, tp_rank)) * spec.d_model
-    if how == "kv_column":
+    if row.split == "kv_column":
         return count * kv_copies(spec.n_kv_heads, layout.tp) // layout.tp
-    return count if split_dim(name) is None else count // layout.tp
+    return count if row.split_dim is None else count // layout.tp
 
 
 POSSIBLE = [
@@ -74,7 +75,7 @@ def test_every_rank_and_stage_has_what_the_built_model_has(preset: str, at: int)
             counted = {True: 0, False: 0}
             for name, parameter in module.named_parameters():
                 if not name.endswith("router.load"):
-                    counted[how_split(name) == "experts"] += share(name, parameter, spec, layout, tp_rank)
+                    counted[row_of(spec, name).split == "experts"] += share(name, parameter, spec, layout, tp_rank)
             assert (held.expert[0, stage], held.dense[0, stage]) == (counted[True], counted[False])
 
 

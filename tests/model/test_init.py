@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.model.init import initial_std, initial_values, initialise
+from shardwright.model.init import initial_values, initialise
+from shardwright.model.modules import row_of
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
@@ -67,11 +68,11 @@ def test_variances_are_those_of_gpt2(preset: ModelSpec) -> None:
     for name, p in model.named_parameters():
         if p.dim() == 1:
             assert torch.equal(p, torch.full_like(p, 0.0 if name.endswith("bias") else 1.0))
-            assert initial_std(spec, name) == 0
+            assert row_of(spec, name).std == 0
             continue
         residual = name.endswith(("attention.o.weight", "ffn.down.weight", "shared.down.weight", "experts.down"))
         std = 0.03 / math.sqrt(8) if residual else 0.03
-        assert initial_std(spec, name) == std
+        assert row_of(spec, name).std == std
         # the standard deviation of n normal values scatters by 1 / sqrt(2 n)
         assert abs(p.std().item() / std - 1) < 5 / math.sqrt(2 * p.numel())
 

@@ -1,7 +1,6 @@
 """Proves that a mixture of experts is the sum it says: against every expert run on every token, in float64; that its
 router keeps its promises for any scores; that a capacity holds; and that it runs compiled and recomputed."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +15,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.model.balance import aux_loss, relative_load, z_loss
-from shardwright.model.moe import MoE, Router, WholeSequences, expert_layers, set_share, take_load, within_capacity
+from shardwright.model.moe import MoE, Router, expert_layers, take_load
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.routing import LossScale
 
 torch.set_num_threads(1)
 MOE = MoESpec(n_experts=6, top_k=2, d_ffn=10)
@@ -200,7 +200,9 @@ def test_scores_are_wide_whatever_the_weights_are() -> None:
 def test_a_capacity_drops_the_later_tokens_of_each_sequence() -> None:
     experts_BTK = torch.tensor([[[0, 1], [0, 2], [0, 1], [1, 0]], [[3, 0], [0, 3], [3, 2], [2, 3]]])
     kept = [[[1, 1], [1, 1], [0, 1], [0, 0]], [[1, 1], [1, 1], [0, 1], [1, 0]]]
-    assert torch.equal(within_capacity(experts_BTK, 4, 2, WholeSequences()), torch.tensor(kept).bool())
+    router = Router(replace(MOE, n_experts=4, top_k=2, capacity_factor=1.0), 12)
+    assert router.moe.capacity(4) == 2
+    assert torch.equal(router.keep(experts_BTK), torch.tensor(kept).bool())
 
 
 def test_the_residual_of_a_dropped_token_passes() -> None:
@@ -241,10 +243,10 @@ BALANCED = replace(MOE, aux_loss=0.2, z_loss=0.1)
 def test_any_dealing_of_sequences_into_microbatches_gives_the_same_gradient(moe: MoESpec) -> None:
     spec = spec_of(moe)
     model, tokens_BT = model_of(spec), random_batch(spec)
-    found = []
+    found, scale = [], LossScale([model])
     for parts in ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[3], [1], [0], [2]]):
         model.zero_grad()
-        set_share(model, 1 / len(parts))
+        scale.share = 1 / len(parts)
         for part in parts:
             learn_from(model, tokens_BT[part], 1 / len(parts))
         loads = take_load(model)
@@ -305,27 +307,6 @@ def test_a_block_with_experts_compiles_without_graph_breaks() -> None:
         assert torch.allclose(model.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-6), name  # type: ignore[arg-type]
     assert all(torch.equal(load[at].counts_E, now.counts_E) for at, now in take_load(model).items())
     torch._dynamo.reset()
-
-
-def test_what_runs_the_experts_may_be_replaced() -> None:
-    """As expert parallelism does: it gets sorted rows with their counts, and is waited for after the shared experts."""
-    layer, calls = layer_of(WAYS["shared"]), []
-    x_BTD = torch.randn(2, 5, 12, dtype=torch.float64)
-    expected_BTD = layer(x_BTD)
-
-    def elsewhere(experts: Any, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
-        calls.append("begun")
-        assert counts_E.sum() == len(rows_RD) == 20
-        parts = [
-            experts(rows_RD.split(counts_E.tolist())[e], F.one_hot(torch.tensor(e), 6) * counts_E) for e in range(6)
-        ]
-        return lambda: torch.cat(parts)
-
-    assert layer.shared is not None
-    layer.shared.register_forward_hook(lambda *_: calls.append("shared"))
-    layer.run_experts = elsewhere
-    assert torch.allclose(layer(x_BTD), expected_BTD, rtol=0, atol=1e-13)
-    assert calls == ["begun", "shared"]
 
 
 def test_layers_with_experts_come_after_the_dense_ones_and_have_global_names() -> None:

@@ -4,7 +4,7 @@ rank holds; and that a step waits for numbers of the device in one place only, w
 Whole trainings are compared in tests/train/test_experts.py. Runs anywhere, on gloo.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.layout import Layout
 from shardwright.model.experts import Experts
-from shardwright.model.moe import MoE, expert_layers, run_here
+from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.sections import MoESpec
-from shardwright.parallel.expert import Exchange, ExpertPart, read_counts
+from shardwright.parallel.expert import Exchange, ExchangingMoE, ExpertPart, read_counts
 from shardwright.parallel.norm import local_part
 from shardwright.verify import Case
 from shardwright.verify.rank import build_trainer, local_batch
@@ -87,6 +87,11 @@ def through(experts: torch.nn.Module, run: Any, rank: int, counts: list[list[int
     return Result(outputs_RD[:n].detach(), rows_RD.grad[:n], gradients)
 
 
+def on_this_rank(experts: torch.nn.Module, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
+    """As an exchange, with all experts here."""
+    return lambda: experts(rows_RD, counts_E)
+
+
 def part_of(experts: Experts) -> ExpertPart:
     """This rank's of all ranks."""
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("ep",))
@@ -111,7 +116,7 @@ def test_experts_on_other_ranks_give_what_they_give_here(name: str):
     found = run_ranks(exchanged, n_ranks, counts)
     totals = [torch.zeros(p.shape, dtype=torch.float64) for p in whole_experts(len(counts[0])).parameters()]
     for rank in range(n_ranks):
-        here = through(whole_experts(len(counts[0])), run_here, rank, counts)
+        here = through(whole_experts(len(counts[0])), on_this_rank, rank, counts)
         torch.testing.assert_close(found[rank].outputs_RD, here.outputs_RD, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(found[rank].input_gradient_RD, here.input_gradient_RD, rtol=1e-13, atol=1e-13)
         totals = [total + gradient for total, gradient in zip(totals, here.gradients, strict=True)]
@@ -235,9 +240,8 @@ def test_with_counts_that_are_told_a_layer_runs_on_fake_tensors():
             return [[20, 12], [9, 17]]
 
         with FakeTensorMode():
-            layer = MoE(MODEL)
-            layer.experts = part = Experts(MOE.n_experts // 2, MODEL.d_model, MOE.d_ffn, gated=True)
-            layer.run_experts = Exchange(dist.group.WORLD, tell)
+            part = Experts(MOE.n_experts // 2, MODEL.d_model, MOE.d_ffn, gated=True)
+            layer = ExchangingMoE(MoE(MODEL), part, Exchange(dist.group.WORLD, tell))
             x_BTD = torch.randn(2, 8, MODEL.d_model, requires_grad=True)
             y_BTD = layer(x_BTD)
             y_BTD.sum().backward()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwright.model.moe import MoE
 from shardwright.model.presets import resolve
-from shardwright.parallel.expert import Exchange, take_sent_bytes
+from shardwright.parallel.expert import Exchange, ExchangingMoE, take_sent_bytes
 from tests.distributed import run_ranks
 
 D = 8
@@ -24,11 +24,11 @@ class Doubled(nn.Module):
 
 def sent_of(training: bool) -> tuple[int, int]:
     """Bytes of one forward pass, and of the backward pass after it."""
-    layer = MoE(resolve("debug-moe"))
     exchange = Exchange(dist.distributed_c10d._get_default_group())
-    layer.run_experts = exchange
+    experts = Doubled().train(training)
+    layer = ExchangingMoE(MoE(resolve("debug-moe")), experts, exchange)
     rows_RD = torch.ones(10, D, requires_grad=True)
-    out_RD = exchange(Doubled().train(training), rows_RD, torch.tensor(COUNTS[dist.get_rank()]))()
+    out_RD = exchange(experts, rows_RD, torch.tensor(COUNTS[dist.get_rank()]))()
     model = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.ModuleDict({"ffn": layer})})})
     forward = take_sent_bytes(model)
     if training:

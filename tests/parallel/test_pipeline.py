@@ -161,7 +161,7 @@ def test_i_computes_the_gradients_of_inputs_alone_and_w_those_of_weights_alone(s
             head = EVEN.vocab_size * EVEN.d_model if action.stage == layout.n_stages - 1 else 0
             product = 2 * B * T * (blocks + head) // tp
             # Computing a block again stops where its last product has its input, if that is a plain linear.
-            last = EVEN.d_model * EVEN.d_ffn * len(layers[action.stage]) if schedule == "1f1b" else 0
+            last = EVEN.d_model * EVEN.d_ffn * len(layers[action.stage]) if tp == 1 else 0
             again = 2 * B * T * (blocks - last) // tp if recompute == "full" and action.op in "BI" else 0
             assert flops == {"F": 1, "I": 1, "W": 1, "B": 2}[action.op] * product + again, action
         run_on.update(found.keys())

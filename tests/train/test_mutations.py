@@ -43,7 +43,7 @@ PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h
 EP, EP_OF_4 = Layout(dp_shard=2, zero=2, ep=2), Layout(dp_shard=4, zero=1, ep=2)
 SP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
 EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch", z_loss=0.01)
-DEALT = "shardwright.parallel.routing:DealtSequences"
+ROUTER = "shardwright.parallel.routing:ShardedRouter"
 LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
 NORM = ("shardwright.train.step", "gradient_norm")
 
@@ -148,14 +148,14 @@ BUGS = {
         spec={"n_kv_heads": 4, "latent_attention": LATENT},
     ),
     "10: the gradients of latent vectors' norms on token shards are not summed": Bug(
-        ("shardwright.parallel.copies", "summed_over", 'copied = how == "tokens"',
-         'copied = (how == "tokens" and "latent_norm" not in name)'),
+        ("shardwright.parallel.copies", "summed_over", 'if row.split == "replicated"',
+         'if row.split == "replicated" and "latent_norm" not in row.name'),
         [SP],
         spec={"n_kv_heads": 4, "latent_attention": LATENT},
     ),
     "10: the gradient of the router on token shards is not summed": Bug(
-        ("shardwright.parallel.copies", "summed_over", 'copied = how == "tokens"',
-         'copied = (how == "tokens" and "router" not in name)'),
+        ("shardwright.parallel.copies", "summed_over", 'if row.split == "replicated"',
+         'if row.split == "replicated" and "router" not in row.name'),
         [Layout(tp=2, sequence_parallel=True), SP_EP],
         spec={"moe": EXPERTS},
     ),
@@ -181,17 +181,17 @@ BUGS = {
         spec={"moe": EXPERTS},
     ),
     "12: the balance loss of a sequence goes by the load of the own tokens": Bug(
-        (DEALT, "total", "self._sum(counts_BE.clone())", "counts_BE"),
+        (ROUTER, "losses", "self.sum(asked_BE.clone())", "asked_BE"),
         [ZIGZAG, SP_EP],
         spec={"moe": replace(EXPERTS, aux_scope="sequence")},
     ),
     "tokens are dropped by their place among the own ones": Bug(
-        (DEALT, "places", "places_BptE + before_BpE.unsqueeze(2)", "places_BptE"),
+        (ROUTER, "places", "places_BptE + before_BpE.unsqueeze(2)", "places_BptE"),
         [ZIGZAG, SP_EP],
         spec={"moe": replace(EXPERTS, capacity_factor=1.0)},
     ),
     "tokens are dropped by the rank that holds them, not by their order": Bug(
-        (APPLY, "count_whole_sequences", "piece for span in held for piece in span",
+        (APPLY, "shard_routers", "piece for span in held for piece in span",
          "n_pieces // 2 * dist.get_rank() + i for i in range(n_pieces // 2)"),
         [ZIGZAG],
         spec={"moe": replace(EXPERTS, capacity_factor=1.0)},

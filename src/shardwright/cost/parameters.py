@@ -37,7 +37,7 @@ def of_ranks(
     """Parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep.
 
     Rank 0 has the most: shares of the vocabulary are rounded up, and the last ranks have what is left
-    (`split.table.vocabulary_rows`). `vocabulary_multiple`: a stack that adds rows instead, until they divide by this
+    (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: a stack that adds rows instead, until they divide by this
     times tp (Megatron-LM: 128).
 
     Ignored: nothing; the biases by which experts are picked count as parameters, as in `ModelSpec.n_parameters`.

@@ -17,8 +17,9 @@ gradient themselves, so the gradient has the form of the paper's; it lags by the
 selection bias does.
 
 A layer hands its losses to the backward pass itself (`attach`): their gradient enters there, whatever stage or
-microbatch the layer runs in, and the loss that the caller sees is the cross-entropy alone. A forward pass counts for
-`share`, its share of the tokens of the global batch: 1 where it holds them all, which a caller changes by `set_share`.
+microbatch the layer runs in, and the loss that the caller sees is the cross-entropy alone. They are means over the
+tokens of a forward pass; where that has a part of the global batch, whoever splits the batch scales them
+(`parallel/routing.py`).
 
 Shapes: B sequences, T tokens of each, E experts, K experts of a token.
 """

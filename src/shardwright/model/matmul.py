@@ -20,12 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def forward(x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None) -> Tensor:
-    """y. A grouped matmul has no bias."""
-    if counts_E is None:
+def forward(
+    x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """y; with `out` (contiguous, not grouped) written into that tensor. A grouped matmul has no bias."""
+    if counts_E is not None:
+        assert bias_F is None
+        return grouped_matmul(x, weight, counts_E)
+    if out is None:
         return F.linear(x, weight, bias_F)
-    assert bias_F is None
-    return grouped_matmul(x, weight, counts_E)
+    x_ND, out_NF = x.flatten(0, -2), out.flatten(0, -2)
+    torch.mm(x_ND, weight.T, out=out_NF) if bias_F is None else torch.addmm(bias_F, x_ND, weight.T, out=out_NF)
+    return out
 
 
 def input_gradient(dy: Tensor, weight: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
@@ -63,18 +69,33 @@ def weight_gradient_or_defer(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Te
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None) -> Tensor:
-    """y, with a gradient."""
-    y: Tensor = _Linear.apply(x, weight, bias_F, counts_E)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias_F: Tensor | None = None,
+    counts_E: Tensor | None = None,
+    *,
+    saves_first: bool = False,
+) -> Tensor:
+    """y, with a gradient. `saves_first`: what the backward pass needs is saved before the matmul and not after it."""
+    saves_first = saves_first and not torch.compiler.is_compiling()
+    y: Tensor = _Linear.apply(x, weight, bias_F, counts_E, saves_first)
+    if saves_first:
+        with torch.no_grad():
+            forward(x, weight, bias_F, out=y)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias_F: Tensor | None, counts_E: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias_F: Tensor | None, counts_E: Tensor | None, saves_first: bool
+    ) -> Tensor:
         # The weight itself beside what is saved of it: where a block is computed again, that is a copy.
         ctx.weight, ctx.has_bias = weight, bias_F is not None
         ctx.save_for_backward(x, weight, counts_E)
+        if saves_first:
+            return x.new_empty(*x.shape[:-1], weight.shape[0])
         return forward(x, weight, bias_F, counts_E)
 
     @staticmethod
@@ -83,14 +104,18 @@ class _Linear(torch.autograd.Function):
         dy = grads[0] if counts_E is None else grads[0].contiguous()
         dx = input_gradient(dy, weight, counts_E) if ctx.needs_input_grad[0] else None
         dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E) if ctx.needs_input_grad[1] else None
-        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
 
 
 class Linear(nn.Linear):
     """`nn.Linear` whose matmuls are those of this file."""
 
+    saves_first = False
+    """For a block that is computed again in the backward pass: that ends when all it has to save is saved, and so
+    leaves out its last matmul."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, saves_first=self.saves_first)
 
 
 def has_grouped_mm(x: Tensor, *widths: int) -> bool:

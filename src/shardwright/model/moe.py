@@ -5,8 +5,7 @@
 Shapes: B sequences, T tokens of each, N = B T tokens, D model, E experts, K experts of a token, R = N K rows.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,19 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.balance import Load, Tally, attach, aux_loss, relative_load, update_bias, z_loss
-from shardwright.model.experts import Experts, build_experts, combine, dispatch, sort_rows
+from shardwright.model.experts import build_experts, combine, dispatch, sort_rows
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
-
-RunExperts = Callable[[Experts, Tensor, Tensor], Callable[[], Tensor]]
-"""(experts, rows_RD sorted by expert, counts_E) -> a function that gives their outputs, in the same order (R, D). It is
-called once the shared experts have run."""
-
-
-def run_here(experts: Experts, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
-    """All experts on this device."""
-    return partial(experts, rows_RD, counts_E)
 
 
 class Routing(NamedTuple):
@@ -48,23 +38,6 @@ class Routing(NamedTuple):
     """The same."""
 
 
-class WholeSequences:
-    """What a router counts over whole sequences, with all of their tokens here; another that gives the same may take
-    its place where they are not."""
-
-    n_shards = 1
-    """Parts of equal length that a sequence is dealt out in; one of them is here."""
-
-    def total(self, counts_BE: Tensor) -> Tensor:
-        """Counts of the tokens that are here, summed over the sequence; (B, E) integers."""
-        return counts_BE
-
-    def places(self, picked_BTE: Tensor) -> Tensor:
-        """For the experts that each token here has picked (1, else 0), how many tokens of the sequence up to it picked
-        them; (B, T, E) integers."""
-        return picked_BTE.cumsum(1, dtype=torch.int32)
-
-
 class Router(nn.Module):
     """Picks K experts for every token and weighs them, in fp32 or wider whatever the type of weights and tokens.
 
@@ -79,7 +52,6 @@ class Router(nn.Module):
     def __init__(self, moe: MoESpec, d_model: int) -> None:
         super().__init__()
         self.moe = moe
-        self.sequences = WholeSequences()
         self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
         self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
         # Load of the step before, beside an even one.
@@ -99,11 +71,10 @@ class Router(nn.Module):
         asked_BE = count(experts_BTK, moe.n_experts)
         kept_BTK, given_E = None, asked_BE.sum(0)
         if moe.capacity_factor:
-            capacity = moe.capacity(x_BTD.shape[1] * self.sequences.n_shards)
-            kept_BTK = within_capacity(experts_BTK, moe.n_experts, capacity, self.sequences)
+            kept_BTK = self.keep(experts_BTK)
             given_E = torch.zeros_like(given_E).scatter_add_(0, experts_BTK.flatten(), kept_BTK.flatten().long())
             weights_BTK = weights_BTK.masked_fill(~kept_BTK, 0.0)
-        aux, z = self._losses(scores_BTE, logits_BTE, asked_BE) if self.training else (None, None)
+        aux, z = self.losses(scores_BTE, logits_BTE, asked_BE) if self.training else (None, None)
         return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
 
     def pick(self, scores_BTE: Tensor) -> Tensor:
@@ -119,10 +90,21 @@ class Router(nn.Module):
             ranked_BTE = ranked_BTGe.masked_fill(closed_BTG.unsqueeze(-1), -torch.inf).flatten(-2)
         return ranked_BTE.topk(moe.top_k).indices
 
-    def _losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def keep(self, experts_BTK: Tensor) -> Tensor:
+        """Which pairs are among the first of their expert in their sequence, in the order of tokens, as many as its
+        capacity; (B, T, K).
+
+        The sequence is the group that capacity is counted in, so that what is dropped does not depend on which
+        sequences share a microbatch or a rank.
+        """
+        places_BTE = picked(experts_BTK, self.moe.n_experts).cumsum(1, dtype=torch.int32)
+        return places_BTE.gather(-1, experts_BTK) <= self.moe.capacity(experts_BTK.shape[1])
+
+    def losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Balance loss and z-loss of `Routing`; `asked_BE` are the tokens of a sequence that picked each expert."""
         moe, aux, z = self.moe, None, None
         if moe.aux_loss:
-            load = relative_load(self.sequences.total(asked_BE)) if self.load is None else self.load
+            load = relative_load(asked_BE) if self.load is None else self.load
             aux = moe.aux_loss * aux_loss(scores_BTE, load)
         if moe.z_loss:
             z = moe.z_loss * z_loss(logits_BTE)
@@ -143,31 +125,22 @@ def count(experts_BTK: Tensor, n_experts: int) -> Tensor:
     return picked_BP.new_zeros(picked_BP.shape[0], n_experts).scatter_add_(1, picked_BP, torch.ones_like(picked_BP))
 
 
-def within_capacity(experts_BTK: Tensor, n_experts: int, capacity: int, sequences: WholeSequences) -> Tensor:
-    """Which pairs are among the first `capacity` of their expert in their sequence, in the order of tokens; (B, T, K).
-
-    The sequence is the group that capacity is counted in, so that what is dropped does not depend on which sequences
-    share a microbatch or a rank.
-    """
+def picked(experts_BTK: Tensor, n_experts: int) -> Tensor:
+    """1 for the experts that a token has picked, else 0; (B, T, E) int32."""
     shape = (*experts_BTK.shape[:2], n_experts)
-    picked_BTE = torch.zeros(shape, dtype=torch.int32, device=experts_BTK.device).scatter_(-1, experts_BTK, 1)
-    return sequences.places(picked_BTE).gather(-1, experts_BTK) <= capacity
+    return torch.zeros(shape, dtype=torch.int32, device=experts_BTK.device).scatter_(-1, experts_BTK, 1)
 
 
 class MoE(nn.Module):
-    """Router, experts and shared experts of one layer. `run_experts` is a function like `run_here`, and may be replaced
-    by another that gives the same."""
+    """Router, experts and shared experts of one layer."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.moe is not None
         self.router = Router(spec.moe, spec.d_model)
-        self.experts = build_experts(spec)
+        self.experts: nn.Module = build_experts(spec)
         shared = spec.moe.n_shared * spec.moe.d_ffn
         self.shared = FeedForward(spec, shared) if shared else None
-        self.run_experts: RunExperts = run_here
-        self.share = 1.0
-        """Of the tokens of the global batch, how many a forward pass holds (see `balance.py`)."""
         self.tally = Tally()
         self.last_load: Load | None = None
         """Of the last forward pass."""
@@ -179,12 +152,11 @@ class MoE(nn.Module):
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
         rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])
         rows_RD = dispatch(x_BTD.flatten(0, 1), rows)
-        outputs = self.run_experts(self.experts, rows_RD, routing.given_E)
-        shared_BTD = None if self.shared is None else self.shared(x_BTD)
-        y_BTD = combine(outputs(), weights_NK, rows).view_as(x_BTD)
+        y_RD, shared_BTD = self.run(rows_RD, routing.given_E, x_BTD)
+        y_BTD = combine(y_RD, weights_NK, rows).view_as(x_BTD)
         if shared_BTD is not None:
             y_BTD = y_BTD + shared_BTD
-        losses = [None if loss is None else loss * self.share for loss in (routing.aux_loss, routing.z_loss)]
+        losses = (routing.aux_loss, routing.z_loss)
         for loss in losses:
             if loss is not None:
                 y_BTD = attach(y_BTD, loss)
@@ -194,17 +166,16 @@ class MoE(nn.Module):
         self.last_load = Load(asked_E, (asked_E - routing.given_E).sum(), *values)
         return y_BTD
 
+    def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the experts give for their rows, (R, D), and the shared experts for all tokens, (B, T, D)."""
+        shared_BTD = None if self.shared is None else self.shared(x_BTD)
+        return self.experts(rows_RD, counts_E), shared_BTD
+
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
     """The mixtures of a model, or of a pipeline stage of one, by the number of their layer in the whole model."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     return {name.removeprefix("layers.").split(".")[0]: module for name, module in found.items()}
-
-
-def set_share(model: nn.Module, share: float) -> None:
-    """Tell every layer what share of the tokens of the global batch a forward pass holds."""
-    for layer in expert_layers(model).values():
-        layer.share = share
 
 
 def take_load(model: nn.Module) -> dict[str, Load]:

@@ -122,9 +122,9 @@ class Transformer(nn.Module):
         for name, block in self.layers.items():
             x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(dropout_keys_B, int(name)))
             # Outside the block, which may be compiled, or run a second time in the backward pass.
-            ffn = block.ffn
-            if isinstance(ffn, MoE) and ffn.last_load is not None and self.training:
-                ffn.tally.record(x_BTD, ffn.last_load)
+            for module in block.modules() if self.spec.moe and self.training else ():
+                if isinstance(module, MoE) and module.last_load is not None:
+                    module.tally.record(x_BTD, module.last_load)
         return x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Everything that is done to a model to make it parallel, in the one order in which it is done."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.layout import Layout
+from shardwright.model.matmul import Linear
 from shardwright.model.spec import ModelSpec
-from shardwright.model.transformer import Block, Transformer
+from shardwright.model.transformer import Transformer
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicas, Sharded, Single, needs_sharding, shard
 from shardwright.parallel.expert import split_experts
@@ -16,7 +18,7 @@ from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.pipeline import Pipeline, Stage
-from shardwright.parallel.routing import count_whole_sequences
+from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.run import OneByOne, Runner
 from shardwright.parallel.stage import StageModel, cut_stages
 from shardwright.parallel.stage_data import StageEngine, StageReplicas, StageShards
@@ -50,13 +52,14 @@ def apply(
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
     shards: list[Sharded] = []
     for part in parts:
-        blocks = [block for block in part.layers.values() if isinstance(block, Block)]
+        blocks = list(part.layers.values())
         if groups.tp is not None:
             split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:
-            for block in blocks:
-                block.attention.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
-        count_whole_sequences(part, layout, groups)
+            attending: list[Any] = [module for module in part.modules() if hasattr(module, "attend")]
+            for module in attending:
+                module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
+        shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep)
         if layout.recompute == "full":
@@ -130,4 +133,7 @@ def _recompute(block: nn.Module) -> None:
 
     Nothing random has to be kept for that: dropout goes by keys that are among the inputs.
     """
+    for module in block.modules():
+        if isinstance(module, Linear):
+            module.saves_first = True
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

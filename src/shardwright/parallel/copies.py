@@ -12,18 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.layout import Layout
+from shardwright.model.modules import row_of
+from shardwright.model.spec import ModelSpec
 from shardwright.parallel.mesh import Groups
 from shardwright.parallel.norm import local_part
-from shardwright.split.table import summed_over
+from shardwright.split.tensor import summed_over
 
 
-def sum_copies(parameters: Mapping[str, nn.Parameter], layout: Layout, n_kv_heads: int, groups: Groups) -> None:
+def sum_copies(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, layout: Layout, groups: Groups) -> None:
     """Add up, in place, the parts of gradients that copies hold: one all-reduce for each group of ranks."""
     for over, group in (("tp", groups.tp), ("tp_copies", groups.tp_copies)):
         parts = [
             local_part(parameter.grad)
             for name, parameter in parameters.items()
-            if parameter.grad is not None and summed_over(name, layout, n_kv_heads) == over
+            if parameter.grad is not None and summed_over(row_of(spec, name), layout, spec.n_kv_heads) == over
         ]
         if parts and group is not None:
             sum_together(parts, group)

@@ -36,6 +36,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.layout import Layout
+from shardwright.model.moe import MoE
 
 
 class DataEngine(Protocol):
@@ -160,9 +161,11 @@ def shard(
     ordered = []
     for block in blocks:
         inner = []
-        if expert_mesh is not None and (experts := getattr(block.ffn, "experts", None)) is not None:
-            few = layout.zero > 0 and next(experts.parameters()).shape[0] % (layout.expert_dp_shard * layout.ep)
-            inner.append(group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0))
+        for layer in block.modules():
+            if isinstance(layer, MoE) and expert_mesh is not None:
+                experts = layer.experts
+                few = layout.zero > 0 and next(experts.parameters()).shape[0] % (layout.expert_dp_shard * layout.ep)
+                inner.append(group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0))
         ordered += [group_of(block, mesh, "", layout.regathers), *inner]
     root = group_of(model, mesh, "", False)
     for group in (root, *ordered):  # neither setting reaches the groups below

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 
 from shardwright.model.experts import Experts
-from shardwright.model.moe import expert_layers
+from shardwright.model.moe import MoE
 from shardwright.parallel.tensor import local
 
 ReadCounts = Callable[[Tensor], list[list[int]]]
@@ -44,9 +44,26 @@ def read_counts(rows_2n: Tensor) -> list[list[int]]:
 
 def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
     """Keep this rank's experts of a model, or of a stage of one, on the meta device; tokens travel to the others."""
-    for layer in expert_layers(model).values():
-        layer.experts = ExpertPart(layer.experts, mesh["ep"])  # type: ignore[assignment]
-        layer.run_experts = Exchange(group, read)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, MoE):
+            assert isinstance(layer.experts, Experts)
+            part = ExpertPart(layer.experts, mesh["ep"])
+            model.set_submodule(name, ExchangingMoE(layer, part, Exchange(group, read)))
+
+
+class ExchangingMoE(MoE):
+    """A mixture of which this rank has some of the experts; rows travel to them while the shared experts compute."""
+
+    def __init__(self, whole: MoE, experts: nn.Module, exchange: "Exchange") -> None:
+        nn.Module.__init__(self)
+        self.router, self.experts, self.shared = whole.router, experts, whole.shared
+        self.tally, self.last_load = whole.tally, whole.last_load
+        self.exchange = exchange
+
+    def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        finish = self.exchange(self.experts, rows_RD, counts_E)
+        shared_BTD = None if self.shared is None else self.shared(x_BTD)
+        return finish(), shared_BTD
 
 
 class ExpertPart(nn.Module):
@@ -68,7 +85,8 @@ class ExpertPart(nn.Module):
 
 
 class Exchange:
-    """Rows to where their experts are, and back; a `model.moe.RunExperts`."""
+    """Rows to where their experts are, and back: (experts, rows_RD sorted by expert, counts_E) -> a function that
+    waits, and gives their outputs in the same order, (R, D)."""
 
     def __init__(self, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
         self.group, self.read = group, read
@@ -107,11 +125,10 @@ class Exchange:
 def take_sent_bytes(model: nn.Module) -> int:
     """What this rank has sent to experts elsewhere, and back from its own, since the last call; evaluation is not
     counted."""
-    exchanges = [layer.run_experts for layer in expert_layers(model).values()]
     sent = 0
-    for exchange in exchanges:
-        if isinstance(exchange, Exchange):
-            sent, exchange.sent_bytes = sent + exchange.sent_bytes, 0
+    for layer in model.modules():
+        if isinstance(layer, ExchangingMoE):
+            sent, layer.exchange.sent_bytes = sent + layer.exchange.sent_bytes, 0
     return sent
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.layout import DENSE_AXES, EXPERT_AXES, Layout
-from shardwright.split.table import kv_copies
+from shardwright.split.tensor import kv_copies
 
 
 def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:

@@ -10,15 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
-from shardwright.model.moe import expert_layers, learn_from_load, set_share, take_load
+from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.copies import sum_copies
 from shardwright.parallel.mesh import Groups
+from shardwright.parallel.routing import LossScale
 from shardwright.parallel.run import Runner
 from shardwright.parallel.stage_copies import StageCopies, Twins
 from shardwright.split.sequence import held_by
-from shardwright.split.table import vocabulary_rows
+from shardwright.split.tensor import vocabulary_rows
 
 
 class ExpertLoad(NamedTuple):
@@ -57,6 +58,7 @@ class ParallelModel:
         block is gathered, `named_parameters()` of a part gives the whole tensors in their place."""
         self.plain_parameters: dict[str, nn.Parameter] = self.twins.held(plain)
         """Where the parts work with plain tensors in the place of DTensors: those, over the same memory."""
+        self.losses = LossScale(parts)
         self.load: ExpertLoad | None = None
         """Of the experts in the last step; None before the first, and without experts."""
         self.copies = StageCopies(layout, groups, list(self.named_parameters))
@@ -125,7 +127,7 @@ class ParallelModel:
                 stride=whole.stride(),
             )
         self.twins.sum_gradients()
-        sum_copies(self.named_parameters, self.layout, self.spec.n_kv_heads, self.groups)
+        sum_copies(self.named_parameters, self.spec, self.layout, self.groups)
         self.copies.sum_gradients(self.named_parameters)
 
     def forget_gradients(self) -> None:
@@ -138,11 +140,10 @@ class ParallelModel:
             parameter.grad = None
 
     def set_batch(self, n_microbatches: int) -> None:
-        """Before a step: tell layers with experts what share of the tokens of the global batch a forward pass has."""
+        """Before a step: scale the losses of routers to the tokens of the global batch that a forward pass has."""
         layout = self.layout
         ranks = layout.data_ranks * layout.cp * (layout.tp if layout.token_shards else 1)
-        for part in self.parts:
-            set_share(part, 1 / (n_microbatches * ranks))
+        self.losses.share = 1 / (n_microbatches * ranks)
 
     @torch.no_grad()
     def learn_from_load(self) -> None:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the modules of `split.table` replaced, in place, by ones that hold a part.
+"""Tensor and sequence parallelism: modules replaced, in place, by ones that hold a part, as `model.modules` says.
 
 Parameters become DTensors over tp, so whoever saves, clips or shards them knows what part of which tensor they are.
 Activations are plain tensors. n is the degree; without sequence parallelism:
@@ -43,9 +43,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardwright.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
+from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
-from shardwright.split.table import DECODER, how_split, split_dim, vocabulary_rows
+from shardwright.split.tensor import vocabulary_rows
 
 
 @dataclass(frozen=True)
@@ -77,24 +78,15 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
     """Cut a model, or a pipeline stage of one, on the meta device over tp, in place; names of modules and parameters
     stay."""
     axis = TensorAxis(group, layout.token_shards)
-    unordered = replace(axis, by_rank=layout.token_shards)
     copied = "tp_copies" in (mesh.mesh_dim_names or ())
     flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
     for name, parameter in list(model.named_parameters()):
-        if split_dim(name) is not None:
+        row = row_of(model.spec, name)
+        if row.split_dim is not None:
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, _cut(name, parameter, mesh, flat))
-    for row in DECODER:
-        for module in _modules_at(model, row.owner):
-            there = [name for name in row.names if getattr(module, name, None) is not None]
-            if there and row.how[0] in ("column", "kv_column"):
-                shared = SharedInput(axis if row.mixes_tokens else unordered)
-                for name in there:
-                    setattr(module, name, ColumnLinear(getattr(module, name), shared))
-            elif there and row.how[0] == "row":
-                setattr(module, there[0], RowLinear(getattr(module, there[0]), axis if row.mixes_tokens else unordered))
-            elif there and row.how[0] == "every_head":
-                setattr(module, there[0], ForEveryHead(axis))
+            setattr(model.get_submodule(owner), attribute, _shard(parameter, row, mesh, flat))
+    for number, block in model.layers.items():
+        _split_block(block, layer_rows(model.spec, int(number)), axis)
     rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
     if model.embedding is not None:  # a stage has what it needs of embedding, norm and head
         model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
@@ -105,28 +97,39 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
         _narrow_positions(model, axis)
 
 
-def _modules_at(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a path of the table means: `layers.*.ffn` those of all layers."""
-    found: list[nn.Module] = [model]
-    for part in path.split(".") if path else []:
-        below = [child for at in found for child in (at.children() if part == "*" else [getattr(at, part, None)])]
-        found = [module for module in below if module is not None]
-    return found
+def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> None:
+    """Replace the linears of a block that are split, and let every rank have what all heads read."""
+    linears = [row for row in rows if row.matmul is not None and row.split in ("column", "kv_column", "row")]
+    # An input is gathered once. If attention reads it too, all of the block has its tokens in their order.
+    in_order = {row.input for row in linears if row.ordered}
+    mixed = any(row.input in in_order for row in linears if not row.ordered)
+    unordered = axis if mixed else replace(axis, by_rank=axis.token_shards)
+    inputs: dict[str, SharedInput] = {}
+    for row in linears:
+        of_row = axis if row.ordered else unordered
+        linear: Any = block.get_submodule(row.module)
+        if row.split == "row":
+            block.set_submodule(row.module, RowLinear(linear, of_row))
+        else:
+            shared = inputs.setdefault(row.input, SharedInput(of_row))
+            block.set_submodule(row.module, ColumnLinear(linear, shared))
+    for row in rows:
+        if row.every_head:
+            block.get_submodule(row.module).register_forward_hook(ForEveryHead(axis))
 
 
-def _cut(name: str, parameter: nn.Parameter, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
-    """This rank's part of a parameter, without values, as a DTensor over tp that knows the whole one's size."""
-    dim = split_dim(name)
-    assert dim is not None
+def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
+    """This rank's shard of a parameter, without values, as a DTensor over tp that knows the whole one's size."""
+    assert row.split_dim is not None
     line: DeviceMesh
     placements: list[Placement]
     if "tp" in (mesh.mesh_dim_names or ()):
-        line, placements = mesh["tp"], [Shard(dim)]
-    elif how_split(name) == "kv_column":
-        line, placements = mesh["tp_kv", "tp_copies"], [Shard(dim), Replicate()]
+        line, placements = mesh["tp"], [Shard(row.split_dim)]
+    elif row.split == "kv_column":
+        line, placements = mesh["tp_kv", "tp_copies"], [Shard(row.split_dim), Replicate()]
     else:
         # Not Shard on both: with uneven parts PyTorch then has wrong offsets for what FSDP shares out of them.
-        line, placements = flat, [Shard(dim)]
+        line, placements = flat, [Shard(row.split_dim)]
     shape, _ = compute_local_shape_and_global_offset(parameter.shape, line, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(
@@ -217,21 +220,21 @@ class RowLinear(nn.Module):
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
-class ForEveryHead(nn.Module):
-    """Something that all heads read, for this rank's; (B, T, P) or, on token shards, (B, t, P) -> (B, T, P).
+class ForEveryHead:
+    """A forward hook of a linear that every rank computes alike and whose last output the heads of all ranks read:
+    (B, T, P) or, on token shards, (B, t, P) -> (B, T, P).
 
-    It comes of a product that every rank makes alike, so what it leaves to do is what a column-parallel linear does
-    around its own: tokens are gathered, and its gradient summed over the heads of all ranks.
+    It does what a column-parallel linear does around its matmul: tokens are gathered, and the gradient is summed over
+    the heads of all ranks.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
-        super().__init__()
         self.axis = axis
 
     @torch.compiler.disable
-    def forward(self, x_BTP: Tensor) -> Tensor:
-        shared_BTP: Tensor = _SharedByHeads.apply(x_BTP, self.axis)
-        return shared_BTP
+    def __call__(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        *own, shared_BTP = outputs
+        return (*own, _SharedByHeads.apply(shared_BTP, self.axis))
 
 
 class VocabularyEmbedding(nn.Module):

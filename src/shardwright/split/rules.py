@@ -7,7 +7,7 @@ from math import lcm
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
-from shardwright.split.table import vocabulary_rows
+from shardwright.split.tensor import vocabulary_rows
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:

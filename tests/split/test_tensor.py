@@ -1,55 +1,40 @@
-"""Proves that the table of splits and its rules fit every preset: shapes, who sums what, which layouts are refused.
-
-No torch is needed but for the names of a real model's parameters.
-"""
+"""Proves who sums the gradients of replicas over tp, and which layouts are refused. No torch is needed."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.layout import CP_METHODS, Layout
-from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.modules import row_of
+from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
-from shardwright.model.transformer import Transformer
 from shardwright.split.rules import problems, sequence_cuts, tp_divides
 from shardwright.split.sequence import spans
-from shardwright.split.table import how_split, split_dim, summed_over, vocabulary_rows
+from shardwright.split.tensor import summed_over, vocabulary_rows
 
 SPEC = replace(resolve("debug"), n_heads=12, n_kv_heads=4, d_ffn=120, vocab_size=50257)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_table_has_a_row_for_every_parameter_of_every_preset(preset: str):
-    spec = resolve(preset)
-    with torch.device("meta"):
-        model = Transformer(replace(spec, n_layers=1 if spec.moe is None else spec.moe.first_dense + 1))
-    for name, parameter in model.named_parameters():
-        dim = split_dim(name)
-        assert dim is None or dim < parameter.dim(), name
+GPT = replace(resolve("gpt2"), qk_norm=True)
 
 
-def test_queries_are_cut_by_rows_outputs_by_columns_and_norms_not_at_all():
-    assert (how_split("layers.3.attention.q.weight"), split_dim("layers.3.attention.q.weight")) == ("column", 0)
-    assert (how_split("layers.3.attention.o.weight"), split_dim("layers.3.attention.o.weight")) == ("row", 1)
-    assert split_dim("layers.3.attention.q.bias") == 0
-    assert split_dim("layers.3.attention.o.bias") is None
-    assert (how_split("norm.weight"), split_dim("norm.weight")) == ("tokens", None)
+def over(spec: ModelSpec, name: str, layout: Layout, n_kv_heads: int) -> str | None:
+    return summed_over(row_of(spec, name), layout, n_kv_heads)
 
 
 def test_copies_are_summed_where_each_saw_a_part_and_nowhere_else():
     plain, shards = Layout(tp=4), Layout(tp=4, sequence_parallel=True)
-    assert summed_over("layers.0.ffn_norm.weight", plain, 2) is None, "every rank saw all tokens"
-    assert summed_over("layers.0.ffn_norm.weight", shards, 2) == "tp"
-    assert summed_over("layers.0.attention.o.bias", plain, 2) is None
-    assert summed_over("layers.0.attention.o.bias", shards, 2) == "tp"
-    assert summed_over("layers.0.attention.k_norm.weight", plain, 2) == "tp", "every rank saw its heads"
-    assert summed_over("layers.0.attention.k.weight", plain, 2) == "tp_copies"
-    assert summed_over("layers.0.attention.k.weight", plain, 4) is None, "a kv head for every rank"
-    assert summed_over("layers.0.attention.q.weight", shards, 2) is None
-    assert summed_over("norm.weight", Layout(sequence_parallel=True), 2) is None, "one rank"
+    assert over(GPT, "layers.0.ffn_norm.weight", plain, 2) is None, "every rank saw all tokens"
+    assert over(GPT, "layers.0.ffn_norm.weight", shards, 2) == "tp"
+    assert over(GPT, "layers.0.attention.o.bias", plain, 2) is None
+    assert over(GPT, "layers.0.attention.o.bias", shards, 2) == "tp"
+    assert over(GPT, "layers.0.attention.k_norm.weight", plain, 2) == "tp", "every rank saw its heads"
+    assert over(GPT, "layers.0.attention.k.weight", plain, 2) == "tp_copies"
+    assert over(GPT, "layers.0.attention.k.weight", plain, 4) is None, "a kv head for every rank"
+    assert over(GPT, "layers.0.attention.q.weight", shards, 2) is None
+    assert over(GPT, "norm.weight", Layout(sequence_parallel=True), 2) is None, "one rank"
 
 
 @given(st.integers(1, 70_000), st.sampled_from([1, 2, 4, 8, 16]))
@@ -107,11 +92,11 @@ def test_latent_attention_is_cut_by_heads_behind_vectors_that_every_rank_makes()
     spec, layout = resolve("deepseek-v3"), Layout(tp=8, sequence_parallel=True)
     assert problems(spec, layout, 4096) == []
     for name in ("q_down", "kv_down", "q_latent_norm", "kv_latent_norm"):
-        assert split_dim(f"layers.0.attention.{name}.weight") is None
-        assert summed_over(f"layers.0.attention.{name}.weight", layout, spec.n_kv_heads) == "tp"
-        assert summed_over(f"layers.0.attention.{name}.weight", Layout(tp=8), spec.n_kv_heads) is None
+        assert row_of(spec, f"layers.0.attention.{name}.weight").split_dim is None
+        assert over(spec, f"layers.0.attention.{name}.weight", layout, spec.n_kv_heads) == "tp"
+        assert over(spec, f"layers.0.attention.{name}.weight", Layout(tp=8), spec.n_kv_heads) is None
     for name in ("q_up", "kv_up"):
-        assert split_dim(f"layers.0.attention.{name}.weight") == 0
+        assert row_of(spec, f"layers.0.attention.{name}.weight").split_dim == 0
 
 
 def test_a_vocabulary_too_small_for_tp_is_refused():
