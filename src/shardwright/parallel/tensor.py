@@ -100,10 +100,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
 def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> None:
     """Replace the linears of a block that are split, and let every rank have what all heads read."""
     linears = [row for row in rows if row.matmul is not None and row.split in ("column", "kv_column", "row")]
-    # An input is gathered once. If attention reads it too, all of the block has its tokens in their order.
-    in_order = {row.input for row in linears if row.ordered}
-    mixed = any(row.input in in_order for row in linears if not row.ordered)
-    unordered = axis if mixed else replace(axis, by_rank=axis.token_shards)
+    unordered = replace(axis, by_rank=axis.token_shards)
     inputs: dict[str, SharedInput] = {}
     for row in linears:
         of_row = axis if row.ordered else unordered
@@ -111,7 +108,7 @@ def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> Non
         if row.split == "row":
             block.set_submodule(row.module, RowLinear(linear, of_row))
         else:
-            shared = inputs.setdefault(row.input, SharedInput(of_row))
+            shared = inputs.setdefault(row.input or row.name, SharedInput(of_row))
             block.set_submodule(row.module, ColumnLinear(linear, shared))
     for row in rows:
         if row.every_head:
