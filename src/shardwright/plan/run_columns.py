@@ -170,7 +170,9 @@ class Measured:
     pp: int = _whole("pipeline parallelism", 128, "usable")
     virtual_stages: int = _whole("chunks of layers on one rank of pp; 1 without interleaving", 1000, "usable")
     schedule: str = _choice(
-        "of the pipeline; 1f1b if pp is 1", *(name for name in registry.names() if registry.find(name).priced), needed="usable"
+        "of the pipeline; 1f1b if pp is 1",
+        *(name for name in registry.names() if registry.find(name).priced),
+        needed="usable",
     )
     layer_split: str | None = _choice(
         "even: each chunk has as many layers; ends: the first and the last have one less; uneven: neither divides. "

@@ -21,12 +21,16 @@ def adamw(groups: list[dict[str, Any]], lr: float, options: Mapping[str, float])
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection) -> Optimizer:
-    """The optimizer of the run for `parameters`, by global name, with weight decay on matrices and embeddings only.
+    """The optimizer of the run for `parameters`, by global name, with weight decay on matrices and embeddings only."""
+    return make_optimizer(parameter_groups(parameters, spec, config.weight_decay), config)
+
+
+def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Optimizer:
+    """The optimizer of the run for groups of parameters with their weight decay.
 
     The state is allocated here and not in the first step, so that a run that does not fit fails at its start, and
     a checkpoint has somewhere to be read into. It is on the device and of the type and sharding of its parameter.
     """
-    groups = parameter_groups(parameters, spec, config.weight_decay)
     optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         counters = {

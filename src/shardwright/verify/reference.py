@@ -1,5 +1,5 @@
-"""The oracle: a model trained by one process in plain PyTorch. No layout, no microbatches, no code of ours but the
-model itself; the whole batch in one forward pass, PyTorch's own loss, clipping and optimizers."""
+"""The reference: a model trained by one process in plain PyTorch. No layout, no micro-batches, no code of ours but the
+model itself and the row of the optimizer; the whole batch in one forward pass, PyTorch's own loss and clipping."""
 
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.random import sample_keys
 from shardwright.model.transformer import Transformer
+from shardwright.train.optimizer import make_optimizer
 from shardwright.verify.case import DTYPES, Case
 from shardwright.verify.trace import Quantity, RankTrace, Recorder
 
@@ -59,5 +60,4 @@ def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer: torch.optim.Optimizer = config.kind.build(groups, config.lr, config.options)
-    return optimizer
+    return make_optimizer(groups, config)

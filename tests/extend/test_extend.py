@@ -1,0 +1,126 @@
+"""Proves that a schedule, an optimizer and a family of models registered from outside the package are planned, drawn,
+verified and trained. The three files beside this one import public modules alone; docs/extending.md shows them."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.data.prepare import prepare
+
+HERE = Path(__file__).parent
+FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "lion", "parallel_block")]
+RUN = """
+out = "{out}"
+steps = 8
+extensions = {extensions}
+[model]
+preset = "debug"
+family = "parallel-block"
+norm = "layernorm"
+activation = "gelu_tanh"
+bias = true
+[data]
+path = "{data}"
+[batch]
+seq_len = 64
+global_batch = 8
+[optimizer]
+name = "lion"
+beta2 = 0.95
+lr = 1e-3
+[layout]
+pp = 2
+schedule = "eager-1f1b"
+[checkpoint]
+every = 4
+[metrics]
+every = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extended")
+    (folder / "text").mkdir()
+    for name in "abc":
+        (folder / "text" / f"{name}.txt").write_text(f"the {name} of all things is not known. " * 400)
+    prepare(folder / "text", folder / "tokens", vocab_size=300, validation=0.3)
+    path = folder / "run.toml"
+    names = json.dumps([str(file) for file in FILES])
+    path.write_text(RUN.format(out=folder / "out", data=folder / "tokens", extensions=names))
+    return path
+
+
+def shardwright(*arguments: object, exit_code: int = 0) -> str:
+    """What a command prints; in a process of its own, since what it registers would stay."""
+    command = [sys.executable, "-m", "shardwright", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_page_shows_the_file(file: Path):
+    page = HERE.parents[1] / "docs" / "extending.md"
+    assert f"```python\n{file.read_text()}```" in page.read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_extension_is_short_and_imports_public_modules_alone(file: Path):
+    text = file.read_text()
+    assert len(text.splitlines()) < 100
+    imported = [node.module or "" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in imported if any(part.startswith("_") for part in name.split("."))]
+
+
+def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
+    picture = tmp_path / "eager.svg"
+    said = shardwright(
+        "schedule", "--extension", FILES[0], "--schedule", "eager-1f1b", "--pp", 4, "--microbatches", 8,
+        "--draw", picture,
+    )  # fmt: skip
+    assert "eager-1f1b" in said
+    assert picture.read_text().startswith("<")
+
+
+def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer(run_file: Path):
+    asked = ("plan", run_file, "--cluster", "h100:8", "--json", "--explain")
+    told = json.loads(shardwright(*asked, "pp=2,schedule=eager-1f1b,tp=2,dp_shard=2"))
+    (best,) = told.get("best", [told])
+    usual = json.loads(shardwright(*asked, "pp=2,tp=2,dp_shard=2"))
+    assert json.dumps(best) != json.dumps(usual)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("layout.tp=2",),
+        ("layout.tp=2", "layout.sequence_parallel=false"),
+        ("layout.tp=2", "layout.pp=1", "layout.schedule=1f1b", "layout.cp=2"),
+        ("layout.dp_shard=2", "layout.zero=3"),
+    ],
+    ids=lambda layout: ",".join(layout),
+)
+def test_every_axis_with_all_three_is_equal_to_one_process(run_file: Path, layout: tuple[str, ...]):
+    options = [word for setting in layout for word in ("--set", setting)]
+    assert "equal: " in shardwright("verify", run_file, *options)
+
+
+def test_they_are_trained_and_resumed(run_file: Path):
+    shardwright("train", run_file)
+    metrics = run_file.parent / "out" / "metrics.jsonl"
+    losses = [line["loss"] for line in map(json.loads, metrics.read_text().splitlines()) if line["kind"] == "step"]
+    assert losses[-1] < losses[0] - 0.05
+    resumed = shardwright("train", run_file, "--set", "steps=12", "--resume")
+    assert "8" in resumed
+    losses = [line["loss"] for line in map(json.loads, metrics.read_text().splitlines()) if line["kind"] == "step"]
+    assert len(losses) == 12
+
+
+def test_what_a_family_does_not_have_is_refused_in_its_own_words(run_file: Path):
+    said = shardwright("verify", run_file, "--set", "model.norm=rmsnorm", exit_code=2)
+    assert "norm='rmsnorm' with family='parallel-block'; valid: 'layernorm'" in said
