@@ -196,10 +196,11 @@ def test_every_import_shown_works(page: Path):
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
-def test_the_reference_of_the_run_file_is_up_to_date(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["make_run_file", "make_measured_runs"])
+def test_a_reference_that_is_made_from_the_code_is_up_to_date(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
-    maker = import_module("make_run_file")
-    assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), "run: python docs/make_run_file.py"
+    maker = import_module(name)
+    assert maker.PAGE.read_text(encoding="utf-8") == maker.page(), f"run: python docs/{name}.py"
 
 
 def test_the_index_names_every_page():
