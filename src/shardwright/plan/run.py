@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -205,6 +206,7 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
         "micro_batch": row.micro_batch,
         "recompute": RECOMPUTE.get(row.recompute, RECOMPUTE["selective"]),
     }
+    arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
     return Candidates(
         pp=row.pp,
         schedule=row.schedule,
@@ -212,7 +214,7 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
         stage_layers=_stage_layers(row, piped.n_stages),
         cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
         sequence_parallel=np.array([row.sp]),
-        **{key: np.array([value], dtype=np.int64) for key, value in each.items()},  # type: ignore[arg-type]
+        **arrays,
     )
 
 

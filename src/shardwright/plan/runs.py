@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardwright.errors import InputError, nearest
 from shardwright.plan.run import Run, Skipped, prepared
@@ -69,13 +70,14 @@ def _header_problems(header: list[str]) -> Iterator[str]:
 
 def _read(cells: dict[str, str]) -> tuple[Measured, list[str]]:
     """A row, and what is wrong with its cells one by one; with a problem the row has None there."""
-    values, problems = dict.fromkeys(columns()), []
+    values: dict[str, Any] = dict.fromkeys(columns())
+    problems: list[str] = []
     for name, column in columns().items():
         try:
             values[name] = column.read(cells[name])
         except ValueError as error:
             problems.append(f"{name}={_quoted(cells[name])!r}: {error}")
-    row = Measured(**values)  # type: ignore[arg-type]
+    row = Measured(**values)
     when = {
         "always": True,
         "usable": row.usable == "yes",
