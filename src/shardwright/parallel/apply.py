@@ -1,9 +1,12 @@
 """Everything that is done to a model to make it parallel, in the one order in which it is done."""
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,18 +15,19 @@ from shardwright.model.matmul import Linear
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.context import ContextAttention
-from shardwright.parallel.data import DataEngine, Replicas, Sharded, Single, needs_sharding, shard
+from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
 from shardwright.parallel.expert import split_experts
 from shardwright.parallel.initialise import materialise
-from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh
+from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.model import ParallelModel
-from shardwright.parallel.pipeline import Pipeline, Stage
+from shardwright.parallel.pipeline.messages import Messages
+from shardwright.parallel.pipeline.runner import Pipeline, Stage
+from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.run import OneByOne, Runner
-from shardwright.parallel.stage import StageModel, cut_stages
-from shardwright.parallel.stage_data import StageEngine, StageReplicas, StageShards
 from shardwright.parallel.tensor import plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
+from shardwright.schedule.forward import forward_only
 from shardwright.split.stages import stage_layers, step_schedule
 
 
@@ -46,7 +50,7 @@ def apply(
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
-    parts = _parts(spec, layout, groups, param_dtype, seq_len or spec.max_seq_len)
+    parts, held_on = _parts(spec, layout, groups, param_dtype, seq_len or spec.max_seq_len)
     experts_apart = spec.moe is not None and layout.ep * layout.tp > 1
     expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
@@ -73,59 +77,64 @@ def apply(
         materialise(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
-    stages = [part for part in parts if isinstance(part, StageModel)]
+    engines: list[DataEngine] = [*shards] or [Replicated(part.parameters(), groups.tokens) for part in parts]
+    stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
     runner: Runner
     if stages:
-        runner = _pipeline(stages, shards, layout, groups, device, compute_dtype, seq_len or spec.max_seq_len)
+        shared = {ranks for ranks in held_on.values() if len(ranks) > 1}
+        stage_groups = build_stage_groups(layout, groups, shared | set(_neighbours(layout)))
+        runner = _pipeline(stages, layout, groups, stage_groups, device, compute_dtype, seq_len or spec.max_seq_len)
     else:
-        runner = OneByOne(shards[0] if sharded else _engine(parts[0], groups))
-    return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain)
+        stage_groups = {}
+        runner = OneByOne(parts[0], engines[0])
+    return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
 
 
 def _parts(
     spec: ModelSpec, layout: Layout, groups: Groups, dtype: torch.dtype, seq_len: int
-) -> list[Transformer] | list[StageModel]:
-    """What this rank has of the model, on the meta device: all of it, or its stages."""
+) -> tuple[list[Transformer] | list[StageModel], dict[str, tuple[int, ...]]]:
+    """What this rank has of the model, on the meta device: all of it, or its stages; and the ranks of `pp` that hold
+    each parameter of the whole model."""
     if groups.pp is None:
         with torch.device("meta"):
-            return [Transformer(spec).to(dtype)]
-    numbers = tuple(stage for _, stage in layout.held_by(groups.pp.rank()))
-    return cut_stages(spec, stage_layers(spec, layout, seq_len), numbers, dtype)
+            whole = Transformer(spec).to(dtype)
+        return [whole], {name: (0,) for name, _ in whole.named_parameters()}
+    stages = cut_stages(spec, stage_layers(spec, layout, seq_len), dtype)
+    mine = dict.fromkeys(number for _, number in layout.held_by(groups.pp.rank()))
+    return [stages[number] for number in mine], holders(stages, layout.ways)
 
 
-def _engine(model: nn.Module, groups: Groups) -> DataEngine:
-    """ZeRO-0 on plain tensors. DDP makes its buckets of parameters that are there already, so it comes last."""
-    return Single(model) if groups.tokens is None else Replicas(model, groups.tokens)
+def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Pairs of ranks of `pp`, the lower first, that have a stage and the next one."""
+    for way in layout.ways:
+        for here, there in pairwise(way):
+            if here != there:
+                yield min(here, there), max(here, there)
 
 
 def _pipeline(
-    models: list[StageModel],
-    shards: list[Sharded],
+    stages: list[Stage],
     layout: Layout,
     groups: Groups,
+    stage_groups: dict[tuple[int, ...], dist.ProcessGroup],
     device: torch.device,
     dtype: torch.dtype,
     seq_len: int,
 ) -> Pipeline:
     assert groups.pp is not None
-    engines: list[StageEngine] = [StageShards(each, layout) for each in shards]
-    engines = engines or [StageReplicas(model.parameters(), groups.tokens) for model in models]
-    held = layout.held_by(groups.pp.rank())
-    stages = [
-        Stage(model, engine, way, layout.n_stages, groups.pp)
-        for model, engine, (way, _) in zip(models, engines, held, strict=True)
-    ]
-    spec = models[0].spec
+    spec = stages[0].model.spec
     cuts = layout.tp if layout.token_shards else 1
 
-    def schedule(n_microbatches: int) -> Schedule:
-        return step_schedule(spec, layout, n_microbatches, seq_len)
+    def schedule(training: bool, n_microbatches: int) -> Schedule:
+        if training:
+            return step_schedule(spec, layout, n_microbatches, seq_len)
+        return forward_only(layout.ways[0], layout.pp, n_microbatches)
 
     def activation(tokens_BT: Tensor) -> Tensor:
         n_sequences, n_tokens = tokens_BT.shape
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
-    return Pipeline(stages, schedule, layout.ways, groups.pp, activation, device)
+    return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
 
 
 def _recompute(block: nn.Module) -> None:

@@ -22,6 +22,7 @@ Axes of one rank are left out, for each costs a process group; but `share` and `
 `tp_kv` where `tp_copies` is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -104,3 +105,22 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
         data=along("dp_replicate", "dp_shard"),
         tokens=along("dp_replicate", "dp_shard", "cp"),
     )
+
+
+def build_stage_groups(
+    layout: Layout, groups: Groups, sets: Iterable[tuple[int, ...]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """For each set of ranks of `pp`, ascending, that this rank is in: its group in this rank's pipeline.
+
+    Every rank of the world has to call this with the same sets, after `build_groups`.
+    """
+    assert groups.pp is not None
+    found = {}
+    for ranks in sorted(sets):
+        if len(ranks) == layout.pp:
+            group = groups.pp
+        else:
+            group, _ = dist.new_subgroups_by_enumeration([[line[i] for i in ranks] for line in layout.groups("pp")])
+        if groups.pp.rank() in ranks:
+            found[ranks] = group
+    return found

@@ -1,6 +1,6 @@
 """A model laid over the ranks, as the training step sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.copies import sum_copies
 from shardwright.parallel.mesh import Groups
+from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.routing import LossScale
 from shardwright.parallel.run import Runner
-from shardwright.parallel.stage_copies import StageCopies, Twins
 from shardwright.split.sequence import held_by
 from shardwright.split.tensor import vocabulary_rows
 
@@ -47,37 +47,33 @@ class ParallelModel:
         groups: Groups,
         named: Sequence[dict[str, nn.Parameter]],
         plain: Sequence[dict[str, nn.Parameter]],
+        holders: Mapping[str, tuple[int, ...]],
+        stage_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ) -> None:
         """`named` are the parameters of each part as they are optimised and saved; `plain`, where a part works with
-        plain tensors in the place of DTensors, those."""
+        plain tensors in the place of DTensors, those; `holders` the ranks of `pp` that hold each parameter of the whole
+        model, and `stage_groups` the groups of those sets of ranks."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups
-        self.twins = Twins(named, plain)
-        self.named_parameters: dict[str, nn.Parameter] = self.twins.held(named)
+        self.tied = TiedParameters(named, plain, holders, stage_groups)
+        self.named_parameters = first_of_each(named)
         """What is optimised and saved, by its global name. Under FSDP these are the shards, and only these: while a
         block is gathered, `named_parameters()` of a part gives the whole tensors in their place."""
-        self.plain_parameters: dict[str, nn.Parameter] = self.twins.held(plain)
+        self.plain_parameters = first_of_each(plain)
         """Where the parts work with plain tensors in the place of DTensors: those, over the same memory."""
+        self.all_names = frozenset(holders)
+        """Names of the parameters of the whole model, on whatever rank."""
+        self.holders = [len(holders[name]) for name in self.named_parameters]
+        """For each of `named_parameters`, how many ranks of `pp` hold it."""
         self.losses = LossScale(parts)
         self.load: ExpertLoad | None = None
         """Of the experts in the last step; None before the first, and without experts."""
-        self.copies = StageCopies(layout, groups, list(self.named_parameters))
 
     @property
     def module(self) -> Transformer:
         """The whole model, where it is not cut into stages."""
         (whole,) = self.parts
         return whole
-
-    @property
-    def holders(self) -> list[int]:
-        """For each of `named_parameters`, the ranks of `pp` that hold it."""
-        return [self.copies.holders(name) for name in self.named_parameters]
-
-    @property
-    def all_names(self) -> frozenset[str]:
-        """Names of the parameters of the whole model, on whatever rank."""
-        return self.copies.all_names
 
     @property
     def vocabulary(self) -> range:
@@ -126,17 +122,17 @@ class ParallelModel:
                 shape=whole.shape,
                 stride=whole.stride(),
             )
-        self.twins.sum_gradients()
+        self.tied.sum_on_rank()
         sum_copies(self.named_parameters, self.spec, self.layout, self.groups)
-        self.copies.sum_gradients(self.named_parameters)
+        self.tied.sum_over_ranks()
 
     def forget_gradients(self) -> None:
         """Let the gradients go, or zero those whose memory is kept."""
         if self.runner.keeps_gradients:
-            held = [*(self.named_parameters | self.plain_parameters).values(), *self.twins.seconds]
+            held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.seconds]
             torch._foreach_zero_([parameter.grad for parameter in held if parameter.grad is not None])
             return
-        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.twins.seconds):
+        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.seconds):
             parameter.grad = None
 
     def set_batch(self, n_microbatches: int) -> None:
@@ -171,7 +167,7 @@ class ParallelModel:
 
     def after_change(self) -> None:
         """To be called when `named_parameters` have been written to."""
-        self.twins.follow()
+        self.tied.follow()
 
     def _coordinate(self, axis: str) -> int:
         return self.layout.coordinates(dist.get_rank())[axis]

@@ -1,10 +1,10 @@
-"""How the microbatches of a step are run: one after another, or through a pipeline (`pipeline.py`)."""
+"""How the microbatches of a step are run: one after another, or through a pipeline (`pipeline/runner.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.parallel.data import DataEngine
 
@@ -42,17 +42,20 @@ class Runner(Protocol):
 class OneByOne:
     """The whole model on this rank: forward and backward of each microbatch before the next."""
 
-    def __init__(self, engine: DataEngine) -> None:
-        self.engine = engine
+    def __init__(self, model: nn.Module, engine: DataEngine) -> None:
+        self.model, self.engine = model, engine
         self.keeps_gradients = engine.keeps_gradients
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
         for microbatch in microbatches:
-            self.engine.begin_microbatch(last=microbatch is microbatches[-1])
+            last = microbatch is microbatches[-1]
             part = loss(self._logits(microbatch), microbatch.targets_BT)
+            self.engine.before_backward(split=False, last=last)
             part.backward()
+            self.engine.after_gradients(split=False, last=last)
             total = total + part.detach()
+        self.engine.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
@@ -62,4 +65,7 @@ class OneByOne:
         self.engine.release()
 
     def _logits(self, microbatch: Microbatch) -> Tensor:
-        return self.engine(microbatch.tokens_BT, microbatch.positions_T, dropout_keys_B=microbatch.dropout_keys_B)
+        logits_BTV: Tensor = self.model(
+            microbatch.tokens_BT, microbatch.positions_T, dropout_keys_B=microbatch.dropout_keys_B
+        )
+        return logits_BTV

@@ -7,7 +7,7 @@ from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
-from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.messages import sent_after
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import PerStage, Simulation, Times, simulate
 
@@ -62,9 +62,7 @@ def scaled(times: Times, factor: float) -> Times:
 
 def count_messages(schedule: Schedule) -> int:
     """How many messages ranks send one another in a step."""
-    return sum(
-        isinstance(each, Message) and each.way == "send" for actions in with_messages(schedule) for each in actions
-    )
+    return sum(sent_after(schedule, rank, action) is not None for rank, action in schedule.actions())
 
 
 def parameters_held(schedule: Schedule) -> float:

@@ -1,70 +1,87 @@
 """Where ranks send and receive: a schedule with its messages between its actions.
 
-A message is sent right after the action that makes it. It is put into the lists of sender and receiver at the same
-moment of one common order, so that two ranks see the messages between them in the same order, whichever way they go:
-links that match messages by order (gloo) match the right ones, and links that carry one at a time (NCCL) never have
-both ends waiting to send.
+The lists are made in rounds. In a round every rank takes its next action, if what the action needs was made two rounds
+ago or before (one round ago on the same rank); then the results of the round that another rank needs are put into the
+lists of both ranks, those between the same two ranks together, as one exchange. So a receive stands at least one action
+before the action that needs it wherever the rank has something else to do, and the message travels meanwhile.
+
+Rounds are an order of all actions and exchanges in which everything comes after what it needs, and each rank's list
+keeps to it. Ranks that wait at every exchange for the other end therefore never wait in a circle.
 """
 
+from collections import defaultdict
 from typing import Literal, NamedTuple
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Schedule
+from shardwright.schedule.validate import deadlock
 
 
 class Message(NamedTuple):
-    """One end of a transfer: `send` the result of (stage, microbatch), or `receive` what it needs, from or to a
-    `peer` rank; `F` the output of a forward pass, `B` the gradient of an input."""
+    """What `stage` needs from another rank for a micro-batch: its input for F, the gradient of its output for B."""
 
-    way: Literal["send", "receive"]
     stage: int
     op: Literal["F", "B"]
     microbatch: int
-    peer: int
+    sender: int
+    receiver: int
 
 
-def with_messages(schedule: Schedule) -> list[list[Action | Message]]:
-    """Every rank's actions with the messages between them.
+class Exchange(NamedTuple):
+    """The messages of one round between two ranks, `low` < `high`, in one direction or in both."""
+
+    low: int
+    high: int
+    messages: tuple[Message, ...]
+
+
+def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
+    """Every rank's actions with the exchanges between them.
 
     Raises ScheduleError where no action can come next: something is needed before it is made.
     """
-    lists: list[list[Action | Message]] = [[] for _ in schedule.ranks]
-    done: set[tuple[int, str, int]] = set()
-    at = [0] * schedule.n_ranks
-    while any(position < len(actions) for position, actions in zip(at, schedule.ranks, strict=True)):
-        before = sum(at)
-        for rank, actions in enumerate(schedule.ranks):
-            if at[rank] == len(actions) or not _ready(schedule, actions[at[rank]], done):
-                continue
-            action = actions[at[rank]]
-            at[rank] += 1
+    lists: list[list[Action | Exchange]] = [[] for _ in schedule.ranks]
+    position = [0] * schedule.n_ranks
+    made_in: dict[tuple[int, str, int], int] = {}
+    now = last = 0
+    while any(at < len(actions) for at, actions in zip(position, schedule.ranks, strict=True)):
+        heads = ((rank, actions[at]) for rank, (at, actions) in enumerate(zip(position, schedule.ranks, strict=True))
+                 if at < len(actions))  # fmt: skip
+        ready = [(rank, action) for rank, action in heads if _ready(schedule, rank, action, made_in, now)]
+        if ready:
+            last = now
+        elif now > last + 1:
+            raise ScheduleError(f"{schedule.name}: {deadlock(schedule)}")
+        between: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+        for rank, action in ready:
+            position[rank] += 1
             lists[rank].append(action)
-            done.add((action.stage, "F" if action.op == "F" else "B" if action.sends_back else "W", action.microbatch))
-            _send(schedule, rank, action, lists)
-        if sum(at) == before:
-            stuck = "; ".join(
-                f"rank {rank} at {actions[at[rank]]}"
-                for rank, actions in enumerate(schedule.ranks)
-                if at[rank] < len(actions)
-            )
-            raise ScheduleError(f"{schedule.name}: every rank waits for another: {stuck}")
+            if action.op != "W":
+                made_in[action.stage, "F" if action.op == "F" else "B", action.microbatch] = now
+            if (message := sent_after(schedule, rank, action)) is not None:
+                between[min(rank, message.receiver), max(rank, message.receiver)].append(message)
+        for (low, high), messages in sorted(between.items()):
+            exchange = Exchange(low, high, tuple(messages))
+            lists[low].append(exchange)
+            lists[high].append(exchange)
+        now += 1
     return lists
 
 
-def _ready(schedule: Schedule, action: Action, done: set[tuple[int, str, int]]) -> bool:
-    needed = schedule.needs(action)
-    return needed is None or (needed[0], "F" if action.op == "F" else "B", needed[1]) in done
-
-
-def _send(schedule: Schedule, rank: int, action: Action, lists: list[list[Action | Message]]) -> None:
-    """Put the result of an action into the lists of both ends, if another rank needs it."""
+def sent_after(schedule: Schedule, rank: int, action: Action) -> Message | None:
+    """What a rank sends when it has run an action; None where no other rank needs its result."""
     if action.op == "W":
-        return
-    to = action.stage + (1 if action.op == "F" else -1)
-    if not 0 <= to < schedule.n_stages:
-        return
-    peer = schedule.place[to, action.microbatch]
-    if peer != rank:
-        op: Literal["F", "B"] = "F" if action.op == "F" else "B"
-        lists[rank].append(Message("send", action.stage, op, action.microbatch, peer))
-        lists[peer].append(Message("receive", to, op, action.microbatch, rank))
+        return None
+    stage = action.stage + (1 if action.op == "F" else -1)
+    receiver = schedule.place.get((stage, action.microbatch), rank)
+    if receiver == rank:
+        return None
+    return Message(stage, "F" if action.op == "F" else "B", action.microbatch, rank, receiver)
+
+
+def _ready(schedule: Schedule, rank: int, action: Action, made_in: dict[tuple[int, str, int], int], now: int) -> bool:
+    needed = schedule.needs(action)
+    if needed is None:
+        return True
+    made = made_in.get((needed[0], "F" if action.op == "F" else "B", needed[1]))
+    return made is not None and made + (1 if schedule.place[needed] == rank else 2) <= now

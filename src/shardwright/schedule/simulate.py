@@ -94,7 +94,7 @@ def simulate(schedule: Schedule, times: Times) -> "Simulation":
             if made in waiting:
                 runnable.extend(waiting.pop(made))
     if waiting:
-        raise ScheduleError(f"{schedule.name}: {deadlock(schedule, blocking=False)}")
+        raise ScheduleError(f"{schedule.name}: {deadlock(schedule)}")
     return Simulation(schedule, times, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 

@@ -6,9 +6,7 @@ Positions count a rank's actions from 0.
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import OPS, Action, Schedule
-from shardwright.schedule.messages import Message, with_messages
 
 Place = tuple[int, int]
 """A rank and a position in its list."""
@@ -17,8 +15,8 @@ Place = tuple[int, int]
 def problems(schedule: Schedule) -> list[str]:
     """Everything that keeps a schedule from being run, one line each; empty for a good one.
 
-    Deadlock is looked for once the actions themselves are right: with sends that wait for nobody, and then with sends
-    that wait for their receiver, in the order of messages that is run (`messages.with_messages`).
+    Deadlock is looked for once the actions themselves are right. Messages add none, even if a send waits for its
+    receiver: `messages.with_messages`.
     """
     if outside := list(_outside(schedule)):
         return outside
@@ -38,64 +36,9 @@ def problems(schedule: Schedule) -> list[str]:
             first.setdefault(action, (rank, position))
     found += [*_missing(schedule, first), *_out_of_place(first)]
     if not found:
-        stuck = deadlock(schedule, blocking=False) or deadlock(schedule, blocking=True)
+        stuck = deadlock(schedule)
         found += [stuck] if stuck else []
     return found
-
-
-def deadlock(schedule: Schedule, blocking: bool) -> str | None:
-    """Why ranks wait for one another for ever, or None if they do not.
-
-    With `blocking` a send ends only when its receiver has come to receive it, in the order of messages that
-    `messages.with_messages` gives; without, it ends at once.
-    """
-    if not blocking:
-        return _waiting(schedule)
-    try:
-        lists = with_messages(schedule)
-    except ScheduleError as error:
-        return str(error)
-    return rendezvous(lists)
-
-
-def rendezvous(lists: list[list[Action | Message]]) -> str | None:
-    """Why ranks that run these lists, each with both ends of its messages, wait for ever when a send waits for its
-    receiver and a receive for its sender; None if they come to their ends."""
-    at = [0] * len(lists)
-    to_try = deque(range(len(lists)))
-    while to_try:
-        rank = to_try.popleft()
-        while at[rank] < len(lists[rank]):
-            here = lists[rank][at[rank]]
-            if isinstance(here, Message):
-                peer = here.peer
-                if at[peer] == len(lists[peer]) or not _match(rank, here, lists[peer][at[peer]]):
-                    break
-                at[peer] += 1
-                to_try.append(peer)
-            at[rank] += 1
-    stuck = [
-        f"{_at(rank, at[rank])} of the list with messages: {_words(entries[at[rank]])}"
-        for rank, entries in enumerate(lists)
-        if at[rank] < len(entries)
-    ]
-    return f"with sends that wait for their receiver, nothing can go on: {'; '.join(stuck)}" if stuck else None
-
-
-def _match(rank: int, here: Message, there: Action | Message) -> bool:
-    """Whether what a rank stands at and what its peer stands at are the two ends of one message."""
-    if not isinstance(there, Message) or there.peer != rank or {here.way, there.way} != {"send", "receive"}:
-        return False
-    sent, received = (here, there) if here.way == "send" else (there, here)
-    step = 1 if sent.op == "F" else -1
-    return (sent.op, sent.stage + step, sent.microbatch) == (received.op, received.stage, received.microbatch)
-
-
-def _words(entry: Action | Message) -> str:
-    if isinstance(entry, Action):
-        return str(entry)
-    what = f"{entry.stage}{entry.op}{entry.microbatch}"
-    return f"send {what} to rank {entry.peer}" if entry.way == "send" else f"receive for {what} from rank {entry.peer}"
 
 
 def _outside(schedule: Schedule) -> Iterator[str]:
@@ -151,8 +94,9 @@ def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
             yield f"{_at(rank, position)}: {action} comes before its {what} {needed}, at position {first[needed][1]}"
 
 
-def _waiting(schedule: Schedule) -> str | None:
-    """The circle of ranks that wait for one another, or what is waited for and made by nobody."""
+def deadlock(schedule: Schedule) -> str | None:
+    """Why ranks wait for ever: the circle of ranks that wait for one another, or what is waited for and made by nobody;
+    None if they come to their ends."""
     where: dict[tuple[int, str, int], Place] = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):

@@ -6,6 +6,8 @@ initial values and verification do not know of stages.
 Shapes: B batch, T tokens, D model, V vocab.
 """
 
+from collections import defaultdict
+from collections.abc import Iterable
 from copy import deepcopy
 
 import torch
@@ -45,10 +47,17 @@ class StageModel(Transformer):
         return self.logits(self.norm(x_BTD)) if self.last else x_BTD
 
 
-def cut_stages(
-    spec: ModelSpec, layers: tuple[range, ...], numbers: tuple[int, ...], dtype: torch.dtype
-) -> list[StageModel]:
-    """The stages `numbers` of a model of which stage i has the layers `layers[i]`, on the meta device."""
+def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -> list[StageModel]:
+    """All stages of a model, of which stage i has the layers `layers[i]`, on the meta device."""
     with torch.device("meta"):
         whole = Transformer(spec).to(dtype)
-    return [StageModel(whole, number, layers[number], len(layers)) for number in numbers]
+    return [StageModel(whole, number, held, len(layers)) for number, held in enumerate(layers)]
+
+
+def holders(stages: Iterable[StageModel], ways: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Of each parameter of the whole model, the ranks of `pp` that hold it; `ways` as of `schedule.placement.paths`."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name, _ in stage.named_parameters():
+            found[name] |= {way[stage.number] for way in ways}
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}

@@ -1,0 +1,152 @@
+"""Runs the actions of this rank's list, one after another, and starts the messages between them.
+
+Shapes are known from the micro-batches and memory is that of what is in flight: an input is kept from its receipt until
+its gradient is there, a received gradient until it is used, an output until its backward pass.
+
+Shapes: B batch, T tokens (or a token shard of them), D model.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.parallel.data import DataEngine
+from shardwright.parallel.pipeline.messages import Messages, Need
+from shardwright.parallel.pipeline.stage import StageModel
+from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.parallel.run import Loss, Microbatch
+from shardwright.schedule.actions import Action, Schedule
+from shardwright.schedule.messages import Exchange, with_messages
+
+
+class Stage(NamedTuple):
+    """A stage on this rank, and what reduces its gradients over data ranks."""
+
+    model: StageModel
+    engine: DataEngine
+
+
+class Pipeline:
+    """Runs the micro-batches of a step through the stages of all ranks of `pp`; a `parallel.run.Runner`."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedules: Callable[[bool, int], Schedule],
+        messages: Messages,
+        activation: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ) -> None:
+        """`schedules` gives the schedule for (training or evaluation, number of micro-batches); `activation`, from
+        token ids (B, T), an empty tensor like what goes between stages, (B, T, D)."""
+        self.stages = {stage.model.number: stage for stage in stages}
+        self.schedules, self.messages, self.activation = schedules, messages, activation
+        self.keeps_gradients = any(stage.engine.keeps_gradients for stage in stages)
+        self.timeline = Timeline(device)
+        """Of the last training step."""
+        self._lists: dict[tuple[bool, int], list[Action | Exchange]] = {}
+
+    def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
+        """As `Runner.train`."""
+        self.timeline.begin_step()
+        total = self._run(_Step(self, microbatches, loss, self.timeline, training=True))
+        for stage in self.stages.values():
+            stage.engine.end_step()
+        return total
+
+    def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
+        """As `Runner.evaluate`."""
+        return self._run(_Step(self, microbatches, loss, Timeline(self.timeline.device), training=False))
+
+    def release(self) -> None:
+        """As `Runner.release`."""
+        for stage in self.stages.values():
+            stage.engine.release()
+
+    def _run(self, step: "_Step") -> Tensor:
+        key = step.training, len(step.microbatches)
+        if key not in self._lists:
+            self._lists[key] = with_messages(self.schedules(*key))[self.messages.rank]
+        step.run(self._lists[key])
+        self.messages.finish()
+        return step.total
+
+
+class _Step:
+    """One step, or evaluation, on this rank, and the tensors it holds."""
+
+    def __init__(
+        self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, timeline: Timeline, training: bool
+    ) -> None:
+        self.pipeline, self.microbatches, self.loss = pipeline, microbatches, loss
+        self.timeline, self.training = timeline, training
+        self.total = torch.zeros((), dtype=torch.float64, device=timeline.device)
+        self.results: dict[Need, Tensor] = {}
+        """By who needs them: a stage on this rank, or one to whose rank they are about to be sent."""
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """(stage, micro-batch) -> input and output of the forward pass."""
+        self.weights: dict[tuple[int, int], Callable[[], None]] = {}
+        """(stage, micro-batch) -> computes the weight gradients that I has left for W."""
+
+    def run(self, entries: Sequence[Action | Exchange]) -> None:
+        """All actions and messages of this rank."""
+        completing = [each for each in entries if isinstance(each, Action) and each.op in ("B", "W")]
+        last_of_stage = {action.stage: action for action in completing}
+        for entry in entries:
+            if isinstance(entry, Exchange):
+                self.pipeline.messages.start(entry, self.results, self._empty)
+            elif entry.op == "F":
+                self._forward(entry)
+            elif entry.op == "W":
+                self._weight_gradients(entry, last=last_of_stage[entry.stage] == entry)
+            else:
+                self._backward(entry, last=last_of_stage[entry.stage] == entry)
+
+    def _forward(self, action: Action) -> None:
+        stage, _, i = action
+        model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
+        x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
+        with self.timeline.action(action):
+            output: Tensor = model(x, microbatch.positions_T, microbatch.dropout_keys_B)
+            if model.last:
+                output = self.loss(output, microbatch.targets_BT)
+                self.total += output.detach()
+        if self.training:
+            self.kept[stage, i] = x, output
+        if not model.last:
+            self.results[stage + 1, "F", i] = output.detach()
+
+    def _backward(self, action: Action, last: bool) -> None:
+        """Of B; of I, which leaves the gradients of weights for W."""
+        stage, op, i = action
+        model, engine = self.pipeline.stages[stage]
+        x, output = self.kept.pop((stage, i))
+        gradient = None if model.last else self._needed(stage, "B", i)
+        with self.timeline.action(action):
+            engine.before_backward(split=op == "I", last=last)
+            with model.gradients.hold() if op == "I" else nullcontext():
+                torch.autograd.backward(output, gradient)
+            if op == "I":
+                self.weights[stage, i] = model.gradients.take()
+            else:
+                engine.after_gradients(split=False, last=last)
+        if not model.first:
+            assert x.grad is not None
+            self.results[stage - 1, "B", i] = x.grad
+
+    def _weight_gradients(self, action: Action, last: bool) -> None:
+        stage, _, i = action
+        with self.timeline.action(action):
+            self.weights.pop((stage, i))()
+            self.pipeline.stages[stage].engine.after_gradients(split=True, last=last)
+
+    def _needed(self, stage: int, op: Literal["F", "B"], microbatch: int) -> Tensor:
+        """Made by another stage of this rank, or received from another rank."""
+        need: Need = (stage, op, microbatch)
+        return self.results.pop(need) if need in self.results else self.pipeline.messages.receive(need)
+
+    def _empty(self) -> Tensor:
+        return self.pipeline.activation(self.microbatches[0].tokens_BT)
