@@ -17,7 +17,7 @@ from shardwright.model.modules import row_of
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.stage import cut_stages
+from shardwright.parallel.pipeline.stage import cut_stages
 from shardwright.split.rules import problems
 from shardwright.split.stages import stage_layers
 from shardwright.split.tensor import kv_copies, vocabulary_rows
@@ -68,7 +68,7 @@ POSSIBLE = [
 def test_every_rank_and_stage_has_what_the_built_model_has(preset: str, at: int):
     spec, layout = short(preset), LAYOUTS[at]
     layers = stage_layers(spec, layout, 4096)
-    built = cut_stages(spec, layers, tuple(range(len(layers))), torch.bfloat16)
+    built = cut_stages(spec, layers, torch.bfloat16)
     for tp_rank in {0, layout.tp - 1}:
         held = of_ranks(spec, layout, tp_rank)
         for stage, module in enumerate(built):

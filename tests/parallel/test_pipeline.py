@@ -9,6 +9,8 @@ B, T, D as in the model; X bytes of what goes between two stages.
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +23,11 @@ from shardwright.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.pipeline import Pipeline, Stage
+from shardwright.parallel.pipeline.runner import Pipeline
+from shardwright.parallel.pipeline.timeline import Timeline
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.build import build as build_schedule
-from shardwright.schedule.messages import Message, with_messages
+from shardwright.schedule.messages import Exchange, with_messages
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import stage_layers
 from shardwright.train.step import Trainer
@@ -124,28 +127,27 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class CountedActions(Timeline):
+    """The FLOPs of the products of each action, in the place of its times."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.flops: Counter[Action] = Counter()
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        with Products() as products:
+            yield
+        self.flops[action] = products.flops
+
+
 def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
     """Of each action of a step on this rank, the FLOPs of its products."""
     trainer = build(layout, torch.float64, spec)
     take_step(trainer)
-    found: Counter[Action] = Counter()
-
-    def counted(method: str) -> None:
-        original = getattr(Stage, method)
-
-        def run(self: Stage, mb_index: int, *args: Any, **named: Any) -> Any:
-            op = {"f": "F", "b": "B" if named.get("full_backward") else "I"}[method[0]]
-            with Products() as products:
-                result = original(self, mb_index, *args, **named)
-            found[Action(self.model.number, "W" if "weight" in method else op, mb_index)] = products.flops  # type: ignore[arg-type]
-            return result
-
-        setattr(Stage, method, run)
-
-    for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        counted(method)
+    pipeline(trainer).timeline = counted = CountedActions()
     take_step(trainer, 1)
-    return found
+    return counted.flops
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -201,74 +203,79 @@ class Kept:
         self.tensor = tensor
 
 
-def peaks(layout: Layout) -> tuple[int, int, int]:
-    """The most that was alive at once on this rank in a step, in whatever hands: microbatches x stages of which
-    something was saved for the backward pass; of which something was left for W; and tensors received into."""
-    trainer = build(layout, torch.float64, EVEN)
-    take_step(trainer)
-    graphs: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-    waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-    buffers: list[weakref.ref[torch.UntypedStorage]] = []
-    seen: list[tuple[int, int, int]] = []
+class Held(Timeline):
+    """After each action, what is alive on this rank, in whatever hands: microbatches x stages of which something was
+    saved for the backward pass; of which something was left for W; and tensors received into."""
 
-    def look() -> None:
-        alive = sum(buffer() is not None for buffer in buffers)
-        seen.append((len(set(graphs.values())), len(waiting), alive))
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(torch.device("cpu"))
+        self.stages = pipeline.stages
+        self.graphs: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.buffers: list[weakref.ref[torch.UntypedStorage]] = []
+        self.seen: list[tuple[int, int, int]] = []
+        make = pipeline.activation
 
-    def forward(self: Stage, mb_index: int, *args: Any, **named: Any) -> Any:
+        def received(tokens_BT: Tensor) -> Tensor:
+            tensor = make(tokens_BT)
+            self.buffers.append(weakref.ref(tensor.untyped_storage()))
+            self.look()
+            return tensor
+
+        pipeline.activation = received
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
         def keep(tensor: Tensor) -> Kept:
-            graphs[kept := Kept(tensor)] = self.model.number, mb_index
+            self.graphs[kept := Kept(tensor)] = action.stage, action.microbatch
             return kept
 
+        gradients = self.stages[action.stage].model.gradients
+        take = gradients.take
+        gradients.take = lambda: self.left(take())  # type: ignore[method-assign]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
-            output = original["forward_one_chunk"](self, mb_index, *args, **named)
-        look()
-        return output
+            yield
+        gradients.take = take  # type: ignore[method-assign]
+        self.look()
 
-    def backward(self: Stage, mb_index: int, *args: Any, **named: Any) -> None:
-        original["backward_one_chunk"](self, mb_index, *args, **named)
-        if mb_index in self.weights:
-            waiting.add(self.weights[mb_index])
-        look()
+    def left(self, compute: Callable[[], None]) -> Callable[[], None]:
+        self.waiting.add(compute)
+        return compute
 
-    def receive(held: str, method: str) -> Any:
-        def run(self: Stage, mb_index: int) -> Any:
-            ops = original[method](self, mb_index)
-            buffers.append(weakref.ref(getattr(self, held)[mb_index].untyped_storage()))
-            look()
-            return ops
+    def look(self) -> None:
+        alive = sum(buffer() is not None for buffer in self.buffers)
+        self.seen.append((len(set(self.graphs.values())), len(self.waiting), alive))
 
-        return run
 
-    changed = {
-        "forward_one_chunk": forward,
-        "backward_one_chunk": backward,
-        "get_fwd_recv_ops": receive("inputs", "get_fwd_recv_ops"),
-        "get_bwd_recv_ops": receive("output_gradients", "get_bwd_recv_ops"),
-    }
-    original = {name: getattr(Stage, name) for name in changed}
-    for name, function in changed.items():
-        setattr(Stage, name, function)
+def peaks(layout: Layout) -> tuple[int, int, int]:
+    """The most that was alive at once in a step."""
+    trainer = build(layout, torch.float64, EVEN)
+    take_step(trainer)
+    pipeline(trainer).timeline = held = Held(pipeline(trainer))
     take_step(trainer, 1)
-    look()
-    assert seen[-1] == (0, 0, 0), "nothing is left when the step is over"
-    in_flight, left, received = (max(each) for each in zip(*seen, strict=True))
+    held.look()
+    assert held.seen[-1] == (0, 0, 0), "nothing is left when the step is over"
+    in_flight, left, received = (max(each) for each in zip(*held.seen, strict=True))
     return in_flight, left, received
 
 
-def most_buffers(entries: list[Action | Message]) -> int:
+def most_buffers(entries: list[Action | Exchange], rank: int) -> int:
     """What a rank that runs this list needs: an input from its receipt until its gradient is there, and a gradient
     until that of the weights is, as it is a factor of the last product."""
-    alive: set[tuple[str, int, int]] = set()
+    alive: set[tuple[int, str, int]] = set()
     most = 0
     for entry in entries:
-        if isinstance(entry, Message):
-            alive |= {(entry.op, entry.stage, entry.microbatch)} if entry.way == "receive" else set()
+        if isinstance(entry, Exchange):
+            alive |= {message[:3] for message in entry.messages if message.receiver == rank}
         else:
             ends = {"F": "", "B": "FB", "I": "F", "W": "B"}[entry.op]
-            alive -= {(op, entry.stage, entry.microbatch) for op in ends}
+            alive -= {(entry.stage, op, entry.microbatch) for op in ends}
         most = max(most, len(alive))
     return most
+
+
+def buffers_of(schedule: Schedule) -> list[int]:
+    return [most_buffers(entries, rank) for rank, entries in enumerate(with_messages(schedule))]
 
 
 @pytest.mark.parametrize(
@@ -288,14 +295,14 @@ def test_no_more_microbatches_are_alive_than_the_schedule_says(layout: Layout):
     simulated = simulate(schedule, Times())
     assert in_flight == simulated.peak_in_flight
     assert waiting == simulated.peak_waiting
-    assert buffers == tuple(map(most_buffers, with_messages(schedule)))
+    assert buffers == tuple(buffers_of(schedule))
 
 
 def test_1f1b_holds_no_more_microbatches_than_there_are_ranks_from_here_on_and_their_inputs_and_two_more_buffers():
     schedule = schedule_of(Layout(pp=4))
     assert simulate(schedule, Times()).peak_in_flight == (4, 3, 2, 1)
     # Two more are the next input and a gradient; the first rank has no inputs to receive, the last no gradients.
-    assert [most_buffers(entries) for entries in with_messages(schedule)] == [1, 5, 4, 2]
+    assert buffers_of(schedule) == [1, 5, 4, 2]
 
 
 # --- what it sends
@@ -328,8 +335,9 @@ def test_every_step_sends_the_messages_of_its_schedule_and_the_gradients_of_copi
 ):
     entries = with_messages(schedule_of(layout))
     found = run_ranks(traffic_of_two_steps, layout.pp, layout, replace(EVEN, tied_embedding=tied))
-    for (first, second), own in zip(found, entries, strict=True):
-        ways = Counter(entry.way for entry in own if isinstance(entry, Message))
+    for rank, ((first, second), own) in enumerate(zip(found, entries, strict=True)):
+        messages = [message for entry in own if isinstance(entry, Exchange) for message in entry.messages]
+        ways = Counter("send" if message.sender == rank else "receive" for message in messages)
         expected = {
             "send": (ways["send"], ways["send"] * X),
             "recv": (ways["receive"], ways["receive"] * X),

@@ -1,21 +1,25 @@
 """Proves what data parallelism of pipeline stages gathers, reduces and holds, against the table in
-parallel/stage_data.py. That gradients are right: tests/train/test_pipeline.py.
+parallel/data.py. That gradients are right: tests/train/test_pipeline.py.
 
 P, G are the bytes of a stage's parameters and gradients, A its microbatches in a step, K its groups of parameters, of
 which L are layers.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
-from shardwright.parallel.pipeline import Pipeline, Stage
-from shardwright.parallel.stage_data import StageShards
+from shardwright.parallel.data import Sharded
+from shardwright.parallel.pipeline.runner import Pipeline
+from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.schedule.actions import Action
 from shardwright.split.stages import stage_layers
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
@@ -101,36 +105,36 @@ def test_replicas_of_shards_are_summed_once_a_step():
         assert found == table | {"allreduce": (calls, sent // 2)}
 
 
+class Gathered(Timeline):
+    """How many layers of this rank are whole after each action."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(torch.device("cpu"))
+        self.stages, self.counts = pipeline.stages, list[int]()
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        yield
+        self.counts.append(self.look())
+
+    def look(self) -> int:
+        found = 0
+        for stage in self.stages.values():
+            assert isinstance(stage.engine, Sharded)
+            for group in stage.engine.groups[1:]:
+                assert isinstance(group, torch.nn.Module)
+                found += not any(isinstance(parameter, DTensor) for parameter in group.parameters())
+        return found
+
+
 def gathered_layers(layout: Layout) -> tuple[list[int], int]:
     """How many layers of a rank are whole after each action of a step, and after the step."""
     trainer = build(layout, torch.float64, EVEN)
     runner = trainer.model.runner
     assert isinstance(runner, Pipeline)
-    counts: list[int] = []
-
-    def gathered() -> int:
-        found = 0
-        for stage in runner.stages:
-            assert isinstance(stage.engine, StageShards)
-            for group in stage.engine.groups[1:]:
-                (parameters,) = group._get_fsdp_state()._fsdp_param_groups
-                found += not parameters.is_sharded
-        return found
-
-    def looked(method: str) -> None:
-        original = getattr(Stage, method)
-
-        def run(self: Stage, *args: Any, **named: Any) -> Any:
-            result = original(self, *args, **named)
-            counts.append(gathered())
-            return result
-
-        setattr(Stage, method, run)
-
-    for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        looked(method)
+    runner.timeline = gathered = Gathered(runner)
     trainer.step(local_batch(0, layout.data_rank(dist.get_rank()), 2, A), 0, RATE)
-    return counts, gathered()
+    return gathered.counts, gathered.look()
 
 
 @pytest.mark.parametrize(

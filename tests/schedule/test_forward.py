@@ -7,7 +7,7 @@ from shardwright.schedule.actions import Action
 from shardwright.schedule.forward import forward_only
 from shardwright.schedule.messages import with_messages
 from shardwright.schedule.registry import find
-from shardwright.schedule.validate import rendezvous
+from tests.schedule.links import rendezvous
 
 
 def test_a_rank_takes_as_many_microbatches_as_there_are_ranks_through_one_stage_and_then_the_next() -> None:
@@ -26,4 +26,4 @@ def test_every_microbatch_goes_through_every_stage_once_on_its_rank_and_sends_ma
     schedule = forward_only(path, n_ranks, n_microbatches)
     everything = [(rank, Action(stage, "F", i)) for stage, rank in enumerate(path) for i in range(n_microbatches)]
     assert sorted(schedule.actions()) == sorted(everything)
-    assert rendezvous(with_messages(schedule)) is None
+    assert not rendezvous(with_messages(schedule))

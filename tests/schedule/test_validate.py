@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule, make
-from shardwright.schedule.build import build
-from shardwright.schedule.messages import Message, with_messages
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
-from shardwright.schedule.validate import deadlock, problems, rendezvous
+from shardwright.schedule.validate import deadlock, problems
 from tests.schedule.test_build import schedules
 
 FIXED = tuple(name for name in names() if not find(name).searched)
@@ -101,43 +99,8 @@ def test_a_stage_or_microbatch_far_too_high_is_told_without_going_through_all_be
 
 
 def test_deadlock_of_an_incomplete_schedule_names_what_nobody_does() -> None:
-    stuck = deadlock(parsed("0F0 0B0", "1F0", n_microbatches=1), blocking=False)
+    stuck = deadlock(parsed("0F0 0B0", "1F0", n_microbatches=1))
     assert stuck == "ranks wait for ever: rank 0, position 1: 0B0 waits for 1I0, which no rank does"
-
-
-def test_blocking_sends_are_free_of_deadlock_in_the_order_of_messages_that_is_run() -> None:
-    schedule = build("1f1b", 3, 4)
-    assert deadlock(schedule, blocking=True) is None
-
-
-def test_blocking_sends_deadlock_when_every_rank_sends_what_it_made_before_it_receives() -> None:
-    """The same schedule with a receive right before the action that needs it: 1F1B needs its sends not to block."""
-    schedule = build("1f1b", 2, 3)
-    naive = []
-    for entries in with_messages(schedule):
-        receives = {(e.stage, e.op == "F", e.microbatch): e for e in entries if isinstance(e, Message)
-                    and e.way == "receive"}  # fmt: skip
-        row: list[Action | Message] = []
-        for entry in entries:
-            if isinstance(entry, Message):
-                row += [entry] if entry.way == "send" else []
-            else:
-                key = (entry.stage, entry.op == "F", entry.microbatch)
-                row += [receives[key]] if key in receives and entry.op != "W" else []
-                row.append(entry)
-        naive.append(row)
-    assert rendezvous(naive) == (
-        "with sends that wait for their receiver, nothing can go on: "
-        "rank 0, position 3 of the list with messages: send 0F1 to rank 1; "
-        "rank 1, position 3 of the list with messages: send 1B0 to rank 0"
-    )
-
-
-def test_messages_that_come_in_another_order_than_they_are_received_are_a_deadlock() -> None:
-    lists = with_messages(build("afab", 2, 2))
-    assert rendezvous(lists) is None
-    swapped = [entry for entry in lists[1] if isinstance(entry, Message) and entry.way == "receive"]
-    assert rendezvous([lists[0], [*swapped[::-1], *(entry for entry in lists[1] if entry not in swapped)]]) is not None
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -110,7 +110,7 @@ def test_the_step_after_a_resume_is_that_of_a_run_that_never_stopped_with_a_tied
 
 
 LOCAL_NAMES: Mutation = (
-    "shardwright.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"
+    "shardwright.parallel.pipeline.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"
 )  # fmt: skip
 
 

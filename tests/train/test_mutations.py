@@ -37,7 +37,7 @@ HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
 ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="ulysses")
 
-STAGE, COPIES = "shardwright.parallel.pipeline:Stage", "shardwright.parallel.stage_copies"
+STAGE, TIED = "shardwright.parallel.pipeline.runner:_Step", "shardwright.parallel.pipeline.tied:TiedParameters"
 PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h1", "zb-v", "dualpipe"))
 
 EP, EP_OF_4 = Layout(dp_shard=2, zero=2, ep=2), Layout(dp_shard=4, zero=1, ep=2)
@@ -86,22 +86,21 @@ BUGS = {
         [ZIGZAG, RING, ULYSSES],
     ),
     "4: gradients of a pipeline too large by the number of microbatches": Bug(
-        (STAGE, "backward_one_chunk", "torch.autograd.backward(output,",
-         "torch.autograd.backward(output * (self.schedule.n_microbatches if self.is_last else 1),"),
+        (STAGE, "_backward", "torch.autograd.backward(output,",
+         "torch.autograd.backward(output * (len(self.microbatches) if model.last else 1),"),
         [PP, ZB],
     ),
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
-        (STAGE, "forward_one_chunk", "x = args[0]", "self.model.zero_grad(); x = args[0]"),
+        (STAGE, "_forward", "with self.timeline.action(action):", "model.zero_grad()\n    with self.timeline.action(action):"),
         [PP, ZB],
     ),
     "6: the mean is taken again by FSDP": Bug(
         (APPLY, "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)"),
         [ZERO_1, ZERO_2, ZERO_3],
     ),
-    "6: the mean is taken again by DDP": Bug(
-        (DATA, "_sum_bucket", "return work.get_future().then(lambda done: done.value()[0])",
-         "return work.get_future().then(lambda done: done.value()[0] / 2)"),
-        [ZERO_0],
+    "6: the mean is taken again by the all-reduce": Bug(
+        (DATA + ":Replicated", "_send", "all_reduce(bucket,", "all_reduce(bucket, op=dist.ReduceOp.AVG,"),
+        [ZERO_0, Layout(pp=2, dp_replicate=2, schedule="zb-h1")],
     ),
     "6: only the outermost group is told to sum": Bug(
         (APPLY, "shard", "for group in (root, *ordered):", "for group in (root,):"),
@@ -226,17 +225,17 @@ BUGS = {
         spec={"dropout": 0.2},
     ),
     "17: gradients of copies on other stages are not summed": Bug(
-        (COPIES + ":StageCopies", "sum_gradients", "sum_together(parts, group)", "pass"),
+        (TIED, "sum_over_ranks", "sum_together(gradients, self._groups[ranks])", "pass"),
         [PP, DUALPIPE],
         spec={"tied_embedding": True},
     ),
     "17: the gradient of the copy on the same rank is not added": Bug(
-        (COPIES + ":Twins", "sum_gradients", "local_part(first.grad).add_(local_part(second.grad))", "pass"),
+        (TIED, "sum_on_rank", "local_part(first.grad).add_(local_part(second.grad))", "pass"),
         [ZB_V],
         spec={"tied_embedding": True, "n_layers": 4},
     ),
     "17: the copy on the same rank does not follow": Bug(
-        (COPIES + ":Twins", "follow", "local_part(second).copy_(local_part(first))", "pass"),
+        (TIED, "follow", "local_part(second).copy_(local_part(first))", "pass"),
         [ZB_V],
         spec={"tied_embedding": True, "n_layers": 4},
     ),
@@ -249,20 +248,16 @@ BUGS = {
         NO_SUM_OF_COPIES, [TP, Layout(tp=4)], spec={"n_kv_heads": 1}
     ),
     "22: layers are numbered from the start of their stage": Bug(
-        ("shardwright.parallel.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"),
+        ("shardwright.parallel.pipeline.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"),
         [PP],
     ),
-    "25: with one data rank, gradients are not reduced over cp": Bug(
-        (APPLY, "_engine", "groups.tokens is None else", "groups.data is None else"),
+    "25: with one data rank, nothing is reduced over cp": Bug(
+        (APPLY, "build_groups", 'tokens=along("dp_replicate", "dp_shard", "cp")', "tokens=None"),
         [ZIGZAG, ULYSSES],
     ),
     "26: the last microbatch does not reshard": Bug(
-        (DATA + ":Sharded", "begin_microbatch", "last or self.zero == 3", "self.zero == 3"),
-        [ZERO_1, ZERO_2],
-    ),
-    "26: the last microbatch of a stage does not reshard": Bug(
-        ("shardwright.parallel.stage_data:StageShards", "_set", "last or self.regather", "self.regather"),
-        [Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1")],
+        (DATA + ":Sharded", "_set", "last or self.regathers", "self.regathers"),
+        [ZERO_1, ZERO_2, Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1")],
     ),
     "biases of routers go by the tokens of the own rank": Bug(
         (MODEL, "learn_from_load", "for group in (self.groups.tokens, shards,", "for group in (shards,"),
@@ -285,8 +280,8 @@ BUGS = {
         spec={"moe": EXPERTS},
     ),
     "gradients of weights left for later are dropped for one microbatch": Bug(
-        (STAGE, "backward_weight_one_chunk", "self.weights.pop(mb_index)()",
-         "self.weights.pop(mb_index)() if mb_index else None"),
+        (STAGE, "_weight_gradients", "self.weights.pop((stage, i))()",
+         "self.weights.pop((stage, i))() if i else None"),
         [ZB, ZB_V],
         spec={"n_layers": 4},
     ),
@@ -296,20 +291,16 @@ BUGS = {
         spec={"moe": EXPERTS},
     ),
     "a message carries the output of another microbatch": Bug(
-        (STAGE, "get_fwd_send_ops", "self.kept[mb_index][1]", "self.kept[min(self.kept)][1]"),
+        (STAGE, "_forward", "i] = output.detach()", "i] = self.kept[min(self.kept)][1].detach()"),
         [PP, ZB],
-    ),
-    "gradients of a stage are not reduced": Bug(
-        ("shardwright.parallel.stage_data:StageReplicas", "after_backward", "if last and", "if False and"),
-        [Layout(pp=2, dp_replicate=2)],
     ),
     "gradients are not reduced over replicas": Bug(
         (APPLY, "shard", "replicated = replicas in (along.mesh_dim_names or ())", "replicated = False"),
         [HYBRID],
     ),
     "gradients are not reduced at all": Bug(
-        (DATA + ":Replicas", "begin_microbatch", "_grad_sync = last", "_grad_sync = False"),
-        [ZERO_0],
+        (DATA + ":Replicated", "_send", "while len(self._works)", "while False and len(self._works)"),
+        [ZERO_0, Layout(pp=2, dp_replicate=2)],
     ),
 }  # fmt: skip
 SETTINGS = {(bug.case(layout), layout): None for bug in BUGS.values() for layout in bug.layouts}
