@@ -3,7 +3,6 @@
 import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor
-import torch.nn.parallel
 import torch.optim  # noqa: F401
 
 import shardwright.verify.rank
