@@ -1,7 +1,5 @@
 """Which rank of `pp` holds which stages: the ways that microbatches take through the ranks."""
 
-from shardwright.schedule.actions import Schedule
-
 Ways = tuple[tuple[int, ...], ...]
 """For each way that microbatches take, the rank of every stage in order. Of n ways the first takes the first n-th of
 the microbatches, and so on."""
@@ -27,8 +25,3 @@ def from_both_ends(n_ranks: int, virtual_stages: int) -> Ways:
 def held_by(ways: Ways, rank: int) -> list[tuple[int, int]]:
     """What a rank holds, as (way, stage), in the order of ways and stages."""
     return [(way, stage) for way, path in enumerate(ways) for stage, there in enumerate(path) if there == rank]
-
-
-def way_of(schedule: Schedule, ways: Ways, microbatch: int) -> int:
-    """Which of the ways a microbatch goes in a schedule."""
-    return ways.index(schedule.path_of(microbatch))
