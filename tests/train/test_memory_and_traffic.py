@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
+from shardwright.parallel.run import OneByOne
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import RATE, SPEC, build, local_batch
@@ -87,8 +88,11 @@ def held_bytes(layout: Layout) -> dict[str, int]:
     between_steps = _alive() - state
     batch = local_batch(2, data_rank, layout.data_ranks, ACCUMULATION)
     trainer.model.module.train()
-    trainer.model.runner.engine.begin_microbatch(last=False)
-    trainer.loss_sum(trainer.model.runner.engine(batch.tokens_ABT[0]), batch.targets_ABT[0]).backward()
+    assert isinstance(trainer.model.runner, OneByOne)
+    loss = trainer.loss_sum(trainer.model.module(batch.tokens_ABT[0]), batch.targets_ABT[0])
+    trainer.model.runner.engine.before_backward(split=False, last=False)
+    loss.backward()
+    del loss
     # Python sees a gradient once it is asked for.
     assert all(p.grad is not None or layout.zero >= 2 for p in trainer.model.module.parameters())
     between_microbatches = _alive() - state - _alive_in(batch)
