@@ -230,6 +230,35 @@ def test_a_number_read_elsewhere_would_be_seen():
     assert sorted(seen.waits) == ["__bool__", "item", "tolist"]
 
 
+class Elsewhere(Exchange):
+    """Notes when rows leave and when they are waited for; the experts are here all the same."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def __call__(self, experts: torch.nn.Module, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
+        self.calls.append("sent")
+
+        def finish() -> Tensor:
+            self.calls.append("waited for")
+            return on_this_rank(experts, rows_RD, counts_E)()
+
+        return finish
+
+
+def test_rows_travel_while_the_shared_experts_compute():
+    whole, calls = MoE(MODEL).double(), list[str]()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.normal_(std=0.3)
+    x_BTD = torch.randn(2, 5, MODEL.d_model, dtype=torch.float64)
+    expected_BTD = whole(x_BTD)
+    assert whole.shared is not None
+    whole.shared.register_forward_hook(lambda *_: calls.append("shared"))
+    assert torch.equal(ExchangingMoE(whole, whole.experts, Elsewhere(calls))(x_BTD), expected_BTD)
+    assert calls == ["sent", "shared", "waited for"]
+
+
 def test_with_counts_that_are_told_a_layer_runs_on_fake_tensors():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
