@@ -1,6 +1,6 @@
 """Initial values that do not depend on the layout: any box of a parameter from the seed and its name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,19 @@ def initial_values(
     return normal(seed, name, global_shape, offsets, shape, row.std, dtype, device)
 
 
+Box = tuple[Tensor, Sequence[int]]
+"""What is held of a parameter, and the index in the whole of it where that begins."""
+
+
+def whole(parameter: nn.Parameter) -> Box:
+    """All of it."""
+    return parameter, (0,) * parameter.dim()
+
+
 @torch.no_grad()
-def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fills every parameter of a whole model on one device with its initial values, in place."""
+def initialise(model: nn.Module, spec: ModelSpec, seed: int, box: Callable[[nn.Parameter], Box] = whole) -> None:
+    """Fill every parameter of a model, or the `box` of it that is held here, with its initial values, in place."""
     for name, parameter in model.named_parameters():
-        origin = [0] * parameter.dim()
-        shape = parameter.shape
-        values = initial_values(spec, seed, name, shape, origin, shape, parameter.dtype, parameter.device)
-        parameter.copy_(values)
+        held, offsets = box(parameter)
+        shape = tuple(parameter.shape)
+        held.copy_(initial_values(spec, seed, name, shape, offsets, tuple(held.shape), held.dtype, held.device))

@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 from shardwright.model.experts import Experts
 from shardwright.model.moe import MoE
-from shardwright.parallel.tensor import local
+from shardwright.parallel.norm import local_part
 
 ReadCounts = Callable[[Tensor], list[list[int]]]
 """Numbers of rows, (2, n), that are sent to each rank and come from each, as integers of the host."""
@@ -79,7 +79,7 @@ class ExpertPart(nn.Module):
 
     def forward(self, rows_SD: Tensor, counts_e: Tensor) -> Tensor:
         """As `Experts.forward`, with rows for each of this rank's experts."""
-        here: dict[str, Any] = {name: local(parameter) for name, parameter in self.named_parameters()}
+        here: dict[str, Any] = {name: local_part(parameter) for name, parameter in self.named_parameters()}
         out_SD: Tensor = functional_call(self._all[0], here, (rows_SD, counts_e))
         return out_SD
 

@@ -5,11 +5,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shardwright.model.init import initial_values
+from shardwright.model.init import initialise
 from shardwright.model.spec import ModelSpec
 
 
-@torch.no_grad()
 def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
     """Move a model from the meta device to `device` and fill every parameter, or the shard of it this rank holds.
 
@@ -17,20 +16,7 @@ def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devi
     `nn.init` on a sharded DTensor would give every rank the same shard on CPU; it is not used.
     """
     model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        local, offsets = local_box(parameter)
-        local.copy_(
-            initial_values(
-                spec,
-                seed,
-                name,
-                tuple(parameter.shape),
-                offsets=offsets,
-                shape=tuple(local.shape),
-                dtype=local.dtype,
-                device=local.device,
-            )
-        )
+    initialise(model, spec, seed, local_box)
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -49,5 +49,5 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as a plain one over the same memory."""
+    """What this rank holds of a tensor, as a plain one over the same memory; gradients go back to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

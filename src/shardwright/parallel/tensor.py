@@ -46,6 +46,7 @@ from shardwright.model.dropout import KeyedDropout
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+from shardwright.parallel.norm import local_part
 from shardwright.split.tensor import vocabulary_rows
 
 
@@ -91,7 +92,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
     if model.embedding is not None:  # a stage has what it needs of embedding, norm and head
         model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
     if model.norm is not None:
-        source: nn.Module = model.embedding if model.head is None else model.head
+        source: Any = model.embedding if model.head is None else model.head
         model.head = VocabularyHead(source, axis)  # type: ignore[assignment]
     if axis.token_shards:
         _narrow_positions(model, axis)
@@ -158,11 +159,6 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return plain
 
 
-def local(parameter: Tensor | None) -> Tensor | None:
-    """The plain tensor under a parameter; its gradient goes back to the parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 class SharedInput:
     """Column-parallel linears that read one input: computed together, when the first of them is called.
 
@@ -178,8 +174,8 @@ class SharedInput:
     def output(self, index: int, x_BTD: Tensor) -> Tensor:
         """The product of linear number `index`."""
         if self._input is not x_BTD or index not in self._outputs:
-            weights = [local(linear.weight) for linear in self.linears]
-            biases = [local(linear.bias) for linear in self.linears]
+            weights = [local_part(linear.weight) for linear in self.linears]
+            biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
             self._input = x_BTD
             self._outputs = dict(enumerate(_ColumnProducts.apply(x_BTD, self.axis, *weights, *biases)))
         output = self._outputs.pop(index)
@@ -213,7 +209,7 @@ class RowLinear(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x_BTF: Tensor) -> Tensor:
-        y_BTD: Tensor = _RowProduct.apply(x_BTF, local(self.weight), self.axis)
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, local_part(self.weight), self.axis)
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
@@ -247,15 +243,13 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         own_BT = (tokens_BT >= self.rows.start) & (tokens_BT < self.rows.stop)
         rows_BT = (tokens_BT - self.rows.start).where(own_BT, 0)
-        weight_vD = local(self.weight)
-        assert weight_vD is not None
-        return _SumOfRows.apply(F.embedding(rows_BT, weight_vD), own_BT[..., None], self.axis)
+        return _SumOfRows.apply(F.embedding(rows_BT, local_part(self.weight)), own_BT[..., None], self.axis)
 
 
 class VocabularyHead(nn.Module):
     """The head, or the embedding in its place, of which this rank has some rows; (B, T, D) -> logits (B, T, v)."""
 
-    def __init__(self, source: nn.Module, axis: TensorAxis) -> None:
+    def __init__(self, source: nn.Linear | VocabularyEmbedding, axis: TensorAxis) -> None:
         super().__init__()
         self.axis = axis
         if isinstance(source, VocabularyEmbedding):
@@ -266,7 +260,7 @@ class VocabularyHead(nn.Module):
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> Tensor:
         weight = self._tied[0].weight if hasattr(self, "_tied") else self.weight
-        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, local(weight), None)  # type: ignore[arg-type]
+        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, local_part(weight), None)
         return logits_BTv
 
 
