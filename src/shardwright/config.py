@@ -15,11 +15,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from shardwright import extensions
 from shardwright.errors import ConfigError, LayoutError, nearest
+from shardwright.keys import Key as LayoutKey
+from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.layout import Layout, accumulation
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
@@ -123,58 +133,32 @@ class BatchSection(Section):
     micro_batch: Positive = Field(1, description="sequences a rank runs at a time; sets the activation memory")
 
 
-class LayoutSection(Section):
-    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
+def _layout_key(key: LayoutKey) -> Any:
+    """A field of [layout]: optional where the layout derives its default from other keys."""
 
-    dp_replicate: Positive = Field(1, description="replicas; each reads its own samples and holds a full copy")
-    dp_shard: Positive = Field(1, description="ranks that read their own samples and, under ZeRO, shard the state")
-    zero: Literal[0, 1, 2, 3] | None = Field(
-        None,
-        description="sharded over dp_shard x cp: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters; "
-        "if not given, 3 when dp_shard > 1, else 0",
-    )
-    tp: Positive = Field(1, description="ranks that deal out heads, ffn features and vocabulary; keep them in a node")
-    sequence_parallel: bool | None = Field(
-        None,
-        description="hold what lies between a block's matrix products as token shards over tp; if not given, true "
-        "when tp > 1",
-    )
-    cp: Positive = Field(1, description="ranks that deal out the tokens of each sequence")
-    cp_method: Literal["zigzag", "ring", "allgather", "ulysses", "usp"] = Field(
-        "zigzag",
-        description="how attention reaches all tokens: keys and values go round a ring (zigzag: balanced, ring: "
-        "contiguous) or are gathered; ulysses deals out heads instead; usp: ulysses inside, zig-zag ring outside",
-    )
-    ulysses_degree: Positive = Field(1, description="usp only: the part of cp that deals out heads")
-    recompute: Literal["none", "full"] = Field(
-        "none", description="full: keep only each block's input and compute the block again in the backward pass"
-    )
-    ep: Positive = Field(
-        1,
-        description="ranks of dp_shard x cp x tp that deal out the experts of a mixture; tokens travel to them",
-    )
-    pp: Positive = Field(1, description="ranks that deal out the layers, in stages; each microbatch goes through all")
-    schedule: str = Field(
-        "1f1b", description="pp only: the order of forward and backward passes; `shardwright schedule` draws it"
-    )
-    virtual_stages: Positive | None = Field(
-        None, description="pp only: stages of each rank, where the schedule leaves that open"
-    )
-    stage_layers: list[Positive] | None = Field(
-        None, description="pp only: layers of each stage in order; if not given, cut so that stages cost the same"
-    )
-    zero_pp_gather: Literal["step", "microbatch"] = Field(
-        "step",
-        description="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward "
-        "pass, or for each pass of a microbatch, which needs less memory and sends more",
-    )
+    def valid(value: Any) -> Any:
+        if rule := key.problem(value):
+            raise PydanticCustomError("layout", "{rule}", {"rule": rule})
+        return value
+
+    kind = list[Positive] if key.name == "stage_layers" else key.type
+    kind = Annotated[kind, AfterValidator(valid)]
+    return (kind if key.default is not None else kind | None, Field(key.default, description=key.help))
+
+
+_LayoutKeys: Any = create_model(
+    "_LayoutKeys", __base__=Section, **{name: _layout_key(key) for name, key in LAYOUT_KEYS.items()}
+)
+
+
+class LayoutSection(_LayoutKeys):
+    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
 
     def layout(self) -> Layout:
         """The arithmetic of these degrees. Raises LayoutError."""
-        values = {key: value for key, value in self.model_dump().items() if value is not None}
-        if self.stage_layers is not None:
-            values["stage_layers"] = tuple(self.stage_layers)
-        return Layout(**{"zero": 3 if self.dp_shard > 1 else 0, "sequence_parallel": self.tp > 1, **values})
+        values = self.model_dump()
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return Layout(**values)
 
 
 class OptimizerSection(Section):
@@ -461,7 +445,7 @@ def resolved_toml(config: RunConfig) -> str:
     lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
     layout = config.layout.layout()
-    values["layout"] |= {"zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
+    values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}
     lines += [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():
         if isinstance(section, dict):
@@ -501,7 +485,10 @@ def keys() -> Iterable[Key]:
 
 def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
     for name, field in section.model_fields.items():
-        yield _key(f"{path}.{name}", field)
+        key = _key(f"{path}.{name}", field)
+        if path == "layout" and (choices := LAYOUT_KEYS[name].choices):
+            key = dataclasses.replace(key, type=" \\| ".join(map(_toml, choices())))
+        yield key
         if name in _MODEL_TABLES:
             defaults = {field.name: field.default for field in dataclasses.fields(_MODEL_TABLES[name])}
             for key in _section_keys(f"{path}.{name}", _model_of(field.annotation)):
@@ -520,5 +507,7 @@ def _type_name(annotation: Any) -> str:
     options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
     if options:
         return " \\| ".join(_type_name(option) for option in options)
+    if getattr(annotation, "__origin__", None) is list:
+        return f"list of {_type_name(annotation.__args__[0])}"
     names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
     return names.get(annotation, "table")

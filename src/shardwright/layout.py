@@ -20,13 +20,15 @@ innermost axes are folded into two:
 | `ep`           | the experts                                                                  |
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import product
-from math import prod
+from math import gcd, prod
+from typing import Any, get_type_hints
 
+from shardwright.box import Box
 from shardwright.errors import LayoutError
+from shardwright.keys import Key, Sizes, written
 from shardwright.schedule import build
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.placement import Ways, held_by
@@ -41,118 +43,277 @@ CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "full")
 ZERO_PP_GATHER = ("step", "microbatch")
 
+_ZERO_WORDS = (
+    "every rank holds all parameters, gradients and optimizer states of its stage",
+    "optimizer states are sharded",
+    "optimizer states and gradients are sharded",
+    "optimizer states, gradients and parameters are sharded",
+)
+
+
+def _key(default: Any, **known: Any) -> Any:
+    return field(default=default, metadata={"key": Key(**known)})
+
+
+def _degree(axis: str, help: str, words: Callable[[Any, Sizes], str], **more: Any) -> Any:
+    return _key(1, help=help, words=words, used=lambda layout: getattr(layout, axis) > 1, **more)
+
+
+def _in_pipeline(layout: Any) -> Any:
+    return layout.pp > 1
+
+
+def _nodes(tp: int, node_size: int) -> str:
+    return "within a node" if node_size % tp == 0 else f"over {-(-tp // node_size)} nodes or more"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees of a run and the choices that go with them. Every degree is a number of ranks, 1 or more.
-
-    `zero`: what the ranks of `dp_shard` and `cp` hold a share of instead of a copy (ZeRO, arXiv 1910.02054):
-    0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
-    `sequence_parallel`: what is not inside a block's matrix products is held as token shards over `tp` (Korthikanti
-    et al., arXiv 2205.05198). Without tp it changes nothing.
-    `cp_method`: how tokens are dealt over `cp` and how attention reaches all of them; `ulysses_degree` is the part of
-    `cp` that "usp" gives to Ulysses.
-    `recompute`: what the backward pass computes again instead of keeping it: nothing, or every block.
-    `schedule`, `virtual_stages`: the order of a pipeline's work (`shardwright.schedule`), and the stages of a rank
-    where the schedule leaves that open. `stage_layers`: layers of each stage in order; None: by cost (`split.stages`).
-    `zero_pp_gather`: under ZeRO-3 with pp, whether a stage is gathered once a "step" or for each "microbatch".
+    """The degrees of a run and the choices that go with them: the keys of a run file's section [layout], with the same
+    defaults. What each key means, and all else that is known of it, is in its metadata (`KEYS`).
 
     Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    zero: int = 0
-    sequence_parallel: bool = False
-    cp_method: str = "zigzag"
-    ulysses_degree: int = 1
-    recompute: str = "none"
-    schedule: str = ONE_F_ONE_B.name
-    virtual_stages: int = None  # type: ignore[assignment]  # the schedule's own number
-    stage_layers: tuple[int, ...] | None = None
-    zero_pp_gather: str = "step"
+    tp: int = _degree(
+        "tp",
+        "ranks that shard heads, ffn features and vocabulary; keep them in a node",
+        lambda layout, sizes: f"ranks shard the heads and matrices of a layer, {_nodes(layout.tp, sizes.node_size)}",
+        runner_up=True,
+    )
+    pp: int = _degree(
+        "pp",
+        "ranks that hold different layers, in stages; each microbatch goes through all",
+        lambda layout, sizes: f"ranks hold {sizes.n_layers} layers in {layout.n_stages} stages",
+        runner_up=True,
+    )
+    schedule: str = _key(
+        ONE_F_ONE_B.name,
+        help="pp only: the order of forward and backward passes; `shardwright schedule` draws it",
+        words=lambda layout, sizes: layout.kind.help,
+        choices=names,
+        used=_in_pipeline,
+        needs="pp above 1",
+        group="schedule",
+        planned=lambda layout: [name for name in names() if find(name).priced],
+        not_priced=lambda: [name for name in names() if not find(name).priced],
+        runner_up=True,
+    )
+    virtual_stages: int = _key(
+        None,
+        help="pp only: stages of each rank, where the schedule leaves that open; if not given, the schedule's own "
+        "number",
+        words=lambda layout, sizes: "stages of each rank",
+        derived=lambda layout: layout.kind.virtual_stages,
+        used=lambda layout: layout.pp > 1 and bool(layout.kind.virtual_stages_tried),
+        needs="pp above 1 and a schedule that leaves it open",
+        said=True,
+        group="schedule",
+        off=lambda layout: {"virtual_stages": None, "stage_layers": None},
+        planned=lambda layout: layout.kind.virtual_stages_tried,
+        unverified="a rank runs three stages by the same code as two; --set layout.virtual_stages verifies it",
+    )
+    cp: int = _degree(
+        "cp",
+        "ranks that partition the tokens of each sequence",
+        lambda layout, sizes: f"ranks partition each sequence, {sizes.seq_len // layout.cp} tokens each",
+        group="cp",
+        runner_up=True,
+    )
+    cp_method: str = _key(
+        "zigzag",
+        help="how attention reaches all tokens: keys and values go round a ring (zigzag: balanced, ring: contiguous) "
+        "or are gathered; ulysses partitions heads instead; usp: ulysses inside, zig-zag ring outside",
+        words=lambda layout, sizes: "how attention reaches the tokens of other ranks",
+        choices=lambda: CP_METHODS,
+        used=lambda layout: layout.cp > 1,
+        group="cp",
+        off=lambda layout: {"cp_method": "zigzag", "ulysses_degree": 1},
+        planned=lambda layout: ("zigzag", "ulysses"),  # the others move more bytes or leave ranks idle
+        not_priced=lambda: ("usp",),
+    )
+    ulysses_degree: int = _key(
+        1,
+        help="usp only: the part of cp that partitions heads",
+        words=lambda layout, sizes: "ranks of cp partition heads, the others go round a ring",
+        used=lambda layout: layout.cp_method == "usp",
+        needs="cp_method='usp'",
+        group="cp",
+        off=lambda layout: {"cp_method": "zigzag", "ulysses_degree": 1},
+    )
+    ep: int = _degree(
+        "ep",
+        "ranks of dp_shard x cp x tp that hold different experts of a mixture; tokens travel to them",
+        lambda layout, sizes: f"ranks hold {sizes.n_experts // layout.ep} of {sizes.n_experts} experts each",
+        runner_up=True,
+    )
+    dp_replicate: int = _degree(
+        "dp_replicate",
+        "replicas; each reads its own samples and holds a full copy",
+        lambda layout, sizes: "replicas, each with its own sequences",
+        group="dp",
+    )
+    dp_shard: int = _degree(
+        "dp_shard",
+        "ranks that read their own samples and, under ZeRO, shard the state",
+        lambda layout, sizes: "ranks read their own sequences and shard the state",
+        group="dp",
+    )
+    zero: int = _key(
+        None,
+        help="sharded over dp_shard x cp (ZeRO, arXiv 1910.02054): 0 nothing, 1 optimizer states, 2 and gradients, "
+        "3 and parameters; if not given, 3 when dp_shard > 1, else 0",
+        words=lambda layout, sizes: (
+            _ZERO_WORDS[layout.zero] + (f" over {layout.dp_shard * layout.cp} ranks" if layout.zero else "")
+        ),
+        choices=lambda: ZERO_STAGES,
+        derived=lambda layout: 3 if layout.dp_shard > 1 else 0,
+        used=lambda layout: layout.dp_replicate * layout.dp_shard * layout.cp > 1,
+        said=True,
+        group="zero",
+        off=lambda layout: {"zero": 0, "dp_replicate": layout.data_ranks, "dp_shard": 1},
+        milder=1,
+        runner_up=True,
+    )
+    sequence_parallel: bool = _key(
+        None,
+        help="between a block's matmuls, shard activations by token over tp (arXiv 2205.05198); if not given, true "
+        "when tp > 1",
+        words=lambda layout, sizes: (
+            "activations between a block's matmuls are "
+            + ("sharded by token over tp" if layout.sequence_parallel else "replicated over tp")
+        ),
+        choices=lambda: (False, True),
+        derived=lambda layout: layout.tp > 1,
+        used=lambda layout: layout.tp > 1,
+        off=lambda layout: {"sequence_parallel": False},
+        planned=lambda layout: (True,),
+    )
+    recompute: str = _key(
+        "none",
+        help="full: keep only each block's input and compute the block again in the backward pass",
+        words=lambda layout, sizes: {
+            "none": "nothing is computed twice",
+            "full": "the backward pass computes every layer again",
+        }[layout.recompute],
+        choices=lambda: RECOMPUTE,
+        unverified="recomputation repeats the same kernels whatever the axes; --set layout.recompute verifies it",
+        runner_up=True,
+    )
+    zero_pp_gather: str = _key(
+        "step",
+        help="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward pass, or "
+        "for each pass of a microbatch, which needs less memory and sends more",
+        words=lambda layout, sizes: f"parameters are gathered once a {layout.zero_pp_gather}",
+        choices=lambda: ZERO_PP_GATHER,
+        used=lambda layout: (layout.pp > 1) & (layout.zero == 3),
+        needs="pp above 1 and zero=3",
+        group="zero",
+    )
+    stage_layers: tuple[int, ...] | None = _key(
+        None,
+        help="pp only: layers of each stage in order; if not given, cut so that stages cost the same",
+        words=lambda layout, sizes: "layers of each stage",
+        used=_in_pipeline,
+        needs="pp above 1",
+        unverified="there are as many as ways to partition the layers; --set layout.stage_layers verifies one",
+    )
 
     def __post_init__(self) -> None:
+        for name, key in KEYS.items():
+            if getattr(self, name) is None and key.derived and self.schedule in names():
+                object.__setattr__(self, name, key.derived(self))
         if self.schedule in names():
-            object.__setattr__(self, "virtual_stages", find(self.schedule).stages_per_rank(self.virtual_stages))
+            object.__setattr__(self, "virtual_stages", self.kind.stages_per_rank(self.virtual_stages))
         if problems := self.problems():
             raise LayoutError(*problems)
 
     def problems(self) -> list[str]:
         """Every rule this layout breaks, one sentence each; empty for a good one."""
-        found = [
-            f"layout.{axis}={self.degree(axis)}: a degree is a number of ranks, 1 or more"
-            for axis in (*DENSE_AXES, "ep", "ulysses_degree", "virtual_stages")
-            if self.degree(axis) < 1
-        ]
-        if self.zero not in ZERO_STAGES:
-            found.append(f"layout.zero={self.zero}: the stages of ZeRO are 0, 1, 2 and 3")
-        choices = {
-            "cp_method": CP_METHODS,
-            "recompute": RECOMPUTE,
-            "schedule": names(),
-            "zero_pp_gather": ZERO_PP_GATHER,
-        }
-        for name, valid in choices.items():
-            if getattr(self, name) not in valid:
-                found.append(f"layout.{name}={getattr(self, name)!r} is not known; valid: {', '.join(valid)}")
+        found = []
+        for name, key in KEYS.items():
+            if rule := key.problem(getattr(self, name)):
+                found.append(f"layout.{name}={getattr(self, name)!r}: {rule}")
         if found:
             return found
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            if key.needs and not key.used(self) and value != key.default_in(self):
+                found.append(f"layout.{name}={value!r} needs {key.needs}; set that, or leave it out")
+        return [*found, *self._degree_problems(), *([] if found else self._schedule_problems())]
+
+    def _degree_problems(self) -> Iterator[str]:
         fold = self.dp_shard * self.cp * self.tp
         if fold % self.ep:
-            found.append(
+            yield (
                 f"layout.ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x "
                 f"{self.tp} = {fold}; valid: {_divisors(fold)}"
             )
         if self.zero == 0 and self.dp_shard > 1:
-            found.append(
+            yield (
                 f"layout.zero=0 keeps a full copy on every rank, so nothing is sharded over "
                 f"dp_shard={self.dp_shard}; set zero to 1, 2 or 3, or dp_replicate="
                 f"{self.dp_replicate * self.dp_shard} and dp_shard=1"
             )
         if self.zero > 0 and self.dp_shard * self.cp == 1 and self.dp_replicate > 1:
-            found.append(
+            yield (
                 f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
                 f"{self.dp_replicate} only makes copies; set dp_shard={self.dp_replicate} and dp_replicate=1, "
                 f"or zero=0"
             )
-        if self.cp_method == "usp" and self.cp % self.ulysses_degree:
-            found.append(
+        if self.cp_method != "usp":
+            return
+        if self.cp % self.ulysses_degree:
+            yield (
                 f"layout.ulysses_degree={self.ulysses_degree} does not divide cp={self.cp} "
                 f"({self.cp} = {self.ulysses_degree}*{self.cp // self.ulysses_degree} + "
                 f"{self.cp % self.ulysses_degree}); valid: {_divisors(self.cp).removeprefix('1, ')}"
             )
-        if self.cp_method == "usp" and self.cp > 1 and self.ulysses_degree == 1:
-            found.append(
-                f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that deals out heads; "
+        if self.cp > 1 and self.ulysses_degree == 1:
+            yield (
+                f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that partitions heads; "
                 f"valid: {_divisors(self.cp).removeprefix('1, ')}; with 1 it would be cp_method='zigzag'"
             )
-        if self.cp_method != "usp" and self.ulysses_degree != 1:
-            found.append(
-                f"layout.ulysses_degree={self.ulysses_degree} is for cp_method='usp', and cp_method is "
-                f"{self.cp_method!r}; leave it out, or set cp_method='usp'"
-            )
-        return found + list(self._pipeline_problems())
 
-    def _pipeline_problems(self) -> Iterator[str]:
-        if self.zero_pp_gather != "step" and (self.pp == 1 or self.zero != 3):
-            yield (
-                f"layout.zero_pp_gather={self.zero_pp_gather!r} is for ZeRO-3 under a pipeline, and zero={self.zero}, "
-                f"pp={self.pp}; leave it out, or set zero=3 and pp above 1"
-            )
-        if self.pp == 1:
-            usual = {"schedule": ONE_F_ONE_B.name, "virtual_stages": self.kind.virtual_stages, "stage_layers": None}
-            for name, default in usual.items():
-                if getattr(self, name) != default:
-                    yield f"layout.{name}={getattr(self, name)!r} is for a pipeline, and layout.pp is 1; leave it out"
-            return
-        # Of the microbatches, which a layout does not know, so many that no schedule minds.
-        for problem in build.problems(self.schedule, self.pp, 2 * self.pp, self.virtual_stages):
-            yield f"layout.schedule: {problem}"
+    def _schedule_problems(self) -> Iterator[str]:
+        # The number of microbatches, which a layout does not know, is one that every schedule takes.
+        if self.pp > 1:
+            for problem in build.problems(self.schedule, self.pp, 2 * self.pp, self.virtual_stages):
+                yield f"layout.schedule: {problem}"
+
+    def settings(self) -> dict[str, Any]:
+        """The keys that have to be written down for this layout: those that are not at their default, and those that
+        are always said where they are used (`Key.said`)."""
+        values = {name: getattr(self, name) for name in KEYS}
+        return {
+            name: value
+            for name, value in values.items()
+            if value != KEYS[name].default_in(self) or (KEYS[name].said and KEYS[name].used(self))
+        }
+
+    def __str__(self) -> str:
+        """`tp 2, dp_shard 2, zero 3`: the keys that have to be written down."""
+        return ", ".join(f"{name} {written(value)}" for name, value in self.settings().items()) or "one rank"
+
+    def changed(self, **changes: Any) -> "Layout":
+        """This layout with changes, and what they entail: a key that has no meaning any more goes back to its default,
+        another schedule has its own number of stages, ep divides the ranks that are left, and ZeRO is 0 where nothing
+        is left to shard over. None as a value stands for a derived default.
+
+        Raises LayoutError where the changes themselves do not fit.
+        """
+        if changes.get("schedule", self.schedule) != self.schedule:
+            changes = {"virtual_stages": None, "stage_layers": None} | changes
+        wanted = {name: changes.get(name, getattr(self, name)) for name in KEYS}
+        wanted["ep"] = gcd(wanted["ep"], wanted["dp_shard"] * wanted["cp"] * wanted["tp"])
+        if wanted["dp_shard"] * wanted["cp"] == 1:
+            wanted["zero"] = 0
+        draft = object.__new__(Layout)
+        draft.__dict__.update(wanted)
+        for name, key in KEYS.items():
+            if name not in changes and not key.used(draft):
+                wanted[name] = key.default
+        return Layout(**wanted)
 
     @property
     def world_size(self) -> int:
@@ -251,11 +412,11 @@ class Layout:
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
     @cached_property
-    def _boxes(self) -> "list[_Box]":
+    def _boxes(self) -> list[Box]:
         """The same ranks, numbered three ways; the dense box first."""
-        return [_Box({axis: self.degree(axis) for axis in axes}) for axes in (DENSE_AXES, CONTEXT_AXES, EXPERT_AXES)]
+        return [Box({axis: self.degree(axis) for axis in axes}) for axes in (DENSE_AXES, CONTEXT_AXES, EXPERT_AXES)]
 
-    def _box(self, axes: Iterable[str]) -> "_Box":
+    def _box(self, axes: Iterable[str]) -> Box:
         wanted = set(axes)
         for box in self._boxes:
             if wanted <= set(box.degrees):
@@ -280,36 +441,19 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
     return rounds
 
 
-class _Box:
-    """Ranks numbered row by row over named axes, outermost first."""
-
-    def __init__(self, degrees: dict[str, int]) -> None:
-        self.degrees = degrees
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for axis, degree in reversed(self.degrees.items()):
-            rank, found[axis] = divmod(rank, degree)
-        return found
-
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        rank = 0
-        for axis, degree in self.degrees.items():
-            rank = rank * degree + coordinates.get(axis, 0)
-        return rank
-
-    def span(self, axes: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Every combination of coordinates along some axes, the innermost axis fastest."""
-        wanted = set(axes)
-        ordered = [axis for axis in self.degrees if axis in wanted]
-        for position in product(*(range(self.degrees[axis]) for axis in ordered)):
-            yield dict(zip(ordered, position, strict=True))
-
-    def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        along = set(axes)
-        for rest in self.span(set(self.degrees) - along):
-            yield tuple(self.rank_at({**rest, **there}) for there in self.span(along))
-
-
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+_TYPES = get_type_hints(Layout)
+KEYS: dict[str, Key] = {
+    each.name: replace(
+        each.metadata["key"],
+        name=each.name,
+        type=_TYPES[each.name],
+        default=each.default,
+        group=each.metadata["key"].group or each.name,
+    )
+    for each in fields(Layout)
+}
+"""Every key of the layout, in the order in which they are written."""

@@ -31,7 +31,6 @@ from shardwright.schedule.messages import Exchange, with_messages
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import stage_layers
 from shardwright.train.step import Trainer
-from shardwright.verify.compare import describe
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
 from tests.train.worlds import GLOBAL_BATCH, RATE, SEQ_LEN, SPEC, build, local_batch
@@ -75,7 +74,7 @@ def sizes(layout: Layout, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         Layout(pp=2, tp=2),
         Layout(pp=2, dp_shard=2, zero=3),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_a_rank_holds_its_layers_under_their_names_in_the_whole_model(layout: Layout, tied: bool):
     spec = replace(EVEN, tied_embedding=tied)
@@ -173,7 +172,7 @@ def test_i_computes_the_gradients_of_inputs_alone_and_w_those_of_weights_alone(s
 @pytest.mark.parametrize(
     "layout",
     [Layout(pp=2, schedule="zb-h1"), Layout(pp=2, dp_shard=2, zero=1, ep=2, schedule="zb-h1")],
-    ids=describe,
+    ids=str,
 )
 def test_gradients_of_experts_wait_for_w_and_those_of_routers_do_not(layout: Layout):
     moe = MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=1, first_dense=1)
@@ -287,7 +286,7 @@ def buffers_of(schedule: Schedule) -> list[int]:
         Layout(pp=2, schedule="zb-v"),
         Layout(pp=2, schedule="dualpipe"),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_no_more_microbatches_are_alive_than_the_schedule_says(layout: Layout):
     schedule = schedule_of(layout)
@@ -328,7 +327,7 @@ def traffic_of_two_steps(layout: Layout, spec: ModelSpec) -> list[dict[str, tupl
         (Layout(pp=2, schedule="zb-h1"), True, EVEN.vocab_size * EVEN.d_model),
         (Layout(pp=2, schedule="dualpipe"), False, EVEN.n_parameters),
     ],
-    ids=lambda value: describe(value) if isinstance(value, Layout) else str(value),
+    ids=str,
 )
 def test_every_step_sends_the_messages_of_its_schedule_and_the_gradients_of_copies_and_the_first_no_more(
     layout: Layout, tied: bool, copies: int

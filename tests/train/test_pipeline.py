@@ -15,7 +15,6 @@ import pytest
 
 from shardwright.layout import Layout
 from shardwright.verify import Case, Verifier
-from shardwright.verify.compare import describe
 from shardwright.verify.reference import train_alone
 from shardwright.verify.trace import Trace
 from tests.distributed import run_ranks
@@ -86,7 +85,7 @@ def test_four_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, 
         (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2), 3),
         (Layout(pp=2, schedule="dualpipe-v"), 1),
     ],
-    ids=lambda value: describe(value) if isinstance(value, Layout) else str(value),
+    ids=str,
 )
 def test_fewer_microbatches_than_ranks_and_odd_numbers_of_them_train_as_one_process_does(
     verifier: Verifier, layout: Layout, accumulation: int
@@ -101,7 +100,7 @@ def test_fewer_microbatches_than_ranks_and_odd_numbers_of_them_train_as_one_proc
         Layout(pp=2, schedule="zb-h1", stage_layers=(1, 3), dp_shard=2, zero=3),
         Layout(pp=2, schedule="dualpipe", stage_layers=(1, 3)),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_uneven_stages_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, of(layout, 4), layout)
@@ -119,7 +118,7 @@ TIED = [
 ]
 
 
-@pytest.mark.parametrize("layout", TIED, ids=describe)
+@pytest.mark.parametrize("layout", TIED, ids=str)
 def test_a_tied_embedding_trains_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, of(layout, 4, tied_embedding=True), layout)
 
@@ -145,7 +144,7 @@ def test_learned_positions_biases_and_layer_norms_train_as_one_process_does(veri
         Layout(pp=2, schedule="dualpipe"),
         Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=True),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_dropout_is_that_of_one_process(verifier: Verifier, layout: Layout):
     check(verifier, of(layout, 4, dropout=0.2), layout)
@@ -158,7 +157,7 @@ def test_dropout_is_that_of_one_process(verifier: Verifier, layout: Layout):
         Layout(pp=2, tp=2, schedule="zb-h1", recompute="full"),
         Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1", recompute="full"),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_blocks_computed_again_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, of(layout, 4), layout)
@@ -194,7 +193,7 @@ def test_a_pipeline_on_two_data_ranks_trains_as_one_process_does(
         Layout(pp=2, schedule="1f1b", cp=2, cp_method="ulysses", zero=3),
         Layout(pp=2, schedule="zb-v", cp=2, cp_method="ring"),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_a_pipeline_on_four_ranks_with_another_axis_trains_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, of(layout, 4), layout)
@@ -209,7 +208,7 @@ def test_a_pipeline_on_four_ranks_with_another_axis_trains_as_one_process_does(v
         Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2),
         Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2, schedule="zb-h1"),
     ],
-    ids=describe,
+    ids=str,
 )
 def test_a_pipeline_on_eight_ranks_trains_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, of(layout, 3), layout)
@@ -224,7 +223,7 @@ def test_a_pipeline_on_eight_ranks_trains_as_one_process_does(verifier: Verifier
         (Layout(pp=2, dp_shard=2, zero=3), "bfloat16"),
         (Layout(pp=2, dp_shard=2, zero=2, schedule="zb-h1"), "bfloat16"),
     ],
-    ids=lambda value: describe(value) if isinstance(value, Layout) else value,
+    ids=str,
 )
 def test_other_types_are_as_near_as_one_process_is(verifier: Verifier, layout: Layout, dtype: str):
     report = verifier.parity(replace(of(layout, 3), dtype=dtype), layout)

@@ -81,7 +81,7 @@ def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
             raise InputError(f"--timeline {place}: a picture is named *.svg, a trace *.json")
         return place
     if asked is not None:
-        pp = run.config.layout.pp
+        pp = run.config.layout.layout().pp
         why = "layout.pp is 1" if pp == 1 else f"no step has been recorded by all {pp} ranks of the pipeline yet"
         raise InputError(f"--timeline {asked}: {run.folder} has no timeline, as {why}; leave it out")
     return None

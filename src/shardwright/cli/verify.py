@@ -159,12 +159,10 @@ def _one(
 
 
 def _matrix(verifier: "Verifier", case: "Case", chosen: Sequence["Layout"], json: bool) -> None:
-    from shardwright.verify.compare import describe
-
     reports: list[Report] = []
     with error_console.status("") as status:
         for number, layout in enumerate(chosen, 1):
-            status.update(f"{number} of {len(chosen)}: {describe(layout)}")
+            status.update(f"{number} of {len(chosen)}: {layout}")
             reports.append(verifier.parity(case, layout))
     unequal = [report for report in reports if not report.equal]
     if json:
@@ -191,9 +189,7 @@ def _sizes(config: RunConfig, case: "Case") -> str:
 
 
 def _print(report: "Report", sizes: str) -> None:
-    from shardwright.verify.compare import describe
-
-    console.print(f"[bold]{describe(report.layout)}[/] against [bold]{report.against}[/]")
+    console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]")
     console.print(sizes, markup=False)
     table = Table(
         "compared", "worst at", "step", "error", "tolerance", "equal", box=None, header_style="bold", pad_edge=False
@@ -236,8 +232,6 @@ def _print(report: "Report", sizes: str) -> None:
 
 
 def _print_matrix(reports: Sequence["Report"]) -> None:
-    from shardwright.verify.compare import describe
-
     table = Table(
         "layout", "worst at", "error", "tolerance", "copies", "", box=None, header_style="bold", pad_edge=False
     )
@@ -248,7 +242,7 @@ def _print_matrix(reports: Sequence["Report"]) -> None:
         worst = report.worst
         copies = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
         table.add_row(
-            describe(report.layout),
+            str(report.layout),
             f"{worst.quantity.kind} {worst.name}".strip(),
             f"{worst.error:.1e}",
             f"{worst.tolerance:.1e}",

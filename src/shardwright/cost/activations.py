@@ -130,7 +130,7 @@ def _sizes(job: Job, candidates: Candidates) -> _Sizes:
         tp=candidates.tp,
         cut=candidates.token_shards > 1,
         # A ring has the keys and values at work and those on their way.
-        visiting=np.where(candidates.cp > 1, candidates.cp if candidates.cp_method == "allgather" else 2.0, 0.0),
+        visiting=np.where(candidates.cp > 1, candidates.cp if candidates.shared.cp_method == "allgather" else 2.0, 0.0),
         of_e=job.element_bytes,
         of_input=job.stack.fp8_input_bytes if job.precision == "fp8" else job.element_bytes,
         drops=job.model.dropout > 0 or job.stack.dropout_masks,

@@ -9,13 +9,9 @@ from shardwright.cost import memory
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, Layout, accumulation
-from shardwright.schedule.registry import find, names
+from shardwright.layout import DENSE_AXES, KEYS, Layout, accumulation
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
-
-NOT_PRICED = "usp"
-"""The way of partitioning heads and tokens over cp that has no formulas here."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +53,14 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
     Raises LayoutError for what has no price, and with everything that keeps the layout from running this job: rules of
     the model, the size of the cluster, the batch, the schedule.
     """
-    if not layout.kind.priced or layout.cp_method == NOT_PRICED:
-        searched = ", ".join(name for name in names() if not find(name).priced)
-        raise LayoutError(f"there is no price for schedule {searched}, nor for cp_method {NOT_PRICED}")
+    values = {name: getattr(layout, name) for name in KEYS}
+    wrong = [
+        f"layout.{name}={value}: the cost model has no formulas for it"
+        for name, value in values.items()
+        if value in KEYS[name].not_priced()
+    ]
+    if wrong:
+        raise LayoutError(*wrong)
     wrong = problems(job.model, layout, job.seq_len)
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)

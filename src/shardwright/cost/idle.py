@@ -25,15 +25,10 @@ class StageTimes:
     message: Floats
 
 
-def ways_of(of: Candidates) -> tuple[tuple[int, ...], ...]:
-    """The ways microbatches take: for each, the rank of `pp` of every stage in order."""
-    return find(of.schedule).ways(of.pp, of.virtual_stages)
-
-
 def busy(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     """Seconds of work of each rank of `pp` in a step of `m` microbatches: (n, R)."""
     whole = times.forward + times.backward_input + times.weight
-    ways = ways_of(of)
+    ways = of.shared.ways
     found = np.zeros((len(of), of.pp))
     for way in ways:
         for stage, rank in enumerate(way):
@@ -54,11 +49,11 @@ def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
     """
     if of.pp == 1:
         return work[:, 0]
-    split = find(of.schedule).splits_backward
+    split = of.shared.kind.splits_backward
     back = times.backward_input if split else times.backward_input + times.weight
     heads = np.full((len(of), of.pp), np.inf)
     tails = np.full((len(of), of.pp), np.inf)
-    for way in ways_of(of):
+    for way in of.shared.ways:
         before = np.zeros(len(of))
         after = np.zeros(len(of))
         for stage, rank in enumerate(way):
@@ -84,7 +79,7 @@ def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
         return np.zeros(len(of))
     runs = [
         _makespan(
-            (of.schedule, of.pp, of.virtual_stages),
+            (of.shared.schedule, of.pp, of.shared.virtual_stages),
             int(m[at]),
             Times(
                 tuple(times.forward[at].tolist()),

@@ -6,7 +6,6 @@ Shapes: n candidates, S stages of the pipeline in the order a microbatch meets t
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from shardwright.cost.calibration import CALIBRATED, Calibration
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, Stack
-from shardwright.layout import Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.model.spec import ModelSpec
 
 Ints = NDArray[np.int64]
@@ -59,17 +58,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """n layouts that share a pipeline, with the micro-batch and the recomputation of each; arrays have shape (n,).
+    """n layouts, with the micro-batch of each. Keys of the layout that may differ between them have arrays here, of
+    shape (n,); `shared` has the values of all other keys, and what it has of those with arrays means nothing.
 
     The fields mean what `Layout` says. The number of ranks need not be the same for all.
     """
 
-    pp: int = 1
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    stage_layers: tuple[int, ...] | None = None
-    zero_pp_gather: str = "step"
-    cp_method: str = "zigzag"
+    shared: Layout
     dp_replicate: Ints
     dp_shard: Ints
     cp: Ints
@@ -83,31 +78,21 @@ class Candidates:
     @staticmethod
     def of(layout: Layout, micro_batch: int, recompute: str | None = None) -> "Candidates":
         """One layout as an array of one. `recompute`: instead of the layout's, which knows no "selective"."""
-        at = RECOMPUTE.index(recompute or layout.recompute)
-        return Candidates(
-            pp=layout.pp,
-            schedule=layout.schedule,
-            virtual_stages=layout.virtual_stages,
-            stage_layers=layout.stage_layers,
-            zero_pp_gather=layout.zero_pp_gather,
-            cp_method=layout.cp_method,
-            **{
-                name: np.array([getattr(layout, name)], dtype=np.int64)
-                for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero")
-            },
-            sequence_parallel=np.array([layout.token_shards]),
-            micro_batch=np.array([micro_batch], dtype=np.int64),
-            recompute=np.array([at], dtype=np.int64),
-        )
+        own = {name: getattr(layout, name) for name in COLUMNS if name in KEYS}
+        own |= {"micro_batch": micro_batch, "recompute": RECOMPUTE.index(recompute or layout.recompute)}
+        return Candidates(shared=layout, **{name: np.array([value]) for name, value in own.items()})
 
     def __len__(self) -> int:
         return len(self.tp)
 
     def take(self, rows: Ints | NDArray[np.bool_] | slice) -> "Candidates":
         """Some of them, by number or by a mask."""
-        every = {each.name: getattr(self, each.name) for each in fields(self)}
-        taken: dict[str, Any] = {name: at[rows] for name, at in every.items() if isinstance(at, np.ndarray)}
-        return replace(self, **taken)
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    @property
+    def pp(self) -> int:
+        """Ranks of the pipeline."""
+        return self.shared.pp
 
     @cached_property
     def data_ranks(self) -> Ints:
@@ -149,3 +134,7 @@ class Candidates:
     def microbatches(self, global_batch: int) -> Ints:
         """A data rank's in one step; the batch has to divide."""
         return global_batch // (self.micro_batch * self.data_ranks)
+
+
+COLUMNS = tuple(each.name for each in fields(Candidates) if each.name != "shared")
+"""The arrays of `Candidates`."""

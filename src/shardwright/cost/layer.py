@@ -262,12 +262,12 @@ def _context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
     spec, cluster = job.model, job.cluster
     # Elements of keys and values of a token on this rank.
     kv = tokens * np.maximum(spec.n_kv_heads / of.tp, 1) * (spec.qk_dim + spec.head_dim)
-    if of.cp_method == "ulysses":
+    if of.shared.cp_method == "ulysses":
         queries = tokens * spec.n_heads / of.tp * (spec.qk_dim + spec.head_dim)
         seconds = all_to_all(cluster, (kv + queries) * job.element_bytes, of.cp, of.tp)
         passes.add("context parallel", seconds, seconds)
         return
-    if of.cp_method == "allgather":
+    if of.shared.cp_method == "allgather":
         gathered = kv * of.cp
         passes.add(
             "context parallel",
@@ -276,7 +276,7 @@ def _context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
             + reduce_scatter(cluster, gathered * 4.0, of.cp, of.tp),
         )
         return
-    if of.cp_method == "ring":
+    if of.shared.cp_method == "ring":
         more = 1 - 1 / of.cp
         passes.add("attention", passes.forward["attention"] * more, passes.backward_input["attention"] * more)
     hop = point_to_point(cluster, kv * job.element_bytes, of.cp, of.tp)

@@ -14,7 +14,6 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule import build
 from shardwright.schedule.actions import Action, Schedule
-from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.registry import find
 from shardwright.split.stages import stage_layers
 
@@ -52,8 +51,8 @@ class Moments:
 
 def stages(job: Job, candidates: Candidates) -> Stages:
     """The stages that all candidates share; layers are cut as `split.stages` does where nothing else is said."""
-    layout = _layout(candidates.pp, candidates.schedule, candidates.virtual_stages, candidates.stage_layers)
-    return _stages(job.model, layout, job.seq_len)
+    keys = ("pp", "schedule", "virtual_stages", "stage_layers")
+    return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
 
 
 def moments(candidates: Candidates, microbatches: int) -> Moments:
@@ -62,8 +61,9 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
 
     Raises ScheduleError where the schedule cannot run that many.
     """
-    name, pp, virtual = _name(candidates), candidates.pp, candidates.virtual_stages
-    if find(name).microbatches_stay:
+    shared = candidates.shared
+    name, pp, virtual = shared.schedule, shared.pp, shared.virtual_stages
+    if shared.kind.microbatches_stay:
         one = _moments(name, pp, virtual, 1)
         return Moments(one.in_flight * microbatches, one.waiting, one.kind)
     return _moments(name, pp, virtual, microbatches)
@@ -71,24 +71,14 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
 
 def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments]:
     """The actions of one rank in order, and what it holds while each of them runs; R is 1."""
-    schedule = build.build(_name(candidates), candidates.pp, microbatches, candidates.virtual_stages)
+    shared = candidates.shared
+    schedule = build.build(shared.schedule, shared.pp, microbatches, shared.virtual_stages)
     return list(schedule.ranks[rank]), _as_moments([_held(schedule, rank)])
-
-
-def _name(candidates: Candidates) -> str:
-    """The schedule; of one rank there is but one."""
-    return candidates.schedule if candidates.pp > 1 else ONE_F_ONE_B.name
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
     """A number of microbatches, no larger, with which ranks hold as much at their fullest moments as with this one."""
     return find(name).representative(pp, microbatches)
-
-
-def _layout(pp: int, schedule: str, virtual_stages: int, layers: tuple[int, ...] | None) -> Layout:
-    if pp == 1:
-        return Layout()
-    return Layout(pp=pp, schedule=schedule, virtual_stages=virtual_stages, stage_layers=layers)
 
 
 @cache

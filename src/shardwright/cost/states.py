@@ -95,7 +95,7 @@ def shares_gradients(of: Candidates) -> NDArray[np.bool_]:
 
 def _holds_stage(of: Candidates) -> NDArray[np.bool_]:
     """Whether ZeRO-3 gathers a stage once a step."""
-    return (of.zero == 3) & (of.pp > 1) & (of.zero_pp_gather == "step")
+    return (of.zero == 3) & (of.pp > 1) & (of.shared.zero_pp_gather == "step")
 
 
 def _gathered(of: Candidates, stages: Stages, held: Parameters, whole: Floats) -> Floats:

@@ -113,7 +113,7 @@ class StagePasses:
 
     def _share(self, count: Ints) -> Floats:
         """(R,): of what every stage has `count`, how much a microbatch meets on each rank, all ways averaged."""
-        ways = idle.ways_of(self.of)
+        ways = self.of.shared.ways
         found = np.zeros(self.of.pp)
         for way in ways:
             np.add.at(found, list(way), count / len(ways))
@@ -173,7 +173,7 @@ def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forwa
     once = beside(scatter + across, backward) + beside(gather, forward)
     each = beside(gather + scatter, backward) if of.pp > 1 else beside(gather_again + scatter, backward)
     last = beside(gather_again + scatter + across, backward)
-    if of.pp > 1 and of.zero_pp_gather == "step":
+    if of.pp > 1 and of.shared.zero_pp_gather == "step":
         by_microbatch = once
     else:
         by_microbatch = m * beside(gather, forward) + (m - 1) * each + last
@@ -196,7 +196,7 @@ def _twins(job: Job, of: Candidates, held: Floats) -> Floats:
     if spec.tied_embedding:
         matrix_bytes = spec.vocab_size * spec.d_model / of.tp * job.stack.speed.reduce_bytes
         found = found + all_reduce(job.cluster, matrix_bytes, 2, (of.pp - 1) * stride)
-    if len(idle.ways_of(of)) > 1:
+    if len(of.shared.ways) > 1:
         shares = np.where(of.zero > 0, of.shards, 1)
         found = found + all_reduce(job.cluster, held * job.stack.speed.reduce_bytes / shares, 2, stride)
     return found

@@ -2,18 +2,25 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from shardwright.cost.job import Candidates
+from shardwright.cost.job import COLUMNS, Candidates
+from shardwright.layout import DENSE_AXES, KEYS
 from shardwright.plan.choice import Choice
 from shardwright.plan.distinct import SAME_TIME
 from shardwright.plan.pool import Condition, Mask
 from shardwright.plan.search import Plan, Priced, survey
 from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
 
-SIDES = ("tp", "pp", "cp", "ep", "zero", "recompute", "micro_batch")
-"""Choices for each of which the runner-up with another value is shown."""
+_SIDES = [name for name, key in KEYS.items() if key.runner_up]
+SIDES = (
+    *(name for name in _SIDES if name in (*COLUMNS, "pp")),
+    "micro_batch",
+    *(name for name in _SIDES if name not in (*COLUMNS, "pp")),
+)
+"""Choices for each of which the runner-up with another value is shown: numbers first, then words."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +85,24 @@ def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
 
 def _sides(best: Candidates) -> Iterator[tuple[str, Condition]]:
     for side in SIDES:
-        value = int(best.pp if side == "pp" else getattr(best, side)[0])
-        yield f"another {side}", _differs(side, value)
-    if best.pp > 1:
-        yield "another schedule", lambda of: np.full(len(of), of.pp > 1 and of.schedule != best.schedule)
+        if side in COLUMNS:
+            yield f"another {side}", _differs(side, getattr(best, side)[0])
+        elif KEYS[side].used(best) or side in DENSE_AXES:
+            yield f"another {side}", _differs_shared(side, getattr(best.shared, side))
 
 
 def _differs(side: str, value: int) -> Condition:
-    if side == "pp":
-        return lambda of: np.full(len(of), of.pp != value)
     return lambda of: getattr(of, side) != value
+
+
+def _differs_shared(side: str, value: Any) -> Condition:
+    """Where the key is used: plain 1f1b is not another schedule of a layout without a pipeline."""
+
+    def condition(of: Candidates) -> Mask:
+        differs = getattr(of.shared, side) != value and (side in DENSE_AXES or KEYS[side].used(of.shared))
+        return np.full(len(of), differs)
+
+    return condition
 
 
 def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
@@ -107,14 +122,14 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
             (of.tp == node)
             & (of.cp == 1)
             & (of.zero <= 1)
-            & (of.pp > 1 and of.schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
+            & (of.pp > 1 and of.shared.schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
         ),
     )
     yield "tp across nodes", lambda of: of.tp > node
     yield "no recomputation", lambda of: of.recompute == 0
     yield "full recomputation", lambda of: of.recompute > 0
     yield "no pipeline", lambda of: np.full(len(of), of.pp == 1)
-    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.schedule == ONE_F_ONE_B.name)
+    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.shared.schedule == ONE_F_ONE_B.name)
 
 
 def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:

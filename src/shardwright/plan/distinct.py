@@ -3,21 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardwright.plan.choice import COLUMNS, Choice
+from shardwright.layout import KEYS
+from shardwright.plan.choice import Choice
 from shardwright.plan.pool import Pool
 
 SAME_TIME = 1e-6
 """Share of a step by which two layouts count as equally fast."""
 SAME_BYTES = 1e-9
 """Share of the peak by which they count as needing equal memory."""
-_ONE_CHOICE = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "zero": ("zero", "zero_pp_gather"),
-    "schedule": ("schedule", "virtual_stages"),
-    "cp": ("cp", "cp_method"),
-}
-_GROUPED = {key for keys in _ONE_CHOICE.values() for key in keys}
-CHOICES = _ONE_CHOICE | {key: (key,) for key in ("pp", "stage_layers", *COLUMNS) if key not in _GROUPED}
+CHOICES = {key.group: tuple(name for name in KEYS if KEYS[name].group == key.group) for key in KEYS.values()}
+CHOICES["micro_batch"] = ("micro_batch",)
 """What a person decides at once, with the keys of a layout that say it."""
 
 

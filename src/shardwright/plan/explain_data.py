@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from shardwright.cost import idle
 from shardwright.cost.layer import reached_bytes_per_s
 from shardwright.cost.step import rank_parameters
 from shardwright.plan.explain_messages import Term, hidden, message_line, one, total
@@ -17,7 +16,7 @@ def data_lines(priced: Priced, forward: float, backward: float) -> Iterator[Line
     the busiest rank of pp."""
     job, of, speed = priced.job, priced.choice.candidates, priced.job.stack.speed
     e, zero, m = job.element_bytes, int(of.zero[0]), int(of.microbatches(job.global_batch)[0])
-    by_step = of.pp > 1 and of.zero_pp_gather == "step"
+    by_step = of.pp > 1 and of.shared.zero_pp_gather == "step"
     dense, experts, ends = (int(one(part)) for part in rank_parameters(job, of))
     groups = [("dense", dense, dense - ends, int(of.copies[0]), int(of.shards[0]), int(of.tp[0]))]
     n_copies = max(int(of.copies[0] * of.tp[0] // of.ep[0]), 1)
@@ -96,7 +95,7 @@ def _twins(priced: Priced, held: int) -> Iterator[Line]:
         n_bytes = job.model.vocab_size * job.model.d_model / int(of.tp[0]) * reduce_bytes
         apart = (of.pp - 1) * stride
         yield message_line(_SECTION, "tied matrix, first and last stage", "all-reduce", job.cluster, n_bytes, 2, apart)
-    if len(idle.ways_of(of)) > 1:
+    if len(of.shared.ways) > 1:
         n_bytes = held * reduce_bytes / (int(of.shards[0]) if of.zero[0] else 1)
         yield message_line(_SECTION, "both copies of a stage", "all-reduce", job.cluster, n_bytes, 2, stride)
 

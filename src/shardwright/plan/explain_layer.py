@@ -38,7 +38,7 @@ def attention_lines(priced: Priced, section: str) -> Iterator[Line]:
         "c0: width at which half is reached; cost/calibration.toml",
     )
     cp = int(of.cp[0])
-    ring = cp > 1 and of.cp_method == "ring"
+    ring = cp > 1 and of.shared.cp_method == "ring"
     more = 2 - 1 / cp if ring else 1.0
     yield Line(
         section,

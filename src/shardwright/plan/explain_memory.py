@@ -117,7 +117,7 @@ def _state(rank: _Rank, kind: str) -> tuple[str, str, str] | None:
         g = num(stack.gradient_bytes)
         return f"{g} B x {symbols}{block[0]}", f"{g} * {numbers}{block[1]}", _ZERO
     if kind == "gathered":
-        if rank.of.pp > 1 and rank.of.zero_pp_gather == "step":
+        if rank.of.pp > 1 and rank.of.shared.zero_pp_gather == "step":
             return "e (P + Q)", f"{e} * ({sum(rank.dense)} + {sum(rank.expert)})", "gathered once a step"
         layers = int((rank.stages.plain + rank.stages.mixtures)[rank.mine].sum())
         largest = int(rank.held.layer_dense[0] + rank.held.layer_expert[0])
@@ -168,7 +168,7 @@ def _working(rank: _Rank) -> tuple[str, str, str]:
     kv_heads = max(spec.n_kv_heads / tp, 1)
     q, out = spec.n_heads / tp * spec.qk_dim, spec.n_heads / tp * spec.head_dim
     k, v = kv_heads * spec.qk_dim, kv_heads * spec.head_dim
-    visiting = 0 if of.cp[0] == 1 else int(of.cp[0]) if of.cp_method == "allgather" else 2
+    visiting = 0 if of.cp[0] == 1 else int(of.cp[0]) if of.shared.cp_method == "allgather" else 2
     gathered, inputs = int(shards > 1), 2 if spec.activation == "swiglu" else 1
     wide = q + k + v + out + gathered * h + visiting * (k + v)
     attention = (tokens * wide + tokens / shards * 2 * h) * e

@@ -107,7 +107,7 @@ def _layer(priced: Priced, *, experts: bool) -> Iterator[Line]:
         own["attention"] = list(attention_lines(priced, section))
     if of.tp[0] > 1:
         own["tensor parallel"] = list(tensor_lines(priced, section, passes, experts=experts))
-    if of.cp[0] > 1 and of.cp_method in ("zigzag", "ring"):
+    if of.cp[0] > 1 and of.shared.cp_method in ("zigzag", "ring"):
         own["context parallel"] = list(context_lines(priced, section, passes))
     yield from _kinds(section, "a layer", passes, own)
 
@@ -170,7 +170,7 @@ def _pipeline(priced: Priced) -> Iterator[Line]:
     passes = StagePasses(job, of)
     times = passes.times()
     rank = int(idle.busy(of, times, m)[0].argmax())
-    ways = idle.ways_of(of)
+    ways = of.shared.ways
     section = f"Pipeline, busiest rank {rank}" if of.pp > 1 else "Step on a rank"
     mine = [stage for _, stage in held_by(ways, rank)]
     if of.pp > 1:
@@ -211,7 +211,7 @@ def _pipeline(priced: Priced) -> Iterator[Line]:
         span = work_s + priced.parts_s["pipeline"]
         yield Line(
             section,
-            f"{of.schedule} with these times",
+            f"{of.shared.schedule} with these times",
             "its makespan",
             "",
             span,

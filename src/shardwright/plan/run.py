@@ -16,6 +16,7 @@ from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.plan.run_columns import NO_FIGURES, Measured
+from shardwright.schedule.registry import find
 from shardwright.split import rules, stages
 from shardwright.units import GiB
 
@@ -69,7 +70,9 @@ def prepared(line: int, row: Measured) -> Run | Skipped:
     if reason := next(_not_priced(row), None):
         return Skipped(line, row, reason)
     try:
-        piped = Layout(pp=row.pp, schedule=row.schedule, virtual_stages=_virtual_stages(row))
+        # Schedules with a fixed number of stages do not name it.
+        virtual = row.virtual_stages if find(row.schedule).virtual_stages_tried else None
+        piped = Layout(pp=row.pp, schedule=row.schedule).changed(virtual_stages=virtual)
         job = Job(
             model=_model(row),
             cluster=_cluster(row),
@@ -189,11 +192,6 @@ def _cluster(row: Measured) -> Cluster:
     return found if row.network is None else found.on(row.network)
 
 
-def _virtual_stages(row: Measured) -> int:
-    """As a layout counts them: schedules with a fixed number do not name it."""
-    return row.virtual_stages if row.schedule == "interleaved-1f1b" else 1
-
-
 def _candidates(row: Measured, piped: Layout) -> Candidates:
     each = {
         "dp_replicate": row.dp_replicate,
@@ -208,11 +206,11 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
     }
     arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
     return Candidates(
-        pp=row.pp,
-        schedule=row.schedule,
-        virtual_stages=piped.virtual_stages,
-        stage_layers=_stage_layers(row, piped.n_stages),
-        cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
+        shared=replace(
+            piped,
+            stage_layers=_stage_layers(row, piped.n_stages),
+            cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
+        ),
         sequence_parallel=np.array([row.sp]),
         **arrays,
     )
@@ -243,16 +241,19 @@ def _problems(job: Job, of: Candidates, piped: Layout) -> Iterator[str]:
         yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
     # Dense, and without data ranks: rules of those are about how this system shards state.
     inside = Layout(
-        tp=int(of.tp[0]), cp=int(of.cp[0]), cp_method=of.cp_method, sequence_parallel=bool(of.sequence_parallel[0])
+        tp=int(of.tp[0]),
+        cp=int(of.cp[0]),
+        cp_method=of.shared.cp_method,
+        sequence_parallel=bool(of.sequence_parallel[0]),
     )
     yield from rules.problems(replace(spec, moe=None), inside, job.seq_len)
     if piped.n_stages > MOST_STAGES:
         yield f"{piped.n_stages} stages are more than the {MOST_STAGES} that are simulated"
         return
     yield from stages.schedule_problems(piped, int(of.microbatches(job.global_batch)[0]))
-    if of.pp > 1 and of.stage_layers is None:
+    if of.pp > 1 and of.shared.stage_layers is None:
         yield from stages.problems(spec, piped)
-    elif of.stage_layers is not None and min(of.stage_layers) < 0:
+    elif of.shared.stage_layers is not None and min(of.shared.stage_layers) < 0:
         yield f"{spec.n_layers} layers cannot be cut into the {piped.n_stages} stages of pp={of.pp}"
 
 

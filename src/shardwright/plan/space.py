@@ -18,48 +18,21 @@ once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost.job import RECOMPUTE, Candidates, Ints, Job
+from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Ints, Job
 from shardwright.errors import LayoutError
-from shardwright.layout import ZERO_STAGES
+from shardwright.layout import KEYS, ZERO_STAGES, Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.schedule import build
-from shardwright.schedule.registry import find, names
 from shardwright.split.rules import tp_divides
+from shardwright.split.stages import schedule_problems
 
-METHODS = ("zigzag", "ulysses")
-RECOMPUTED = tuple(RECOMPUTE.index(name) for name in ("none", "full"))
+_RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(Layout())))
 
 Columns = dict[str, Ints]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """What the layouts of one group share."""
-
-    pp: int
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    cp_method: str = "zigzag"
-    zero_pp_gather: str = "step"
-
-    @property
-    def n_stages(self) -> int:
-        """Into how many stages the layers are cut."""
-        return len(find(self.schedule).ways(self.pp, self.virtual_stages)[0])
-
-    def takes(self, microbatches: Ints) -> NDArray[np.bool_]:
-        """Whether the schedule can run a step of so many microbatches, for each number."""
-        if self.pp == 1:
-            return np.ones(len(microbatches), dtype=bool)
-        distinct, back = np.unique(microbatches, return_inverse=True)
-        can = [not build.problems(self.schedule, self.pp, int(m), self.virtual_stages) for m in distinct]
-        return np.array(can, dtype=bool)[back]
 
 
 def groups(job: Job) -> Iterator[Candidates]:
@@ -70,47 +43,45 @@ def groups(job: Job) -> Iterator[Candidates]:
     """
     n_layouts = 0
     for pp in divisors(job.cluster.size):
-        by_method = {method: _rows(job, pp, method) for method in METHODS}
-        for pipeline in _pipelines(pp, job.model.n_layers):
-            found = _group(job, pipeline, by_method[pipeline.cp_method])
-            if found is not None:
+        by_method: dict[str, Columns] = {}
+        for shared in _shared(pp, job.model.n_layers):
+            method = shared.cp_method
+            if method not in by_method:
+                by_method[method] = _rows(job, pp, method)
+            found = _group(job, shared, by_method[method])
+            if len(found):
                 n_layouts += len(found)
                 yield found
     if not n_layouts:
         raise LayoutError(_no_layout(job))
 
 
-def _pipelines(pp: int, n_layers: int) -> Iterator[Pipeline]:
-    """Every pipeline of so many ranks with which each stage has a layer."""
-    if pp == 1:
-        yield from (Pipeline(1, cp_method=method) for method in METHODS)
-        return
-    for kind in filter(lambda kind: kind.priced, map(find, names())):
-        for virtual_stages in kind.virtual_stages_tried or (kind.virtual_stages,):
-            for method in METHODS:
-                for gather in ("step", "microbatch"):
-                    pipeline = Pipeline(pp, kind.name, virtual_stages, method, gather)
-                    if pipeline.n_stages <= n_layers:
-                        yield pipeline
+def _shared(pp: int, n_layers: int) -> list[Layout]:
+    """Every choice of the keys that the layouts of a group share, for pipelines of so many ranks with which each stage
+    has a layer. Their other degrees are there so that the keys that go with them have a meaning."""
+    found = [Layout(pp=pp, dp_shard=2, cp=2, tp=2)]
+    for name, key in KEYS.items():
+        if name not in COLUMNS and name != "pp":
+            found = [layout.changed(**{name: value}) for layout in found for value in key.searched(layout)]
+    return [layout for layout in found if layout.n_stages <= n_layers]
 
 
-def _group(job: Job, pipeline: Pipeline, rows: Columns) -> Candidates | None:
-    data = rows["dp_replicate"] * rows["dp_shard"]
-    kept = pipeline.takes(job.global_batch // (rows["micro_batch"] * data))
-    if pipeline.zero_pp_gather == "microbatch":
-        kept &= rows["zero"] == 3
-    if not kept.any():
-        return None
-    columns: dict[str, Any] = {name: column[kept] for name, column in rows.items()}
-    return Candidates(
-        pp=pipeline.pp,
-        schedule=pipeline.schedule,
-        virtual_stages=pipeline.virtual_stages,
-        cp_method=pipeline.cp_method,
-        zero_pp_gather=pipeline.zero_pp_gather,
-        sequence_parallel=columns["tp"] > 1,
-        **columns,
-    )
+def _group(job: Job, shared: Layout, rows: Columns) -> Candidates:
+    """The rows with which the shared keys can be chosen, and have a meaning where they are not at their default."""
+    columns: dict[str, Any] = dict(rows)
+    found = Candidates(shared=shared, sequence_parallel=rows["tp"] > 1, **columns)
+    kept = _takes(shared, found.microbatches(job.global_batch))
+    for name, key in KEYS.items():
+        if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
+            kept &= key.used(found)
+    return found.take(kept)
+
+
+def _takes(layout: Layout, microbatches: Ints) -> NDArray[np.bool_]:
+    """Whether the schedule of a layout can run a step of so many microbatches, for each number."""
+    distinct, back = np.unique(microbatches, return_inverse=True)
+    can = [not schedule_problems(layout, int(m)) for m in distinct]
+    return np.array(can, dtype=bool)[back]
 
 
 def _rows(job: Job, pp: int, method: str) -> Columns:
@@ -118,7 +89,7 @@ def _rows(job: Job, pp: int, method: str) -> Columns:
     found = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
     data = found["dp_replicate"] * found["dp_shard"]
     found = _where(found, job.global_batch % data == 0)
-    choices = {"micro_batch": divisors(job.global_batch), "recompute": RECOMPUTED}
+    choices = {"micro_batch": divisors(job.global_batch), "recompute": _RECOMPUTED}
     found = _times(found, choices)
     unit = found["micro_batch"] * found["dp_replicate"] * found["dp_shard"]
     return _where(found, job.global_batch % unit == 0)
@@ -173,10 +144,9 @@ def _no_layout(job: Job) -> str:
     """Why no layout can deal out the batch, with the nearest batches that some layout can."""
     dealt: set[int] = set()
     for pp in divisors(job.cluster.size):
-        if next(_pipelines(pp, job.model.n_layers), None) is not None:
-            for method in METHODS:
-                degrees = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
-                dealt |= set((degrees["dp_replicate"] * degrees["dp_shard"]).tolist())
+        for method in {shared.cp_method for shared in _shared(pp, job.model.n_layers)}:
+            degrees = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
+            dealt |= set((degrees["dp_replicate"] * degrees["dp_shard"]).tolist())
     least = min(dealt)
     below = max(job.global_batch // n * n for n in dealt)
     above = min(-(-job.global_batch // n) * n for n in dealt)

@@ -1,66 +1,31 @@
 """A layout, and what others lose against it, as a person reads it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from shardwright.cost.job import Job
-from shardwright.layout import accumulation
+from shardwright.keys import Sizes, written
+from shardwright.layout import KEYS, accumulation
 from shardwright.plan.alternatives import Alternative, reasons, savings
 from shardwright.plan.choice import Choice
 from shardwright.plan.distinct import CHOICES, differing, value
 from shardwright.plan.search import Priced
 from shardwright.units import format_bytes, format_seconds
 
-_ZERO = {
-    0: "every rank holds all parameters, gradients and optimizer state of its stage",
-    1: "optimizer state shared out",
-    2: "optimizer state and gradients shared out",
-    3: "optimizer state, gradients and parameters shared out",
-}
-
 
 def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
-    """Each choice with its value and what it means for this job; what is not used is left out."""
-    return list(_choices(job, choice))
-
-
-def _choices(job: Job, choice: Choice) -> Iterator[tuple[str, str, str]]:
-    layout, node = choice.layout, job.cluster.node_size
+    """Each key that is used, with its value and what it means for this job."""
+    layout = choice.layout
+    experts = job.model.moe.n_experts if job.model.moe else 0
+    sizes = Sizes(job.model.n_layers, experts, job.seq_len, job.cluster.node_size)
+    values = {name: getattr(layout, name) for name in KEYS}
+    rows = [
+        (name, written(value), KEYS[name].words(layout, sizes))
+        for name, value in values.items()
+        if value is not None and KEYS[name].used(layout)
+    ]
     m = accumulation(job.global_batch, choice.micro_batch, layout.data_ranks)
-    if layout.tp > 1:
-        where = "within a node" if node % layout.tp == 0 else f"over {-(-layout.tp // node)} nodes or more"
-        between = "token shards between them" if layout.sequence_parallel else "copies of all tokens between them"
-        yield "tp", str(layout.tp), f"ranks cut heads and matrices, {between}; {where}"
-    if layout.cp > 1:
-        yield (
-            "cp",
-            str(layout.cp),
-            f"ranks cut each sequence, {layout.cp_method}: {job.seq_len // layout.cp} tokens each",
-        )
-    if layout.pp > 1:
-        stages = f"{layout.n_stages} stages" if layout.n_stages != layout.pp else "stages"
-        gather = ", parameters gathered for each microbatch" if layout.zero_pp_gather == "microbatch" else ""
-        yield "pp", str(layout.pp), f"ranks cut {job.model.n_layers} layers into {stages}, {layout.schedule}{gather}"
-    if layout.ep > 1:
-        assert job.model.moe is not None
-        yield (
-            "ep",
-            str(layout.ep),
-            f"ranks deal out {job.model.moe.n_experts} experts, {job.model.moe.n_experts // layout.ep} each",
-        )
-    if layout.data_ranks > 1:
-        both = layout.dp_replicate > 1 and layout.dp_shard > 1
-        parts = f"{layout.dp_replicate} copies of {layout.dp_shard} ranks" if both else "ranks"
-        yield "dp", str(layout.data_ranks), f"{parts} read their own sequences"
-    if layout.data_ranks * layout.cp > 1:
-        over = f", over {layout.dp_shard * layout.cp} ranks" if layout.zero else ""
-        yield "zero", str(layout.zero), _ZERO[layout.zero] + over
-    yield (
-        "batch",
-        str(job.global_batch),
-        f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'microbatch')} x {choice.micro_batch}",
-    )
-    again = {"none": "nothing is computed twice", "full": "the backward pass computes every layer again"}
-    yield "recompute", layout.recompute, again[layout.recompute]
+    batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'microbatch')} x {choice.micro_batch}"
+    return [*rows, ("batch", str(job.global_batch), batch)]
 
 
 def _count(n: int, what: str) -> str:

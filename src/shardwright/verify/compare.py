@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.layout import DENSE_AXES, Layout
+from shardwright.layout import Layout
 from shardwright.verify.case import Case
 from shardwright.verify.trace import Quantity, Trace
 
@@ -96,7 +96,7 @@ class Report:
         """For machines."""
         rows = [row for row in self.rows if not row.equal] or self.worst_of_each()
         return {
-            "layout": describe(self.layout),
+            "layout": str(self.layout),
             "against": self.against,
             "dtype": self.case.dtype,
             "equal": self.equal,
@@ -120,29 +120,6 @@ class Report:
 
 def _finite(error: float) -> float | str:
     return error if math.isfinite(error) else str(error)  # JSON has no infinity
-
-
-def describe(layout: Layout) -> str:
-    """`dp_shard 2, tp 2, zero 3`: what is not at its default, and of pp and cp always how."""
-    parts = [f"{axis} {layout.degree(axis)}" for axis in DENSE_AXES if layout.degree(axis) > 1]
-    if layout.ep > 1:
-        parts.append(f"ep {layout.ep}")
-    if layout.pp > 1:
-        stages = f" ({layout.virtual_stages} virtual stages)" if layout.kind.virtual_stages_tried else ""
-        parts.append(layout.schedule + stages)
-    if layout.stage_layers:
-        parts.append(f"stage_layers {','.join(map(str, layout.stage_layers))}")
-    if layout.cp > 1:
-        parts.append(layout.cp_method + (f" (ulysses {layout.ulysses_degree})" if layout.cp_method == "usp" else ""))
-    if layout.zero:
-        parts.append(f"zero {layout.zero}")
-    if layout.pp > 1 and layout.regathers:
-        parts.append(f"zero_pp_gather {layout.zero_pp_gather}")
-    if layout.token_shards:
-        parts.append("sequence_parallel")
-    if layout.recompute != "none":
-        parts.append(f"recompute {layout.recompute}")
-    return ", ".join(parts) or "one rank"
 
 
 def errors(found: Trace, expected: Trace, kinds: Iterable[str] | None = None, steps: int | None = None) -> Errors:

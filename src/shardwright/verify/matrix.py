@@ -11,9 +11,8 @@ from math import gcd
 from typing import Any
 
 from shardwright.errors import LayoutError
-from shardwright.layout import CP_METHODS, ZERO_PP_GATHER, ZERO_STAGES, Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
 
 Choice = dict[str, Any]
@@ -26,7 +25,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     Every product of degrees is there. Without pp each is there with every combination of zero, sequence_parallel and
     cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of these
     choices are together in one layout at least, if the model can be cut so: schedule, zero (3 with either
-    zero_pp_gather), sequence_parallel, cp_method, ep.
+    zero_pp_gather), sequence_parallel, cp_method, ep. Keys that are left at their default say why (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
@@ -57,33 +56,30 @@ def _degrees(world_size: int) -> Iterator[Choice]:
 
 
 def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
-    """What there is to choose with these degrees: for each thing its choices, the last thing varying fastest."""
-    return [
-        [{"schedule": name} for name in names()] if degrees["pp"] > 1 else [{}],
-        list(_zero(degrees)),
-        [{"sequence_parallel": on} for on in (False, True)] if degrees["tp"] > 1 else [{}],
-        list(_methods(degrees["cp"])),
-        [{"ep": n} for n in _divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))],
-    ]
+    """What there is to choose with these degrees: for each group of keys (`Key.group`) its choices, the last group
+    varying fastest."""
+    groups: dict[str, list[Choice]] = {}
+    for name, key in KEYS.items():
+        if name in degrees or key.unverified:
+            continue
+        values: Sequence[Any] = key.choices() if key.choices else ()
+        if name == "ep":
+            values = _divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))
+        elif name == "ulysses_degree":
+            values = _divisors(degrees["cp"])
+        before = groups.get(key.group, [{}])
+        groups[key.group] = [choice | {name: value} for choice in before for value in values]
+    return [[choice for choice in choices if _makes_sense(degrees | choice)] for choices in groups.values()]
 
 
-def _zero(degrees: Choice) -> Iterator[Choice]:
-    for zero in ZERO_STAGES if degrees["dp_shard"] * degrees["cp"] > 1 else (0,):
-        if zero == 3 and degrees["pp"] > 1:
-            yield from ({"zero": zero, "zero_pp_gather": gather} for gather in ZERO_PP_GATHER)
-        else:
-            yield {"zero": zero}
-
-
-def _methods(cp: int) -> Iterator[Choice]:
-    if cp == 1:
-        yield {}
-        return
-    for method in CP_METHODS:
-        if method != "usp":
-            yield {"cp_method": method}
-        else:
-            yield from ({"cp_method": method, "ulysses_degree": n} for n in _divisors(cp) if 1 < n < cp)
+def _makes_sense(choice: Choice) -> bool:
+    """Whether a choice, with its degrees, is a layout in which every key that is not at its default has a meaning."""
+    try:
+        layout = Layout(**choice)
+    except LayoutError:
+        return False
+    dull = any(getattr(layout, name) != key.default_in(layout) and not key.used(layout) for name, key in KEYS.items())
+    return not dull and not (layout.cp_method == "usp" and layout.ulysses_degree == layout.cp)
 
 
 def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:

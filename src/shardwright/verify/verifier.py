@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Verifier:
                 expected, sides, name = self._alone(replace(case, dtype="float64")), 1, "one process"
             else:
                 expected = self._keep(against, self.train, against[1].world_size, *against)
-                sides, name = 2, compare.describe(against[1])
+                sides, name = 2, str(against[1])
             tolerance = compare.with_routing(self._tolerance(case, sides), case)
             tolerance = compare.with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = compare.rows(compare.errors(found, expected), tolerance)
@@ -74,8 +73,7 @@ class Verifier:
 
         Not the gradients of experts under ep, whose products are over the tokens of several data ranks at once.
         """
-        ep = gcd(layout.ep, layout.cp * layout.tp)
-        single = replace(layout, dp_replicate=1, dp_shard=1, zero=0, zero_pp_gather="step", ep=ep)
+        single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
         expected = self._keep((case, single), self.train, single.world_size, case, single)
         tolerance = compare.of_dealing(case.global_batch // case.micro_batch)
         errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
@@ -115,7 +113,7 @@ class Verifier:
 def _check(case: Case, layout: Layout) -> None:
     if layout.world_size > MOST_RANKS:
         raise LayoutError(
-            f"the layout has {layout.world_size} ranks ({compare.describe(layout)}), and each would be a process of "
+            f"the layout has {layout.world_size} ranks ({layout}), and each would be a process of "
             f"this machine; at most {MOST_RANKS}: keep the axes and lower their degrees, as in --set "
             f"layout.dp_shard=2, since what can be wrong with an axis is wrong with 2 ranks of it"
         )
