@@ -505,9 +505,9 @@ def _type_name(annotation: Any) -> str:
     if getattr(annotation, "__origin__", None) is Literal:
         return " \\| ".join(_toml(choice) for choice in annotation.__args__)
     options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
+    if getattr(annotation, "__origin__", None) is list:
+        return f"list of {_type_name(options[0])}"
     if options:
         return " \\| ".join(_type_name(option) for option in options)
-    if getattr(annotation, "__origin__", None) is list:
-        return f"list of {_type_name(annotation.__args__[0])}"
     names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
     return names.get(annotation, "table")
