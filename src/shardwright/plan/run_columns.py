@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwright.cost.hardware import accelerator
 from shardwright.schedule import registry
+from shardwright.schedule.named import ONE_F_ONE_B
 
 NO_FIGURES = ("b300", "gb300", "v100")
 """Accelerators that a table may name and that hardware.toml has no figures for."""
@@ -170,7 +171,7 @@ class Measured:
     pp: int = _whole("pipeline parallelism", 128, "usable")
     virtual_stages: int = _whole("chunks of layers on one rank of pp; 1 without interleaving", 1000, "usable")
     schedule: str = _choice(
-        "of the pipeline; 1f1b if pp is 1",
+        f"of the pipeline; {ONE_F_ONE_B.name} if pp is 1",
         *(name for name in registry.names() if registry.find(name).priced),
         needed="usable",
     )

@@ -8,6 +8,7 @@ from typing import Any
 from shardwright.errors import InputError, nearest
 from shardwright.plan.run import Run, Skipped, prepared
 from shardwright.plan.run_columns import Measured, columns
+from shardwright.schedule.named import ONE_F_ONE_B
 
 LONGEST_QUOTE = 40
 
@@ -124,7 +125,7 @@ def _contradictions(row: Measured) -> Iterator[str]:
     etp, stage = row.etp or row.tp, row.tp * row.cp * data_ranks
     if row.experts is not None and stage % (row.ep * etp):
         yield f"ep={row.ep} x etp {etp} does not divide tp x cp x data ranks = {stage}"
-    if row.pp == 1 and (row.virtual_stages > 1 or row.schedule != "1f1b"):
+    if row.pp == 1 and (row.virtual_stages > 1 or row.schedule != ONE_F_ONE_B.name):
         yield f"schedule={row.schedule}, virtual_stages={row.virtual_stages} with pp=1; valid: 1f1b, 1"
 
 
