@@ -17,11 +17,11 @@ from shardwright.split.sequence import attention_pairs, spans, step_pairs
 
 WORDS = {"allreduce": "all-reduce", "allgather_base": "all-gather", tensor.REDUCE_SCATTER: "reduce-scatter"}
 SHARDINGS = {
-    "tp 2": Layout(tp=2),
-    "tp 4": Layout(tp=4),
+    "tp 2": Layout(tp=2, sequence_parallel=False),
+    "tp 4": Layout(tp=4, sequence_parallel=False),
     "tp 2, sequence parallel": Layout(tp=2, sequence_parallel=True),
     "tp 4, sequence parallel": Layout(tp=4, sequence_parallel=True),
-    "tp 2, recompute": Layout(tp=2, recompute="full"),
+    "tp 2, recompute": Layout(tp=2, recompute="full", sequence_parallel=False),
     "tp 2, sequence parallel, recompute": Layout(tp=2, sequence_parallel=True, recompute="full"),
 }
 

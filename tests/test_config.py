@@ -71,7 +71,7 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("batch.global_batch=8.5", "batch.global_batch=8.5: input should be a valid integer"),
         ("precision.compute=fp16", "precision.compute='fp16': input should be 'fp32', 'bf16' or 'fp64'"),
         ("layout=4", "layout=4: this is a section, written [layout]"),
-        ("layout.zero=5", "layout.zero=5: input should be 0, 1, 2 or 3"),
+        ("layout.zero=5", "layout.zero=5: not one of the choices; valid: 0, 1, 2, 3"),
         ("model.preset=lama-3.1-8b", "llama-3.1-8b"),
         ("model.n_kv_heads=3", "n_kv_heads=3 does not divide n_heads"),
         ("batch.global_batch=9", "nearest: 8 or 10"),
@@ -173,7 +173,7 @@ def test_a_resolved_file_reads_back_as_the_same_configuration(out: str, lr: floa
         "data": {"path": out},
         "batch": {"seq_len": 4, "global_batch": 4},
         "optimizer": {"lr": lr},
-        "layout": {"dp_shard": 2 if zero else 1, "zero": zero, "sequence_parallel": scaled},
+        "layout": {"dp_shard": 2 if zero else 1, "zero": zero, "sequence_parallel": scaled, "virtual_stages": 1},
     }
     if scaled:
         scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}

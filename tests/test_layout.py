@@ -25,7 +25,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def test_eight_ranks_of_dp2_and_tp2_and_pp2_stand_where_the_picture_says():
-    layout = Layout(pp=2, dp_shard=2, tp=2, zero=1)
+    layout = Layout(pp=2, dp_shard=2, tp=2, zero=1, sequence_parallel=False)
     assert layout.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert layout.groups("dp_shard") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert layout.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -35,10 +35,10 @@ def test_eight_ranks_of_dp2_and_tp2_and_pp2_stand_where_the_picture_says():
 
 
 def test_expert_groups_are_neighbours_across_dp_cp_and_tp():
-    layout = Layout(dp_shard=2, tp=2, ep=4, zero=1)
+    layout = Layout(dp_shard=2, tp=2, ep=4, zero=1, sequence_parallel=False)
     assert layout.groups("ep") == [(0, 1, 2, 3)]
     assert layout.expert_dp_shard == 1
-    assert Layout(dp_shard=4, tp=2, ep=4, zero=1).groups("expert_dp_shard") == [
+    assert Layout(dp_shard=4, tp=2, ep=4, zero=1, sequence_parallel=False).groups("expert_dp_shard") == [
         (0, 4),
         (1, 5),
         (2, 6),
@@ -90,8 +90,8 @@ def test_the_two_boxes_hold_the_same_number_of_ranks(layout: Layout):
 @pytest.mark.parametrize(
     ("degrees", "said"),
     [
-        ({"dp_shard": 0}, "layout.dp_shard=0: a degree is a number of ranks, 1 or more"),
-        ({"zero": 4}, "layout.zero=4: the stages of ZeRO are 0, 1, 2 and 3"),
+        ({"dp_shard": 0}, "layout.dp_shard=0: 1 or more is needed"),
+        ({"zero": 4}, "layout.zero=4: not one of the choices; valid: 0, 1, 2, 3"),
         ({"dp_shard": 2, "zero": 0}, "set zero to 1, 2 or 3, or dp_replicate=2 and dp_shard=1"),
         ({"dp_replicate": 2, "zero": 2}, "set dp_shard=2 and dp_replicate=1, or zero=0"),
         (
@@ -120,7 +120,7 @@ def test_a_batch_is_a_whole_number_of_rounds_or_the_arithmetic_is_shown():
 
 
 def test_usp_cuts_cp_into_a_ring_of_ulysses_groups():
-    layout = Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2)
+    layout = Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2, sequence_parallel=False)
     assert (layout.cp_ring, layout.cp_ulysses) == (2, 2)
     assert layout.groups("cp_ulysses") == [(0, 2), (1, 3), (4, 6), (5, 7)], "neighbours deal out heads"
     assert layout.groups("cp_ring") == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -143,11 +143,11 @@ def test_other_methods_take_all_of_cp(method: str, degrees: tuple[int, int]):
         ),
         (
             {"cp": 4, "cp_method": "usp"},
-            "needs layout.ulysses_degree, the part of cp=4 that deals out heads; valid: 2, 4",
+            "needs layout.ulysses_degree, the part of cp=4 that partitions heads; valid: 2, 4",
         ),
-        ({"cp": 4, "ulysses_degree": 2}, "ulysses_degree=2 is for cp_method='usp', and cp_method is 'zigzag'"),
-        ({"cp_method": "ulyses"}, "cp_method='ulyses' is not known; valid: zigzag, ring, allgather, ulysses, usp"),
-        ({"recompute": "some"}, "recompute='some' is not known; valid: none, full"),
+        ({"cp": 4, "ulysses_degree": 2}, "ulysses_degree=2 needs cp_method='usp'; set that, or leave it out"),
+        ({"cp_method": "ulyses"}, "cp_method='ulyses': not one of the choices; did you mean 'ulysses'?"),
+        ({"recompute": "some"}, "recompute='some': not one of the choices; did you mean 'none'?"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(choices: dict, complaint: str):

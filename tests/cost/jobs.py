@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import COLUMNS, Candidates, Job
+from shardwright.layout import KEYS, Layout
 from shardwright.model.presets import resolve
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "micro_batch", "recompute")
@@ -19,7 +20,9 @@ def job(model: str = "llama-3.1-8b", on: str = "h100:64", **changes: Any) -> Job
 
 def candidates(**values: Any) -> Candidates:
     """Layouts from numbers or lists of equal length; what is left out is 1, zero 0, recompute 0."""
-    pipeline = {key: values.pop(key) for key in ("pp", "schedule", "virtual_stages", "stage_layers") if key in values}
+    shared = {key: values.pop(key) for key in KEYS if key in values and key not in COLUMNS}
+    if shared.get("zero_pp_gather") == "microbatch":
+        shared["zero"] = 3
     n = max((len(value) for value in values.values() if isinstance(value, list)), default=1)
     arrays = {
         axis: np.broadcast_to(np.array(values.pop(axis, 0 if axis in ("zero", "recompute") else 1)), (n,)).astype(
@@ -28,7 +31,7 @@ def candidates(**values: Any) -> Candidates:
         for axis in AXES
     }
     sequence_parallel = np.broadcast_to(np.array(values.pop("sequence_parallel", arrays["tp"] > 1)), (n,))
-    return Candidates(**pipeline, **arrays, sequence_parallel=sequence_parallel, **values)
+    return Candidates(shared=Layout(**shared), **arrays, sequence_parallel=sequence_parallel, **values)
 
 
 @st.composite

@@ -167,7 +167,7 @@ degrees = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16])
 def test_members_of_a_node_are_never_overcounted(box: tuple[int, int, int, int], node_size: int, nodes: int):
     """Against the groups of a layout, dealt over nodes rank by rank; exact where nodes and groups nest."""
     pp, dp, cp, tp = box
-    layout = Layout(pp=pp, dp_replicate=dp, cp=cp, tp=tp, virtual_stages=1)
+    layout = Layout(pp=pp, dp_replicate=dp, cp=cp, tp=tp, virtual_stages=1, sequence_parallel=False)
     where = plain(node_size * nodes, node_size)
     for axis, stride in (("tp", 1), ("cp", tp), ("dp_replicate", tp * cp), ("pp", tp * cp * dp)):
         size = layout.degree(axis)

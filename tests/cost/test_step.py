@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
-from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans, ways_of
+from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.stack import STACKS
@@ -131,7 +131,7 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
 def test_a_long_step_is_drawn_out_from_a_shorter_simulation(schedule: str):
     virtual = 2 if schedule == "interleaved-1f1b" else 1
     of = candidates(pp=4, schedule=schedule, virtual_stages=virtual)
-    stages, m = len(ways_of(of)[0]), 2000
+    stages, m = of.shared.n_stages, 2000
     assert m * stages > 3 * MOST_SIMULATED
     rng = np.random.default_rng(0)
     f, i, w = (rng.uniform(0.8, 1.2, stages) for _ in range(3))

@@ -39,7 +39,7 @@ def groups_of(layout: Layout, n_kv_heads: int) -> dict[str, tuple[int, ...]]:
 
 
 def test_the_groups_are_those_of_the_layout():
-    layout = Layout(dp_shard=2, cp=2, tp=2, zero=1)
+    layout = Layout(dp_shard=2, cp=2, tp=2, zero=1, sequence_parallel=False)
     for rank, groups in enumerate(run_ranks(groups_of, 8, layout, 4)):
         assert groups == {
             "share": layout.group_of(rank, "dp_shard", "cp"),
@@ -52,7 +52,7 @@ def test_the_groups_are_those_of_the_layout():
 
 
 def test_with_fewer_kv_heads_than_ranks_neighbours_share_one():
-    layout = Layout(cp=2, tp=4)
+    layout = Layout(cp=2, tp=4, sequence_parallel=False)
     for rank, groups in enumerate(run_ranks(groups_of, 8, layout, 2)):
         pair = rank // 2 * 2
         assert groups["step tp_copies"] == groups["tp_copies"] == (pair, pair + 1)

@@ -71,7 +71,7 @@ def sizes(layout: Layout, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2),
         Layout(pp=2, schedule="zb-v"),
         Layout(pp=2, schedule="dualpipe"),
-        Layout(pp=2, tp=2),
+        Layout(pp=2, tp=2, sequence_parallel=False),
         Layout(pp=2, dp_shard=2, zero=3),
     ],
     ids=str,
@@ -152,7 +152,7 @@ def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("schedule", "tp"), [("1f1b", 1), ("zb-h1", 1), ("dualpipe", 1), ("zb-h1", 2), ("zb-v", 2)])
 def test_i_computes_the_gradients_of_inputs_alone_and_w_those_of_weights_alone(schedule: str, tp: int, recompute: str):
-    layout = Layout(pp=2, tp=tp, schedule=schedule, recompute=recompute)
+    layout = Layout(pp=2, tp=tp, schedule=schedule, recompute=recompute, sequence_parallel=False)
     layer = (EVEN.n_matmul_parameters - EVEN.vocab_size * EVEN.d_model) // EVEN.n_layers
     layers = stage_layers(EVEN, layout, T)
     run_on = Counter[Action]()

@@ -63,8 +63,8 @@ REDUCE_SCATTER = "alltoall_base"
 @pytest.mark.parametrize(
     ("layout", "forward", "backward"),
     [
-        (Layout(tp=2), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}),
-        (Layout(tp=4), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}),
+        (Layout(tp=2, sequence_parallel=False), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}),
+        (Layout(tp=4, sequence_parallel=False), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}),
         (
             Layout(tp=2, sequence_parallel=True),
             {"allgather_base": (2, 2 * X), REDUCE_SCATTER: (2, 2 * X)},
@@ -87,7 +87,7 @@ def test_a_layer_sends_what_the_table_says(layout, forward, backward):
 @pytest.mark.parametrize(
     ("layout", "forward", "backward"),
     [
-        (Layout(tp=2), {"allreduce": (2, 2 * X)}, {"allreduce": (4, X + LATENT_X + KEY_X)}),
+        (Layout(tp=2, sequence_parallel=False), {"allreduce": (2, 2 * X)}, {"allreduce": (4, X + LATENT_X + KEY_X)}),
         (
             Layout(tp=2, sequence_parallel=True),
             {"allgather_base": (4, X + LATENT_X + KEY_X), REDUCE_SCATTER: (2, 2 * X)},
@@ -103,7 +103,7 @@ def test_latent_attention_sends_latent_vectors_and_one_key_in_the_place_of_what_
 
 
 def test_embedding_and_head_send_one_sum_each():
-    forward, backward = run_ranks(traffic_of_the_passes, 2, Layout(tp=2), 2)[0]
+    forward, backward = run_ranks(traffic_of_the_passes, 2, Layout(tp=2, sequence_parallel=False), 2)[0]
     assert forward == {"allreduce": (1 + 2 * 2, (1 + 2 * 2) * X)}
     assert backward == {"allreduce": (1 + 2 * 2, (1 + 2 * 2) * X)}
 
@@ -166,7 +166,7 @@ def logits_and_loss(layout: Layout) -> tuple[Tensor, float, Tensor]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_logits_loss_and_their_gradient_are_those_of_one_device_though_never_gathered(tp: int):
-    parts, losses, gradients = zip(*run_ranks(logits_and_loss, tp, Layout(tp=tp)), strict=True)
+    parts, losses, gradients = zip(*run_ranks(logits_and_loss, tp, Layout(tp=tp, sequence_parallel=False)), strict=True)
     logits, loss, gradient = run_ranks(one_device, 1)[0]
     assert sum(part.shape[-1] for part in parts) == WIDE.vocab_size, "33 columns, and none that only fills up"
     torch.testing.assert_close(torch.cat(parts, -1), logits, rtol=1e-12, atol=1e-12)

@@ -5,11 +5,11 @@ import pytest
 
 from shardwright.config import parse
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import COLUMNS, Candidates, Job
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
 from shardwright.model.presets import PRESETS, resolve
-from shardwright.plan.choice import COLUMNS, Choice, choice_at, read
+from shardwright.plan.choice import Choice, choice_at, read
 from shardwright.plan.run_file import run_file
 from shardwright.plan.space import groups
 

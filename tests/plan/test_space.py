@@ -17,7 +17,8 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.plan.choice import Choice, choice_at
-from shardwright.plan.space import METHODS, SCHEDULES, VIRTUAL_STAGES, divisors, groups
+from shardwright.plan.space import divisors, groups
+from shardwright.schedule.registry import find, names
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
 
@@ -45,7 +46,7 @@ def one_by_one(job: Job) -> Iterator[Choice]:
         for pipeline, zero, method, ep, recompute in product(
             pipelines(pp),
             range(4) if dp_shard * cp > 1 else [0],
-            METHODS if cp > 1 else ["zigzag"],
+            ("zigzag", "ulysses") if cp > 1 else ["zigzag"],
             divisors(moe.n_experts) if moe else [1],
             ["none", "full"],
         ):
@@ -58,8 +59,10 @@ def pipelines(pp: int) -> Iterator[dict[str, Any]]:
     if pp == 1:
         yield {}
         return
-    for name in SCHEDULES:
-        for virtual_stages in VIRTUAL_STAGES if name == "interleaved-1f1b" else (1,):
+    for name in names():
+        if not find(name).priced:
+            continue
+        for virtual_stages in (2, 3, 4, 6, 8) if name == "interleaved-1f1b" else (1,):
             yield {"schedule": name, "virtual_stages": virtual_stages}
 
 

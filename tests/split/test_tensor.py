@@ -25,7 +25,7 @@ def over(spec: ModelSpec, name: str, layout: Layout, n_kv_heads: int) -> str | N
 
 
 def test_copies_are_summed_where_each_saw_a_part_and_nowhere_else():
-    plain, shards = Layout(tp=4), Layout(tp=4, sequence_parallel=True)
+    plain, shards = Layout(tp=4, sequence_parallel=False), Layout(tp=4, sequence_parallel=True)
     assert over(GPT, "layers.0.ffn_norm.weight", plain, 2) is None, "every rank saw all tokens"
     assert over(GPT, "layers.0.ffn_norm.weight", shards, 2) == "tp"
     assert over(GPT, "layers.0.attention.o.bias", plain, 2) is None
@@ -48,12 +48,12 @@ def test_the_rows_of_the_vocabulary_are_dealt_out_each_once(vocab_size: int, tp:
     ("layout", "seq_len", "complaint"),
     [
         (
-            Layout(tp=5),
+            Layout(tp=5, sequence_parallel=False),
             64,
             "layout.tp=5 does not divide 12 query heads (model.n_heads) (12 = 5*2 + 2); valid: 1, 2, 4, 12",
         ),
         (
-            Layout(tp=3),
+            Layout(tp=3, sequence_parallel=False),
             64,
             "layout.tp=3 neither divides 4 kv heads (model.n_kv_heads) nor is a multiple of them (4 = 3*1 + 1), so "
             "heads could not be dealt out evenly or copied evenly; valid: 1, 2, 4, 12",
@@ -94,7 +94,10 @@ def test_latent_attention_is_cut_by_heads_behind_vectors_that_every_rank_makes()
     for name in ("q_down", "kv_down", "q_latent_norm", "kv_latent_norm"):
         assert row_of(spec, f"layers.0.attention.{name}.weight").split_dim is None
         assert over(spec, f"layers.0.attention.{name}.weight", layout, spec.n_kv_heads) == "tp"
-        assert over(spec, f"layers.0.attention.{name}.weight", Layout(tp=8), spec.n_kv_heads) is None
+        assert (
+            over(spec, f"layers.0.attention.{name}.weight", Layout(tp=8, sequence_parallel=False), spec.n_kv_heads)
+            is None
+        )
     for name in ("q_up", "kv_up"):
         assert row_of(spec, f"layers.0.attention.{name}.weight").split_dim == 0
 
@@ -104,7 +107,7 @@ def test_a_vocabulary_too_small_for_tp_is_refused():
     assert not tp_divides(tiny, 4), "2, 2, 1 and none"
     assert (
         "leaves a rank without a row of the vocabulary: 5 rows in shares of 2; valid: 1, 2"
-        in problems(tiny, Layout(tp=4), 8)[0]
+        in problems(tiny, Layout(tp=4, sequence_parallel=False), 8)[0]
     )
 
 

@@ -48,14 +48,14 @@ LAYOUTS = [
 # 4 query heads on 2 kv heads, so that 4 ranks of tp hold copies of them, and 31 rows of vocabulary, dealt out unevenly.
 GROUPED = replace(SPEC, n_heads=4, n_kv_heads=2, qk_norm=True)
 CUT = [
-    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=False),
     Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=True),
     ONE,
-    Layout(tp=4),
+    Layout(tp=4, sequence_parallel=False),
     Layout(cp=2, cp_method="ring", zero=2),
     Layout(dp_replicate=2, tp=2, sequence_parallel=True),
-    Layout(dp_shard=2, tp=4, zero=1),
-    Layout(cp=2, cp_method="ring", tp=2),
+    Layout(dp_shard=2, tp=4, zero=1, sequence_parallel=False),
+    Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=False),
     Layout(dp_shard=4, zero=3),
 ]
 

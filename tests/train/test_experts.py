@@ -191,10 +191,10 @@ def test_latent_attention_beside_experts_trains_as_one_process_does(verifier: Ve
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(tp=2),
+        Layout(tp=2, sequence_parallel=False),
         Layout(tp=2, sequence_parallel=True),
-        Layout(tp=2, dp_shard=2, zero=3),
-        Layout(pp=2, tp=2, schedule="zb-h1"),
+        Layout(tp=2, dp_shard=2, zero=3, sequence_parallel=False),
+        Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=False),
     ],
     ids=str,
 )

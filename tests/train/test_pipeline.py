@@ -112,7 +112,7 @@ TIED = [
     Layout(pp=2, tp=2, schedule="1f1b", sequence_parallel=True),
     Layout(pp=2, schedule="zb-v"),  # on one
     Layout(pp=2, schedule="zb-v", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
-    Layout(pp=2, tp=2, schedule="dualpipe-v"),
+    Layout(pp=2, tp=2, schedule="dualpipe-v", sequence_parallel=False),
     Layout(pp=2, schedule="dualpipe"),  # two on each of two
     Layout(pp=2, schedule="dualpipe", dp_shard=2, zero=2),
 ]
@@ -154,7 +154,7 @@ def test_dropout_is_that_of_one_process(verifier: Verifier, layout: Layout):
     "layout",
     [
         Layout(pp=2, recompute="full"),
-        Layout(pp=2, tp=2, schedule="zb-h1", recompute="full"),
+        Layout(pp=2, tp=2, schedule="zb-h1", recompute="full", sequence_parallel=False),
         Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1", recompute="full"),
     ],
     ids=str,

@@ -26,8 +26,8 @@ DEEP = replace(EVEN, n_layers=5)
 ON_EIGHT = [
     Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3, sequence_parallel=True),
     Layout(dp_shard=2, cp=2, tp=2, zero=2, sequence_parallel=True),
-    Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2, zero=3),
-    Layout(dp_replicate=2, cp=2, tp=2, cp_method="ring"),
+    Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2, zero=3, sequence_parallel=False),
+    Layout(dp_replicate=2, cp=2, tp=2, cp_method="ring", sequence_parallel=False),
     Layout(dp_shard=2, tp=4, zero=1, sequence_parallel=True),  # two kv heads on four ranks: copies
     Layout(pp=2, dp_shard=2, tp=2, zero=3, zero_pp_gather="microbatch", sequence_parallel=True, schedule="zb-h1"),
     Layout(pp=2, dp_replicate=2, cp=2, schedule="dualpipe", zero=1),
@@ -53,7 +53,10 @@ def test_the_layouts_of_two_ranks_are_these():
     assert found[:4] == [Layout(dp_replicate=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2, 3))]
     context = {(layout.cp_method, layout.zero) for layout in found if layout.cp == 2}
     assert context == set(product(("zigzag", "ring", "allgather", "ulysses"), range(4)))
-    assert [layout for layout in found if layout.tp == 2] == [Layout(tp=2), Layout(tp=2, sequence_parallel=True)]
+    assert [layout for layout in found if layout.tp == 2] == [
+        Layout(tp=2, sequence_parallel=False),
+        Layout(tp=2, sequence_parallel=True),
+    ]
     pipelines = [layout.schedule for layout in found if layout.pp == 2]
     assert pipelines == ["afab", "1f1b", "zb-h1", "zb-h2", "dualpipe", "auto"], "two layers are two stages"
     assert len(found) == 4 + 16 + 2 + 6
@@ -215,7 +218,11 @@ def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifie
 )
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=2), Layout(dp_shard=2, tp=2, zero=2, sequence_parallel=True), Layout(cp=2, tp=2, recompute="full")],
+    [
+        Layout(tp=2, sequence_parallel=False),
+        Layout(dp_shard=2, tp=2, zero=2, sequence_parallel=True),
+        Layout(cp=2, tp=2, recompute="full", sequence_parallel=False),
+    ],
     ids=str,
 )
 def test_every_choice_of_the_model_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):
@@ -269,7 +276,7 @@ def test_a_bias_that_moves_faster_than_its_rate_is_seen_in_16_bits_too():
 
 def test_adam_may_step_anywhere_where_the_gradient_is_rounding_alone_and_nowhere_else(verifier: Verifier):
     biased = replace(CASE, spec=replace(EVEN, bias=True, positions="learned"), optimizer=OptimizerSection(lr=0.1))
-    report = verifier.parity(biased, Layout(tp=2))
+    report = verifier.parity(biased, Layout(tp=2, sequence_parallel=False))
     assert report.equal, report.worst
     loose = {(row.quantity.kind, row.quantity.training, row.name) for row in report.rows if row.tolerance > 1e-10}
     assert loose == {("parameter", "adamw", f"layers.{layer}.attention.k.bias") for layer in range(EVEN.n_layers)}

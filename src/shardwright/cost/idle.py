@@ -49,7 +49,7 @@ def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
     """
     if of.pp == 1:
         return work[:, 0]
-    split = of.shared.kind.splits_backward
+    split = of.kind.splits_backward
     back = times.backward_input if split else times.backward_input + times.weight
     heads = np.full((len(of), of.pp), np.inf)
     tails = np.full((len(of), of.pp), np.inf)

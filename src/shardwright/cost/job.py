@@ -15,6 +15,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, Stack
 from shardwright.layout import KEYS, Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.schedule.registry import Kind
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -93,6 +94,11 @@ class Candidates:
     def pp(self) -> int:
         """Ranks of the pipeline."""
         return self.shared.pp
+
+    @property
+    def kind(self) -> Kind:
+        """What is registered under the name of the schedule."""
+        return self.shared.kind
 
     @cached_property
     def data_ranks(self) -> Ints:

@@ -67,14 +67,15 @@ def _accumulating(case: Case, layout: Layout, accumulation: int) -> Case:
 
 def _fewer(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     """What can be switched off, by name, with the changes that do it: axes first, then what goes with them."""
-    for axis in (*DENSE_AXES, "ep"):
+    axes = ("pp", "ep", *reversed(DENSE_AXES[1:]))
+    for axis in axes:
         if layout.degree(axis) > 1:
             yield f"{axis}={layout.degree(axis)}", {axis: 1}
     for name, key in KEYS.items():
         value = getattr(layout, name)
         off = key.off(layout) if key.off else {name: key.default}
         usual = key.default_in(layout) if off.get(name) is None else off[name]
-        if name in DENSE_AXES or name == "ep" or not key.used(layout) or value == usual:
+        if name in axes or not key.used(layout) or value == usual:
             continue
         yield f"{name}={written(value)}", off
         if key.milder not in (None, value):
