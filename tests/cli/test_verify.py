@@ -134,7 +134,7 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
             ["--set", "layout.pp=2", "--set", "layout.schedule=zb-1"],
             ["'zb-1'", "'dualpipe-v' or 'auto'", "did you mean"],
         ),
-        (["--set", "layout.schedule=zb-h1"], ["'zb-h1' is for a pipeline", "layout.pp is 1"]),
+        (["--set", "layout.schedule=zb-h1"], ["layout.schedule='zb-h1' needs pp above 1"]),
         (
             ["--set", "layout.pp=2", "--set", "layout.schedule=dualpipe", "--set", "batch.global_batch=5"],
             ["microbatches=5 is odd", "nearest: 4 or 6", "batch.micro_batch"],
