@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from shardwright.config import Key, RunConfig, keys
+from shardwright.config import RunConfig
 from shardwright.model.presets import PRESETS
+from shardwright.reference import Key, keys
 from shardwright.units import format_count
 
 PAGE = Path(__file__).with_name("run-file.md")

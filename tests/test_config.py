@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.config import keys, load, parse, resolved_toml
+from shardwright.config import load, parse, resolved_toml
 from shardwright.errors import ConfigError
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.reference import keys
 
 SMALLEST = """
 out = "runs/x"

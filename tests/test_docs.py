@@ -18,7 +18,8 @@ import pytest
 import typer
 
 from shardwright.cli.main import app
-from shardwright.config import keys, parse
+from shardwright.config import parse
+from shardwright.reference import keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")])

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 import pytest
 
 from shardwright import keys, layout
-from shardwright.config import keys as run_file_keys
 from shardwright.config import parse, resolved_toml
 from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.errors import LayoutError
@@ -14,6 +13,7 @@ from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.plan.choice import Choice, choice_at, read
 from shardwright.plan.distinct import CHOICES
+from shardwright.reference import keys as run_file_keys
 from shardwright.verify.culprit import _fewer
 from shardwright.verify.matrix import layouts
 

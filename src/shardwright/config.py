@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,8 +57,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-# The tables inside [model], by the field of ModelSpec that they change.
-_MODEL_TABLES: dict[str, type[Described]] = {
+MODEL_TABLES: dict[str, type[Described]] = {
     "rope_scaling": RopeScaling,
     "moe": MoESpec,
     "latent_attention": LatentAttentionSpec,
@@ -69,7 +68,7 @@ def _overrides(name: str, spec: type[Described]) -> Any:
     """A section in which every field of `spec` may be given, and none has to be."""
 
     def override(field: dataclasses.Field[Any]) -> Any:
-        table = _MODEL_TABLES.get(field.name)
+        table = MODEL_TABLES.get(field.name)
         kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
         return (kind | None, Field(None, description=field.metadata["help"]))
 
@@ -91,12 +90,12 @@ class ModelSection(_ModelOverrides):
         preset = resolve(self.preset)
         changes = {k: v for k in self.model_fields_set - {"preset"} if (v := getattr(self, k)) is not None}
         problems: list[str] = []
-        for name in changes.keys() & _MODEL_TABLES.keys():
+        for name in changes.keys() & MODEL_TABLES.keys():
             inner = changes[name].model_dump(exclude_none=True)
             if (base := getattr(preset, name)) is not None:
                 changes[name] = dataclasses.replace(base, **inner)
                 continue
-            required = [f for f in dataclasses.fields(_MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
+            required = [f for f in dataclasses.fields(MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
             missing = [field for field in required if field.name not in inner]
             problems += [
                 f"model.{name}.{field.name}: missing, and model.preset={self.preset!r} has no {name} to take it from; "
@@ -104,7 +103,7 @@ class ModelSection(_ModelOverrides):
                 for field in missing
             ]
             if not missing:
-                changes[name] = _MODEL_TABLES[name](**inner)
+                changes[name] = MODEL_TABLES[name](**inner)
         if problems:
             raise ConfigError(*problems)
         return dataclasses.replace(preset, **changes)
@@ -362,7 +361,7 @@ def parse(
     problems: list[str] = []
     for override in overrides:
         problems += _apply(table, override)
-    problems += _load_extensions(table, folder)
+    problems += extensions.load_named(table, folder)
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
@@ -373,20 +372,6 @@ def parse(
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
-
-
-def _load_extensions(table: dict[str, Any], folder: Path) -> list[str]:
-    """Import the extensions of a run file, before anything that they register is looked for; their paths become
-    absolute, so that the resolved file means the same wherever it lies."""
-    names = table.get("extensions", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return []  # the model of the run file says so
-    table["extensions"] = [extensions.resolve(name, folder) for name in names]
-    try:
-        extensions.load(table["extensions"])
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 def _apply(table: dict[str, Any], override: str) -> list[str]:
@@ -414,7 +399,7 @@ def _sentence(entry: Any) -> str:
     if entry["type"] == "extra_forbidden":
         owner: Any = RunConfig
         for part in path[:-1]:
-            owner = _model_of(owner.model_fields[part].annotation)
+            owner = model_of(owner.model_fields[part].annotation)
         return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
     if entry["type"] == "missing":
         return f"{key}: missing, and there is no default; it is {_description(path)}"
@@ -427,7 +412,8 @@ def _sentence(entry: Any) -> str:
     return said
 
 
-def _model_of(annotation: Any) -> Any:
+def model_of(annotation: Any) -> Any:
+    """The section that a field of a run file holds."""
     options = [annotation, *getattr(annotation, "__args__", ())]
     return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
 
@@ -435,9 +421,9 @@ def _model_of(annotation: Any) -> Any:
 def _description(path: Sequence[str]) -> str:
     owner: Any = RunConfig
     for part in path[:-1]:
-        owner = _model_of(owner.model_fields[part].annotation)
+        owner = model_of(owner.model_fields[part].annotation)
     field = owner.model_fields[path[-1]]
-    return field.description or f"the section [{path[-1]}]: {_model_of(field.annotation).__doc__.splitlines()[0]}"
+    return field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
 
 
 def resolved_toml(config: RunConfig) -> str:
@@ -446,68 +432,15 @@ def resolved_toml(config: RunConfig) -> str:
     values = config.model_dump(exclude_none=True)
     layout = config.layout.layout()
     values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}
-    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items())]
+            lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in section.items())]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
+    """A value as it is written in a run file."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(below)}" for key, below in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {as_toml(below)}" for key, below in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """One key of the run file, for the reference: `layout.zero`, its type, default and meaning."""
-
-    path: str
-    type: str
-    default: str
-    description: str
-
-
-def keys() -> Iterable[Key]:
-    """Every key of the run file in order."""
-    for name, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _section_keys(name, field.annotation)
-            if name == "optimizer":
-                for kind in OPTIMIZERS.values():
-                    for option, about in kind.options.items():
-                        help = f"{kind.name}: {about.help}"
-                        yield Key(f"{name}.{option}", "number", _toml(about.default), help)
-        else:
-            yield _key(name, field)
-
-
-def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
-    for name, field in section.model_fields.items():
-        key = _key(f"{path}.{name}", field)
-        if path == "layout" and (choices := LAYOUT_KEYS[name].choices):
-            key = dataclasses.replace(key, type=" \\| ".join(map(_toml, choices())))
-        yield key
-        if name in _MODEL_TABLES:
-            defaults = {field.name: field.default for field in dataclasses.fields(_MODEL_TABLES[name])}
-            for key in _section_keys(f"{path}.{name}", _model_of(field.annotation)):
-                default = defaults[key.path.rpartition(".")[2]]
-                yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=_toml(default))
-
-
-def _key(path: str, field: Any) -> Key:
-    default = "required" if field.is_required() else ("-" if field.default is None else _toml(field.default))
-    return Key(path, _type_name(field.annotation), default, field.description or "")
-
-
-def _type_name(annotation: Any) -> str:
-    if getattr(annotation, "__origin__", None) is Literal:
-        return " \\| ".join(_toml(choice) for choice in annotation.__args__)
-    options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
-    if getattr(annotation, "__origin__", None) is list:
-        return f"list of {_type_name(options[0])}"
-    if options:
-        return " \\| ".join(_type_name(option) for option in options)
-    names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
-    return names.get(annotation, "table")

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from shardwright.errors import ConfigError
 
@@ -34,6 +35,20 @@ def load(names: Iterable[str]) -> None:
             except Exception as error:
                 raise ConfigError(f"extension {name}: {_reason(name, error)}") from error
             _LOADED.append(name)
+
+
+def load_named(table: dict[str, Any], folder: Path) -> list[str]:
+    """Import the extensions of a run file, given as a table, before anything that they register is looked for; returns
+    what is wrong with them. Their paths in the table become absolute, so that it means the same wherever it lies."""
+    names = table.get("extensions", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return []  # the model of the run file says so
+    table["extensions"] = [resolve(name, folder) for name in names]
+    try:
+        load(table["extensions"])
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def loaded() -> tuple[str, ...]:

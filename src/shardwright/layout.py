@@ -38,10 +38,7 @@ DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 DATA_AXES = ("dp_replicate", "dp_shard")
-ZERO_STAGES = (0, 1, 2, 3)
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
-RECOMPUTE = ("none", "full")
-ZERO_PP_GATHER = ("step", "microbatch")
 
 _ZERO_WORDS = (
     "every rank holds all parameters, gradients and optimizer states of its stage",
@@ -94,7 +91,6 @@ class Layout:
         choices=names,
         used=_in_pipeline,
         needs="pp above 1",
-        group="schedule",
         planned=lambda layout: [name for name in names() if find(name).priced],
         not_priced=lambda: [name for name in names() if not find(name).priced],
         runner_up=True,
@@ -117,7 +113,6 @@ class Layout:
         "cp",
         "ranks that partition the tokens of each sequence",
         lambda layout, sizes: f"ranks partition each sequence, {sizes.seq_len // layout.cp} tokens each",
-        group="cp",
         runner_up=True,
     )
     cp_method: str = _key(
@@ -128,7 +123,6 @@ class Layout:
         choices=lambda: CP_METHODS,
         used=lambda layout: layout.cp > 1,
         group="cp",
-        off=lambda layout: {"cp_method": "zigzag", "ulysses_degree": 1},
         planned=lambda layout: ("zigzag", "ulysses"),  # the others move more bytes or leave ranks idle
         not_priced=lambda: ("usp",),
     )
@@ -139,7 +133,6 @@ class Layout:
         used=lambda layout: layout.cp_method == "usp",
         needs="cp_method='usp'",
         group="cp",
-        off=lambda layout: {"cp_method": "zigzag", "ulysses_degree": 1},
     )
     ep: int = _degree(
         "ep",
@@ -166,11 +159,10 @@ class Layout:
         words=lambda layout, sizes: (
             _ZERO_WORDS[layout.zero] + (f" over {layout.dp_shard * layout.cp} ranks" if layout.zero else "")
         ),
-        choices=lambda: ZERO_STAGES,
+        choices=lambda: (0, 1, 2, 3),
         derived=lambda layout: 3 if layout.dp_shard > 1 else 0,
         used=lambda layout: layout.dp_replicate * layout.dp_shard * layout.cp > 1,
         said=True,
-        group="zero",
         off=lambda layout: {"zero": 0, "dp_replicate": layout.data_ranks, "dp_shard": 1},
         milder=1,
         runner_up=True,
@@ -196,7 +188,7 @@ class Layout:
             "none": "nothing is computed twice",
             "full": "the backward pass computes every layer again",
         }[layout.recompute],
-        choices=lambda: RECOMPUTE,
+        choices=lambda: ("none", "full"),
         unverified="recomputation repeats the same kernels whatever the axes; --set layout.recompute verifies it",
         runner_up=True,
     )
@@ -205,7 +197,7 @@ class Layout:
         help="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward pass, or "
         "for each pass of a microbatch, which needs less memory and sends more",
         words=lambda layout, sizes: f"parameters are gathered once a {layout.zero_pp_gather}",
-        choices=lambda: ZERO_PP_GATHER,
+        choices=lambda: ("step", "microbatch"),
         used=lambda layout: (layout.pp > 1) & (layout.zero == 3),
         needs="pp above 1 and zero=3",
         group="zero",
@@ -258,8 +250,7 @@ class Layout:
         if self.zero > 0 and self.dp_shard * self.cp == 1 and self.dp_replicate > 1:
             yield (
                 f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
-                f"{self.dp_replicate} only makes copies; set dp_shard={self.dp_replicate} and dp_replicate=1, "
-                f"or zero=0"
+                f"{self.dp_replicate} only makes copies; set dp_shard={self.dp_replicate} and dp_replicate=1, or zero=0"
             )
         if self.cp_method != "usp":
             return

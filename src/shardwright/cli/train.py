@@ -7,7 +7,8 @@ import typer
 from rich.table import Table
 
 from shardwright.cli.common import console, print_json, verb
-from shardwright.config import keys, load
+from shardwright.config import load
+from shardwright.reference import keys
 
 
 @verb

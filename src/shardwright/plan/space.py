@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Ints, Job
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, ZERO_STAGES, Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
 
-_RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(Layout())))
+_ALL_AXES = Layout(dp_shard=2, cp=2, tp=2)
+"""One of every axis but pp, so that the keys that go with an axis have a meaning."""
+_RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(_ALL_AXES)))
 
 Columns = dict[str, Ints]
 
@@ -58,8 +60,8 @@ def groups(job: Job) -> Iterator[Candidates]:
 
 def _shared(pp: int, n_layers: int) -> list[Layout]:
     """Every choice of the keys that the layouts of a group share, for pipelines of so many ranks with which each stage
-    has a layer. Their other degrees are there so that the keys that go with them have a meaning."""
-    found = [Layout(pp=pp, dp_shard=2, cp=2, tp=2)]
+    has a layer."""
+    found = [_ALL_AXES.changed(pp=pp)]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
             found = [layout.changed(**{name: value}) for layout in found for value in key.searched(layout)]
@@ -104,7 +106,7 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str) -> Column
             "tp": [tp for tp in divisors(n_ranks) if tp_divides(spec, tp)],
             "cp": [cp for cp in divisors(n_ranks) if method == "zigzag" or cp > 1],
             "dp_shard": divisors(n_ranks),
-            "zero": ZERO_STAGES,
+            "zero": KEYS["zero"].searched(_ALL_AXES),
             "ep": divisors(moe.n_experts) if moe else [1],
         },
     )

@@ -1,0 +1,65 @@
+"""Every key of the run file with its type, default and meaning: for `train --keys` and docs/run-file.md."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from shardwright.config import MODEL_TABLES, RunConfig, as_toml, model_of
+from shardwright.layout import KEYS
+from shardwright.optimizers import OPTIMIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of the run file, for the reference: `layout.zero`, its type, default and meaning."""
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+def keys() -> Iterable[Key]:
+    """Every key of the run file in order."""
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _section_keys(name, field.annotation)
+            if name == "optimizer":
+                for kind in OPTIMIZERS.values():
+                    for option, about in kind.options.items():
+                        help = f"{kind.name}: {about.help}"
+                        yield Key(f"{name}.{option}", "number", as_toml(about.default), help)
+        else:
+            yield _key(name, field)
+
+
+def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
+    for name, field in section.model_fields.items():
+        key = _key(f"{path}.{name}", field)
+        if path == "layout" and (choices := KEYS[name].choices):
+            key = dataclasses.replace(key, type=" \\| ".join(map(as_toml, choices())))
+        yield key
+        if name in MODEL_TABLES:
+            defaults = {field.name: field.default for field in dataclasses.fields(MODEL_TABLES[name])}
+            for key in _section_keys(f"{path}.{name}", model_of(field.annotation)):
+                default = defaults[key.path.rpartition(".")[2]]
+                yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=as_toml(default))
+
+
+def _key(path: str, field: Any) -> Key:
+    default = "required" if field.is_required() else ("-" if field.default is None else as_toml(field.default))
+    return Key(path, _type_name(field.annotation), default, field.description or "")
+
+
+def _type_name(annotation: Any) -> str:
+    if getattr(annotation, "__origin__", None) is Literal:
+        return " \\| ".join(as_toml(choice) for choice in annotation.__args__)
+    options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
+    if getattr(annotation, "__origin__", None) is list:
+        return f"list of {_type_name(options[0])}"
+    if options:
+        return " \\| ".join(_type_name(option) for option in options)
+    names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
+    return names.get(annotation, "table")
