@@ -25,7 +25,12 @@ def test_a_published_row_becomes_the_job_and_layout_that_it_describes():
     )
     assert (row.job.cluster.size, row.job.cluster.node_bytes_per_s, row.job.precision) == (1920, 200e9, "fp16")
     of = row.candidates
-    assert (of.pp, of.schedule, of.virtual_stages, of.stage_layers) == (16, "interleaved-1f1b", 2, (3,) * 32)
+    assert (of.pp, of.shared.schedule, of.shared.virtual_stages, of.shared.stage_layers) == (
+        16,
+        "interleaved-1f1b",
+        2,
+        (3,) * 32,
+    )
     assert (int(of.tp[0]), int(of.data_ranks[0]), int(of.world[0])) == (8, 15, 1920)
     assert row.job.stack.name == "megatron"
     assert not row.job.stack.flash_attention
@@ -180,7 +185,7 @@ def test_the_ends_of_a_pipeline_may_have_a_layer_less(tmp_path: Path):
     change = {"layers": "94", "layer_split": "ends"}
     (row,) = read_runs(write(tmp_path / "runs.csv", PIPED | change))
     assert isinstance(row, Run)
-    assert row.candidates.stage_layers == (3, *(4,) * 22, 3)
+    assert row.candidates.shared.stage_layers == (3, *(4,) * 22, 3)
 
 
 def test_a_table_from_a_spreadsheet_is_read_with_its_lines_counted(tmp_path: Path):

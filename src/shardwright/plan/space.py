@@ -64,8 +64,18 @@ def _shared(pp: int, n_layers: int) -> list[Layout]:
     found = [_ALL_AXES.changed(pp=pp)]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
-            found = [layout.changed(**{name: value}) for layout in found for value in key.searched(layout)]
+            found = [
+                other for layout in found for value in key.searched(layout) for other in _with(layout, name, value)
+            ]
     return [layout for layout in found if layout.n_stages <= n_layers]
+
+
+def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
+    """A layout with another value of a key; none where that cannot be, as dualpipe on an odd number of ranks."""
+    try:
+        return [layout.changed(**{name: value})]
+    except LayoutError:
+        return []
 
 
 def _group(job: Job, shared: Layout, rows: Columns) -> Candidates:
