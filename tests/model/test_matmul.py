@@ -99,7 +99,11 @@ def calls_of_a_step(case: Case, layout: Layout) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=2), Layout(pp=2, schedule="zb-h1"), Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=True)],
+    [
+        Layout(tp=2, sequence_parallel=False),
+        Layout(pp=2, schedule="zb-h1"),
+        Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=True),
+    ],
     ids=["tp2 sp", "pp2, W later", "pp2 tp2, W later"],
 )
 @pytest.mark.parametrize("name", MODELS)
