@@ -1,7 +1,24 @@
 """Settings of all tests."""
 
+import os
+from collections.abc import Iterator
+
+# Matrices of tests are small, and several threads of every rank would take turns on the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 from hypothesis import settings
+
+import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
+from shardwright.verify import Verifier
 
 # A busy machine is no reason for a property to fail; pytest's own timeout ends what hangs.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+@pytest.fixture(scope="session")
+def verifier() -> Iterator[Verifier]:
+    """What it keeps of one test, such as the run of one process, serves the next."""
+    with Verifier() as verifier:
+        yield verifier

@@ -5,4 +5,3 @@ from shardwright.verify.ranks import context, run_ranks
 __all__ = ["context", "run_ranks"]
 
 context.set_forkserver_preload(["shardwright.verify.preload", "tests.preload"])
-_context = context

@@ -6,6 +6,7 @@ files and the signals between them are the real ones. A fault is a function that
 begins, with its number, and changes code there.
 """
 
+import contextlib
 import functools
 import json
 import multiprocessing.process
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import _context
+from tests.distributed import context
 
 Fault = Callable[[int], None]
 
@@ -98,7 +99,7 @@ def training(
     for name in ("stdout", "stderr"):
         (folder / name).touch()
     command = [str(run_file), *arguments]
-    process = _context.Process(target=_command, args=(command, folder, fault, environment or {}, torchrun))
+    process = context.Process(target=_command, args=(command, folder, fault, environment or {}, torchrun))
     process.start()
     run = Run(process, folder)
     try:
@@ -238,10 +239,6 @@ class _ForkedPopen:
             time.sleep(0.005)
         return code
 
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
 
 def _worker(folder: Path, command: list[str], **how: Any) -> None:
     import torch
@@ -254,6 +251,7 @@ def _worker(folder: Path, command: list[str], **how: Any) -> None:
     if how["stdout"] is not None:
         os.dup2(how["stdout"].fileno(), 1)
     os.dup2(how["stderr"].fileno(), 2)
+    _close_all_but({0, 1, 2, *how["pass_fds"]})
     os.environ.clear()
     os.environ.update(how["env"])
     sys.argv = command[2:]
@@ -261,6 +259,14 @@ def _worker(folder: Path, command: list[str], **how: Any) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     worker.main()
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """As a new interpreter would: while a worker holds another's end of a connection, that one never sees it close."""
+    for fd in map(int, os.listdir("/dev/fd")):
+        if fd not in kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def _run_with(fault: Fault, run: Callable[..., None], config: Any, place: Any, **how: Any) -> None:

@@ -6,7 +6,6 @@ a pipeline does to counts, balance losses or gradients would show. That copies, 
 all ranks is a part of every comparison. Runs anywhere, on gloo.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,12 +78,6 @@ ON_EIGHT = [
     Layout(pp=2, dp_shard=2, tp=2, sequence_parallel=True, zero=3, ep=2),
     Layout(pp=2, dp_shard=2, tp=2, sequence_parallel=True, zero=1, ep=4, schedule="zb-h1"),
 ]
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier() as verifier:
-        yield verifier
 
 
 def with_experts(**changes: Any) -> Case:

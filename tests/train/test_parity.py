@@ -5,8 +5,6 @@ but the target tokens of the global batch shows. Runs anywhere, on gloo. That al
 and hold the same bits of what they share is a part of every comparison. Layouts of other axes: tests/verify.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from shardwright.layout import Layout
@@ -32,12 +30,6 @@ ON_EIGHT = [
     Layout(dp_shard=8, zero=2),
     Layout(dp_replicate=2, dp_shard=4, zero=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier() as verifier:
-        yield verifier
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -6,7 +6,6 @@ all ranks report the same loss and norm and hold the same bits of what they shar
 rank holds, sends and when it computes: tests/parallel/test_pipeline.py. Bugs put in: test_mutations.py.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,6 @@ def of(layout: Layout, accumulation: int, **spec: Any) -> Case:
     """PIPED with that many microbatches a step, and what is changed of the model."""
     micro_batch = PIPED.global_batch // (layout.data_ranks * accumulation)
     return replace(PIPED, micro_batch=micro_batch, spec=replace(DEEP, **spec))
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier(timeout_s=120) as verifier:
-        yield verifier
 
 
 def check(verifier: Verifier, case: Case, layout: Layout, limit: float = LIMIT) -> None:

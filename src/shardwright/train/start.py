@@ -5,21 +5,21 @@ import dataclasses
 import json
 import os
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from shardwright.config import RunConfig, resolved_toml
+from shardwright.config import RunConfig
 from shardwright.data.samples import cut_samples
 from shardwright.data.shards import open_split
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
+from shardwright.processes import formatted, is_lost_peer
 from shardwright.report.headline import headline
 from shardwright.report.run import read_run
 from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published
 from shardwright.train.launch import launch
 from shardwright.train.metrics import missing_extras
 from shardwright.train.ranks import Place, place_from_environment
-from shardwright.train.worker import report
+from shardwright.train.worker import exit_code
 
 _LOST_PEER_WAIT_S = 3.0
 
@@ -42,8 +42,7 @@ def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
             raise _of_one_rank(error, place, in_training) from None
         if isinstance(error, ShardwrightError | KeyboardInterrupt):
             raise
-        text = "".join(traceback.format_exception(error)).rstrip()
-        raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{text}") from None
+        raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{formatted(error)}") from None
 
 
 def _prepare(config: RunConfig, place: Place | None) -> None:
@@ -64,7 +63,7 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and world_size > 1:
         try:
-            launch(resolved_toml(config), world_size, out / LOGS, quiet)
+            launch(config, out / LOGS, quiet)
         except WorkerError as error:
             saved = published(out / CHECKPOINTS)
             way_on = f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
@@ -80,25 +79,25 @@ def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseE
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
     # Every rank comes to the same of these, so one of them on each machine speaks.
     shared = not in_training or isinstance(error, CheckpointError)
-    told = report(error, place.rank)
-    code = 130 if isinstance(error, KeyboardInterrupt) else int(str(told["exit_code"]))
+    code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
+    kind = type(error).__name__
     if in_training:
         # What PyTorch has under way with the other ranks would abort this process as it ends, and hide its exit code.
         atexit.register(os._exit, code)
     if isinstance(error, KeyboardInterrupt):
         return error
-    if told["lost_peer"]:
+    if is_lost_peer(error):
         # The rank at fault is to fail first in the eyes of the launcher, which then ends this one.
         time.sleep(_LOST_PEER_WAIT_S)
         return WorkerError(
             f"rank {place.rank} could not reach another rank; if one failed, its own error tells why. Here: "
-            f"{told['kind']}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         )
-    problems = error.problems if isinstance(error, InputError) else [f"{told['kind']}: {error}"]
+    problems = error.problems if isinstance(error, InputError) else [f"{kind}: {error}"]
     if not shared:
         problems = [f"rank {place.rank}: {problem}" for problem in problems]
     if not isinstance(error, ShardwrightError):
-        problems[-1] += "\n\n" + "".join(traceback.format_exception(error)).rstrip()
+        problems[-1] += "\n\n" + formatted(error)
     _tell_torchrun("\n".join(problems))
     if shared and place.local_rank != 0:
         return SystemExit(code)

@@ -1,93 +1,45 @@
 """One rank as a process of its own, as `launch.py` starts it.
 
-    python -m shardwright.train.worker RUN.toml REPORT_DIR PARENT_PID [quiet]
+    python -m shardwright.train.worker FD
 
-What goes wrong is written to REPORT_DIR/rank-N.json, where the parent finds it; nothing is printed. A rank
-whose work is done leaves REPORT_DIR/rank-N.done.
+FD is the descriptor of its connection to the launcher, which sends the run file and learns how the run ended.
 """
 
 import faulthandler
-import json
 import os
 import sys
-import threading
-import time
 import traceback
-from pathlib import Path
+from multiprocessing.connection import Connection
 
-from shardwright.errors import InputError, ShardwrightError
-
-_LOST_PEER = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "timed out",
-    "socket",
-    "gloo",
-)
-
-
-def report(error: BaseException, rank: int) -> dict[str, object]:
-    """What a parent needs to tell the user of a worker's error: whose, what, where, and whether it came
-    first."""
-    from torch.distributed import DistError
-
-    text = str(error)
-    lost_peer = isinstance(error, DistError) or (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, ShardwrightError)
-        and any(sign in text.lower() for sign in _LOST_PEER)
-    )
-    return {
-        "rank": rank,
-        "time": time.time(),
-        "kind": type(error).__name__,
-        "problems": error.problems if isinstance(error, InputError) else [text],
-        "exit_code": error.exit_code if isinstance(error, ShardwrightError) else 3,
-        "expected": isinstance(error, ShardwrightError),
-        "lost_peer": lost_peer,
-        "traceback": traceback.format_exception(error),
-    }
-
-
-def _die_with_parent(parent: int) -> None:
-    """A worker whose parent was killed has no one to end it: leave as soon as the parent is another
-    process."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+from shardwright.errors import ShardwrightError
+from shardwright.processes import Link
 
 
 def main() -> None:
     """The process of one rank; the exit code is that of its error."""
-    run_file, report_dir, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    _die_with_parent(parent)
+    link = Link(Connection(int(sys.argv[1])))
     faulthandler.enable()
-    from shardwright.config import load
     from shardwright.train.loop import run
     from shardwright.train.ranks import place_from_environment
 
     place = place_from_environment()
     assert place is not None
     try:
-        run(load(run_file), place, quiet="quiet" in sys.argv[4:])
-        (report_dir / f"rank-{place.rank}.done").touch()
+        config, quiet = link.next_task()
+        run(config, place, quiet=quiet)
+        link.done()
     except BaseException as error:
-        told = report(error, place.rank)
-        # Under its name only when whole: the parent reads it while this process may still be writing.
-        fresh = report_dir / f"rank-{place.rank}.tmp"
-        fresh.write_text(json.dumps(told))
-        fresh.rename(report_dir / f"rank-{place.rank}.json")
         traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
+        link.failed(error)
         # The other ranks may be waiting in a collective that this one never joins: no clean-up can succeed.
-        os._exit(int(str(told["exit_code"])))
+        os._exit(exit_code(error))
+
+
+def exit_code(error: BaseException) -> int:
+    """What a rank that fails leaves with."""
+    return error.exit_code if isinstance(error, ShardwrightError) else ShardwrightError.exit_code
 
 
 if __name__ == "__main__":
