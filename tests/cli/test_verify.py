@@ -16,6 +16,7 @@ from shardwright.cli.main import app
 from shardwright.layout import Layout
 from shardwright.verify import Case, Verifier
 from shardwright.verify.trace import RankTrace
+from tests.mutation import Mutation
 from tests.train.runs import is_alive
 from tests.train.worlds import train_mutated
 
@@ -43,11 +44,13 @@ def verify(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["verify", *map(str, arguments)], env={"COLUMNS": "160"})
 
 
-def with_bug(monkeypatch: pytest.MonkeyPatch, *mutation: str) -> None:
+def with_bug(monkeypatch: pytest.MonkeyPatch, mutation: Mutation) -> None:
     monkeypatch.setattr(Verifier.__init__, "__defaults__", (partial(train_mutated, (mutation,)), 60.0))
 
 
-TWICE = ("shardwright.parallel.apply", "shard", "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(0.5)")
+TWICE = Mutation(
+    "shardwright.parallel.apply:shard", "group.set_gradient_divide_factor(1.0)", "group.set_gradient_divide_factor(0.5)"
+)
 
 
 def test_a_layout_that_is_equal_is_a_yes(run_file: Path):
@@ -59,7 +62,7 @@ def test_a_layout_that_is_equal_is_a_yes(run_file: Path):
 
 
 def test_a_layout_that_is_not_is_a_no_with_the_culprit(run_file: Path, monkeypatch: pytest.MonkeyPatch):
-    with_bug(monkeypatch, *TWICE)
+    with_bug(monkeypatch, TWICE)
     result = verify(run_file, "--set", "layout.dp_shard=2", "--set", "layout.dp_replicate=2", "--json")
     assert result.exit_code == 1, result.output
     found = json.loads(result.stdout)
@@ -78,7 +81,7 @@ def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
 
 
 def test_a_pipeline_is_among_what_is_switched_off(run_file: Path, monkeypatch: pytest.MonkeyPatch):
-    with_bug(monkeypatch, *TWICE)
+    with_bug(monkeypatch, TWICE)
     pipeline = ("--set", "layout.pp=2", "--set", "layout.schedule=zb-v", "--set", "layout.dp_shard=2")
     result = verify(run_file, *pipeline, "--steps", "1", "--json")
     assert result.exit_code == 1, result.output
@@ -168,7 +171,7 @@ def test_a_rank_that_dies_is_named(run_file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Verifier.__init__, "__defaults__", (die, 60.0))
     result = verify(run_file, "--set", "layout.dp_replicate=2")
     assert result.exit_code == 3, result.output
-    assert "rank 1 of 2 was killed by signal 9 (SIGKILL)" in result.output
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in result.output
 
 
 def children(pid: int) -> list[int]:

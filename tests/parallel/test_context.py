@@ -83,43 +83,42 @@ def name_of(case: Case) -> str:
     return f"{case.method} {case.ring}x{case.ulysses}, {case.heads} heads, {case.kv_heads} kv heads"
 
 
-RING = "shardwright.parallel.ring"
-BACKWARD = (f"{RING}:RingAttention", "backward")
-COMING_HOME = "    sum_2BTKC = sums.arrive()\n    _add(sum_2BTKC, ALL, own_block)"
+BACKWARD = "shardwright.parallel.ring:RingAttention.backward"
+COMING_HOME = "sum_2BTKC = sums.arrive()\n_add(sum_2BTKC, ALL, own_block)"
 
 
-def bug(*mutation: str, case: Case = Case("zigzag", 4, 1)) -> Job:  # noqa: B008  (a tuple)
-    return Job(case, bugs=(mutation,))  # type: ignore[arg-type]
+def bug(function: str, before: str, after: str, case: Case = Case("zigzag", 4, 1)) -> Job:  # noqa: B008  (a tuple)
+    return Job(case, bugs=(Mutation(function, before, after),))
 
 
 BUGS = {
     "a block's own log-sum-exp in backward": bug(
-        *BACKWARD,
+        BACKWARD,
         "gradient(do, q, k_BKTC, v_BKTC, o, lse, causal)",
         "gradient(do, q, k_BKTC, v_BKTC, *kernel_for(q).attend(q, k_BKTC, v_BKTC, causal), causal)",
     ),
-    "the gradients' last hop dropped": bug(
-        *BACKWARD, COMING_HOME, COMING_HOME.replace("sum_2BTKC = sums.arrive()", "sums.arrive()")
-    ),
-    "gradients come home to the next rank": bug(
-        *BACKWARD, COMING_HOME, "    sums.arrive()\n    sums.pass_on()\n" + COMING_HOME
-    ),
-    "the own block's gradient forgotten": bug(*BACKWARD, "_add(sum_2BTKC, ALL, own_block)", "pass"),
+    "the gradients' last hop dropped": bug(BACKWARD, COMING_HOME, "sums.arrive()\n_add(sum_2BTKC, ALL, own_block)"),
+    "gradients come home to the next rank": bug(BACKWARD, COMING_HOME, "sums.arrive()\nsums.pass_on()\n" + COMING_HOME),
+    "the own block's gradient forgotten": bug(BACKWARD, "_add(sum_2BTKC, ALL, own_block)", "pass"),
     "gradients of the early keys added to the late": bug(
-        RING, "_add", "sum_BTKC[:, columns] +=", "sum_BTKC[:, -part_BKTC.shape[2] :] +="
+        "shardwright.parallel.ring:_add",
+        "sum_BTKC[:, columns] += part_BKTC.transpose(1, 2)",
+        "sum_BTKC[:, -part_BKTC.shape[2] :] += part_BKTC.transpose(1, 2)",
     ),
     "the late queries' gradient added to the early": bug(
-        *BACKWARD, "dq_BHTC[:, :, rows] += dq_block", "dq_BHTC[:, :, : dq_block.shape[2]] += dq_block"
+        BACKWARD, "dq_BHTC[:, :, rows] += dq_block", "dq_BHTC[:, :, : dq_block.shape[2]] += dq_block"
     ),
     "gradients for other ranks sent in another order": bug(
-        "shardwright.parallel.context",
-        "_sum_at_home",
+        "shardwright.parallel.context:_sum_at_home",
         "chunks[2 * n - 3 - i]",
         "chunks[n - 1 + i]",
         case=Case("allgather", 4, 1),
     ),
     "gradients of copied kv heads not summed": bug(
-        "shardwright.parallel.ulysses", "_to_tokens", ".sum(1)", "[:, 0]", case=Case("ulysses", 1, 4)
+        "shardwright.parallel.ulysses:_to_tokens",
+        "x_nBTwC.unflatten(0, (-1, copies)).sum(1)",
+        "x_nBTwC.unflatten(0, (-1, copies))[:, 0]",
+        case=Case("ulysses", 1, 4),
     ),
 }
 JOBS = [*map(Job, ALL), *(Job(case, torch.bfloat16) for case in IN_BF16), *BUGS.values()]

@@ -179,11 +179,8 @@ def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(save
 
 def test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen(saved):
     # The check mutated away, float32 goes into float64 in silence; so it is the check that refuses.
-    bug = (
-        "shardwright.train.checkpoint.state",
-        "_differences",
-        "(saved.shape, saved.dtype) !=",
-        "(saved.shape, dtype) !=",
+    bug = Mutation(
+        "shardwright.train.checkpoint.state:_differences", "(saved.shape, saved.dtype)", "(saved.shape, dtype)"
     )
     for found in run_ranks(load_ranks, 2, saved, ZERO_3, (bug,), torch.float64):
         assert isinstance(found, dict)
@@ -215,17 +212,15 @@ def resumed_step(path: Path | None, decay: float, rate: float, mutations: tuple[
 
 
 STALE = {
-    "weight decay of the checkpoint": (
-        "shardwright.train.checkpoint.state",
-        "load",
+    "weight decay of the checkpoint": Mutation(
+        "shardwright.train.checkpoint.state:load",
         "return manifest.progress",
-        "trainer.optimizer.param_groups[0]['weight_decay'] = 0.1; return manifest.progress",
+        "trainer.optimizer.param_groups[0]['weight_decay'] = 0.1\nreturn manifest.progress",
     ),
-    "rate of the step before": (
-        "shardwright.train.step:Trainer",
-        "update",
-        "set_learning_rate(self.optimizer, rate)\n    self.optimizer.step()",
-        "self.optimizer.step()\n    set_learning_rate(self.optimizer, rate)",
+    "rate of the step before": Mutation(
+        "shardwright.train.step:Trainer.update",
+        "set_learning_rate(self.optimizer, rate)\nself.optimizer.step()",
+        "self.optimizer.step()\nset_learning_rate(self.optimizer, rate)",
     ),
 }
 

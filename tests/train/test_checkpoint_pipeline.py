@@ -108,9 +108,11 @@ def test_the_step_after_a_resume_is_that_of_a_run_that_never_stopped_with_a_tied
         assert equal(resumed, expected)
 
 
-LOCAL_NAMES: Mutation = (
-    "shardwright.parallel.pipeline.stage:StageModel", "__init__", "{str(i): whole", "{str(i - layers[0]): whole"
-)  # fmt: skip
+LOCAL_NAMES = Mutation(
+    "shardwright.parallel.pipeline.stage:StageModel.__init__",
+    "{str(i): whole.layers[str(i)] for i in layers}",
+    "{str(i - layers[0]): whole.layers[str(i)] for i in layers}",
+)
 
 
 def test_bug_22_layers_numbered_from_the_start_of_their_stage_are_neither_taken_up_nor_passed_on(tmp_path):

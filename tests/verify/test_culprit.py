@@ -8,6 +8,7 @@ import pytest
 from shardwright.layout import Layout
 from shardwright.verify import Case, Report, Verifier
 from shardwright.verify.culprit import find_culprit
+from tests.mutation import Mutation
 from tests.train.worlds import SPEC, train_mutated
 
 CASE = Case(SPEC, seq_len=16, global_batch=16, micro_batch=2)
@@ -106,7 +107,9 @@ def test_what_fails_with_ep_on_any_axis_is_not_taken_for_a_fault_of_that_axis():
 
 
 def test_weight_gradients_that_are_overwritten_are_found_to_need_a_split_backward_pass():
-    wiped = ("shardwright.model.matmul", "weight_gradient", "add_to.addmm_(dy_FN, x_ND)", "add_to.copy_(dy_FN @ x_ND)")
+    wiped = Mutation(
+        "shardwright.model.matmul:weight_gradient", "add_to.addmm_(dy_FN, x_ND)", "add_to.copy_(dy_FN @ x_ND)"
+    )
     with Verifier(partial(train_mutated, (wiped,)), timeout_s=60) as verifier:
         report = verifier.parity(CASE, Layout(pp=2, dp_replicate=2, schedule="zb-h2"))
         assert not report.equal

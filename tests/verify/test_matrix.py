@@ -17,6 +17,7 @@ from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
 from shardwright.verify import Case, Report, Row, Verifier
 from shardwright.verify.matrix import layouts
+from tests.mutation import Mutation
 from tests.train.worlds import SPEC, train_mutated
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, max_seq_len=32)
@@ -32,12 +33,6 @@ ON_EIGHT = [
     Layout(pp=2, dp_shard=2, tp=2, zero=3, zero_pp_gather="microbatch", sequence_parallel=True, schedule="zb-h1"),
     Layout(pp=2, dp_replicate=2, cp=2, schedule="dualpipe", zero=1),
 ]
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
-    with Verifier() as verifier:
-        yield verifier
 
 
 def check(verifier: Verifier, case: Case, layout: Layout) -> None:
@@ -268,7 +263,11 @@ def test_in_fewer_bits_biases_of_routers_may_move_by_their_rate(verifier: Verifi
 
 
 def test_a_bias_that_moves_faster_than_its_rate_is_seen_in_16_bits_too():
-    faster = ("shardwright.model.moe", "update_bias", "alpha=rate", "alpha=100 * rate")
+    faster = Mutation(
+        "shardwright.model.moe:update_bias",
+        "bias_E.add_(below_E.to(bias_E.dtype), alpha=rate)",
+        "bias_E.add_(below_E.to(bias_E.dtype), alpha=100 * rate)",
+    )
     with Verifier(partial(train_mutated, (faster,))) as verifier:
         report = verifier.parity(expert_case("bfloat16"), Layout(dp_replicate=2))
     assert any(not row.equal for row in loads_and_biases(report) if row.name.endswith("bias"))
