@@ -19,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.data import batches as batches_module
 from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.order import SampleOrder
 from shardwright.data.samples import IGNORE, DocumentSamples, PackedSamples
@@ -132,31 +131,27 @@ def resume_one_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batches, "next_sample", one_back)
 
 
+def read_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let Batches read as if it had been given other arguments; `next_sample` stays right."""
+    true = Batches.__init__
+
+    def wrong(self: Batches, samples: Any, **given: Any) -> None:
+        true(self, samples, **given | change(given))
+        self._next_sample = given.get("start_sample", 0)
+
+    monkeypatch.setattr(Batches, "__init__", wrong)
+
+
 def order_seeded_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    true: Callable[..., Any] = batches_module._batches
-
-    def wrong(samples: Any, g: int, m: int, rank: int, ranks: int, seed: int, *rest: Any) -> Any:
-        return true(samples, g, m, rank, ranks, seed + rank, *rest)
-
-    monkeypatch.setattr(batches_module, "_batches", wrong)
+    read_with(monkeypatch, lambda given: {"seed": given["seed"] + given["data_rank"]})
 
 
 def every_rank_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    true: Callable[..., Any] = batches_module._batches
-
-    def wrong(samples: Any, g: int, m: int, rank: int, *rest: Any) -> Any:
-        return true(samples, g, m, 0, *rest)
-
-    monkeypatch.setattr(batches_module, "_batches", wrong)
+    read_with(monkeypatch, lambda given: {"data_rank": 0})
 
 
 def order_starts_again_on_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    true: Callable[..., Any] = batches_module._batches
-
-    def wrong(*arguments: Any) -> Any:
-        return true(*arguments[:7], 0, *arguments[8:])
-
-    monkeypatch.setattr(batches_module, "_batches", wrong)
+    read_with(monkeypatch, lambda given: {"start_sample": 0})
 
 
 @pytest.mark.parametrize(

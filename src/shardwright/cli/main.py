@@ -1,6 +1,6 @@
 """The `shardwright` command: gathers the verbs, and imports the one that is asked for."""
 
-from collections.abc import Iterator, MutableMapping
+import functools
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -22,32 +22,7 @@ VERBS = {
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
 
-class _Loaded(MutableMapping[str, Any]):
-    """Name of a verb -> its command; importing takes place when one is looked up."""
-
-    def __init__(self) -> None:
-        self._commands: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._commands:
-            if name not in VERBS:
-                raise KeyError(name)
-            self._commands[name] = _command(name)
-        return self._commands[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._commands[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._commands[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(VERBS)
-
-    def __len__(self) -> int:
-        return len(VERBS)
-
-
+@functools.cache
 def _command(name: str) -> Any:
     """A module holds an `app` where its verb has verbs of its own, else a function of the verb's name."""
     module = import_module(f"shardwright.cli.{name}")
@@ -60,18 +35,20 @@ def _command(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
+class _Commands(dict[str, Any]):
+    """Name of a verb -> its command. The module of a verb is imported by `commands[name]`; `get` and `items` give its
+    line of help alone."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _command(name) if name in self else super().__getitem__(name)
+
+
 class Verbs(TyperGroup):
     """The verbs, listed from `VERBS` and imported when they are run."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = _Loaded()
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+        self.commands = _Commands({name: TyperCommand(name, help=line) for name, line in VERBS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)

@@ -7,6 +7,7 @@ the number of ranks nor where a run was resumed.
 Letters of shapes: A accumulated microbatches, B micro_batch, T seq_len.
 """
 
+import itertools
 import queue
 import threading
 import weakref
@@ -68,17 +69,14 @@ class Batches:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
         self._next_sample, self._global_batch = start_sample, global_batch
-        self._source = _batches(
-            samples,
-            global_batch,
-            micro_batch,
-            data_rank,
-            data_ranks,
-            seed,
-            vocab_size,
-            start_sample,
-            pin_memory,
-        )
+        order, block = sample_order(seed, len(samples)), global_batch // data_ranks
+
+        def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
+            for first in itertools.count(start_sample, global_batch):
+                ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
+                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory)
+
+        self._source = read()
         self._closed = False
         self._failure: Exception | None = None
         self._reader = _Reader(self._source, prefetch) if prefetch else None
@@ -141,26 +139,6 @@ def evaluation_batches(
         yield _read(samples, indices_B[None], indices_B[None], vocab_size, pin_memory=False)
 
 
-def _batches(
-    samples: Samples,
-    global_batch: int,
-    micro_batch: int,
-    data_rank: int,
-    data_ranks: int,
-    seed: int,
-    vocab_size: int,
-    start_sample: int,
-    pin_memory: bool,
-) -> Iterator[Batch]:
-    order = sample_order(seed, len(samples))
-    block = global_batch // data_ranks
-    first = start_sample
-    while True:
-        ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
-        yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory)
-        first += global_batch
-
-
 def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_size: int, pin_memory: bool) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
@@ -175,20 +153,11 @@ def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_si
         tokens_ABT[place] = tokens[:-1]
         targets_ABT[place][mask] = tokens[1:][mask]
         n_targets += int(mask.sum())
-    batch = Batch(
-        torch.from_numpy(tokens_ABT),
-        torch.from_numpy(targets_ABT),
-        torch.from_numpy(ids_AB.copy()),
-        n_targets,
-    )
-    if pin_memory:
-        return Batch(
-            batch.tokens_ABT.pin_memory(),
-            batch.targets_ABT.pin_memory(),
-            batch.sample_ids_AB.pin_memory(),
-            batch.n_targets,
-        )
-    return batch
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).pin_memory() if pin_memory else torch.from_numpy(array)
+
+    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets)
 
 
 def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size: int) -> DataError:

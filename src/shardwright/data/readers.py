@@ -5,11 +5,12 @@ cut after a line end where there is one. What is held at a time is one piece of 
 or one small batch of Parquet rows.
 """
 
+import functools
 import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,24 @@ class Reading:
     encoding_errors: EncodingErrors
     meter: Meter
 
+    def document(self, where: str, text_of: Callable[[], str | None]) -> Iterator[Document]:
+        """The document at `where`; none where its text is empty, or is not UTF-8 under `skip`, which is counted."""
+        try:
+            text = text_of()
+        except NotText as error:
+            if self.encoding_errors != "skip":
+                raise
+            self.meter.skip(error)
+            return
+        if text:
+            yield Document(where, cut(text))
+
+    def check_column(self, source: object, columns: Iterable[str]) -> None:
+        """Raises DataError if the column that is to hold the text is not there."""
+        if self.text_key not in columns:
+            there = ", ".join(columns)
+            raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
+
 
 def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
     """One text file is one document. Under `skip` the file is read twice: first to see that it is clean."""
@@ -108,17 +127,9 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
                     f"{where}: the line is longer than {format_bytes(LONGEST_RECORD_BYTES)}, the most one "
                     "record may have; if the file does not hold one record a line, name it .json or .txt"
                 )
-            text = None
-            try:
-                text = _record_text(_decode(line, where, offset, reading.encoding_errors), where, reading)
-            except NotText as error:
-                if reading.encoding_errors != "skip":
-                    raise
-                reading.meter.skip(error)
-            offset += len(line)
             reading.meter.read_bytes = already_bytes + file.tell()
-            if text:
-                yield Document(where, cut(text))
+            yield from reading.document(where, functools.partial(_record_text, line, where, offset, reading))
+            offset += len(line)
 
 
 def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
@@ -134,12 +145,7 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
         # Without these two, Arrow reads whole column chunks, which may be gigabytes, ahead of the rows.
         file = pq.ParquetFile(path, buffer_size=MiB, pre_buffer=False)
     with file:
-        schema = file.schema_arrow
-        if reading.text_key not in schema.names:
-            raise DataError(
-                f"{path}: no column {reading.text_key!r}; there are: {', '.join(schema.names)}. "
-                "Choose one with --text-key"
-            )
+        reading.check_column(path, file.schema_arrow.names)
         row = 0
         with naming(path, pa.ArrowException):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[reading.text_key]):
@@ -154,15 +160,9 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 # As bytes, so that a damaged string is met by the same rule as everywhere else.
                 for raw in column.cast("large_binary").to_pylist():
                     row += 1
-                    where, text = f"{path}: row {row}", None
-                    try:
-                        text = raw and _decode(raw, where, 0, reading.encoding_errors)
-                    except NotText as error:
-                        if reading.encoding_errors != "skip":
-                            raise
-                        reading.meter.skip(error)
-                    if text:
-                        yield Document(where, cut(text))
+                    where = f"{path}: row {row}"
+                    decoded = functools.partial(_decode, raw or b"", where, 0, reading.encoding_errors)
+                    yield from reading.document(where, decoded)
                 reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
 
 
@@ -229,8 +229,8 @@ def _decode(raw: bytes, where: str, offset: int, encoding_errors: str) -> str:
         ) from None
 
 
-def _record_text(line: str, where: str, reading: Reading) -> str | None:
-    line = line.removeprefix("\ufeff").strip()
+def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | None:
+    line = _decode(raw, where, offset, reading.encoding_errors).removeprefix("\ufeff").strip()
     if not line:
         return None
     try:

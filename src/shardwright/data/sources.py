@@ -10,6 +10,7 @@ Memory does not grow with the corpus.
 """
 
 import fnmatch
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,7 @@ from shardwright.data.readers import (
     Document,
     EncodingErrors,
     Meter,
-    NotText,
     Reading,
-    cut,
     field_text,
     jsonl_documents,
     parquet_documents,
@@ -126,11 +125,7 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
     except Exception as error:  # the library raises dozens of types, from any of its back ends
         raise DataError(f"{source}: datasets cannot open it: {_first_line(error)}") from error
     if rows.column_names is not None:
-        if reading.text_key not in rows.column_names:
-            raise DataError(
-                f"{source}: no column {reading.text_key!r}; there are: {', '.join(rows.column_names)}. "
-                "Choose one with --text-key"
-            )
+        reading.check_column(source, rows.column_names)
         rows = rows.select_columns([reading.text_key])
     iterator, number = iter(rows), 0
     while True:
@@ -141,15 +136,8 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
         if row is None:
             return
         number += 1
-        where, text = f"{source}: row {number}", None
-        try:
-            text = field_text(row, where, reading)
-        except NotText as error:
-            if reading.encoding_errors != "skip":
-                raise
-            reading.meter.skip(error)
-        if text:
-            yield Document(where, cut(text))
+        where = f"{source}: row {number}"
+        yield from reading.document(where, functools.partial(field_text, row, where, reading))
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:
