@@ -1,10 +1,5 @@
-"""The curves of a run in one picture: loss, learning rate, gradient norm, speed, and where the time goes.
+"""The curves of a run in one picture: loss, learning rate, gradient norm, speed, and where the time goes."""
 
-matplotlib is imported when something is drawn and not before, so that this module costs nothing to import.
-It is used through its objects alone: nothing outside the picture changes, and no display is needed.
-"""
-
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +25,7 @@ from shardwright.report.panel import (
     window,
 )
 from shardwright.report.run import RunRecord
-from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.report.style import COLOURS, rendered
 from shardwright.run_folder import PHASES, Logged
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -63,21 +58,13 @@ def curves_svg(run: RunRecord) -> str:
 
 
 def _render(run: RunRecord, kind: str, in_page: bool = False) -> bytes:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # A figure made without pyplot has Agg's canvas; what a user has set for their own pictures is put aside.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(SETTINGS)
-        figure = Figure(figsize=(10, (7.75 if in_page else 8.4) + _ROW_IN * has_experts(run)))
+    def compose(figure: "Figure") -> None:
         _compose(figure, run)
         if not in_page:
             _title(figure, run)
-        content = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(content, format=kind, dpi=200, transparent=in_page, metadata=metadata)
-    return content.getvalue()
+
+    height_in = (7.75 if in_page else 8.4) + _ROW_IN * has_experts(run)
+    return rendered((10, height_in), compose, kind, transparent=in_page)
 
 
 def _compose(figure: "Figure", run: RunRecord) -> None:

@@ -1,7 +1,7 @@
 """What our pages have in common: one HTML file that needs nothing else: no network, no script, no other file."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 import shardwright
@@ -82,6 +82,18 @@ def in_roles(svg: str, colours: Mapping[str, str] | None = None) -> str:
     return svg.strip()
 
 
-def small(remark: str) -> str:
-    """A remark under a number; nothing for none."""
-    return f"<small>{escape(remark)}</small>" if remark else ""
+def facts(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Numbers in large type: name, value and a remark under it, which may be empty; plain text."""
+    cells = "\n".join(
+        f"<div><dt>{name}</dt><dd>{value}{f'<small>{escape(remark)}</small>' if remark else ''}</dd></div>"
+        for name, value, remark in rows
+    )
+    return f"<dl>\n{cells}\n</dl>"
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """A table of cells of HTML, with a heading if there are `names`; `kind`: its class."""
+    head = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>\n" if names else ""
+    body = "\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    opening = f'<table class="{kind}">' if kind else "<table>"
+    return f"{opening}\n{head}<tbody>\n{body}\n</tbody>\n</table>"

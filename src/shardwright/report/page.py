@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
-from shardwright.report.frame import document, in_roles, picture, small
+from shardwright.report.frame import document, facts, in_roles, picture, table
 from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
@@ -27,9 +27,7 @@ def _page(run: RunRecord) -> str:
 <h1>{escape(title)}</h1>
 <p class="quiet"><code>{escape(str(run.folder))}</code></p>
 </header>
-{_alarm(told)}<dl>
-{_numbers(told)}
-</dl>
+{_alarm(told)}{facts(_numbers(told))}
 <figure>
 {picture(curves_svg(run), "curves", "Curves of the run")}
 <figcaption>{_caption(run)}</figcaption>
@@ -57,7 +55,7 @@ def _alarm(told: Headline) -> str:
     return f'<p class="bad">The loss is not finite at step {told.first_non_finite_step:,}.</p>\n'
 
 
-def _numbers(told: Headline) -> str:
+def _numbers(told: Headline) -> list[tuple[str, str, str]]:
     planned = "" if told.steps >= told.planned_steps else f"of {told.planned_steps:,} planned"
     rows = [("steps", f"{told.steps:,}", planned), ("tokens", format_count(told.tokens), "")]
     first, last = told.first_held_out_loss, told.held_out_loss
@@ -88,7 +86,7 @@ def _numbers(told: Headline) -> str:
                 f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}",
             )
         )
-    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{small(remark)}</dd></div>" for name, value, remark in rows)
+    return rows
 
 
 def _caption(run: RunRecord) -> str:
@@ -114,10 +112,18 @@ def _pipeline(run: RunRecord) -> str:
 
 def _step_of_pipeline(pipeline: PipelineRecord) -> str:
     told = pipeline.numbers
-    rows = "\n".join(
-        f"<tr><td>{each.rank}</td><td>{1000 * each.busy_s:,.1f}</td><td>{each.bubble_planned:.1%}</td>"
-        f"<td>{each.bubble_measured:.1%}</td><td>{each.peak_in_flight:g}</td></tr>"
-        for each in told.ranks
+    ranks = table(
+        ("rank", "busy ms", "bubble planned", "bubble measured", "peak in flight"),
+        [
+            (
+                f"{each.rank}",
+                f"{1000 * each.busy_s:,.1f}",
+                f"{each.bubble_planned:.1%}",
+                f"{each.bubble_measured:.1%}",
+                f"{each.peak_in_flight:g}",
+            )
+            for each in told.ranks
+        ],
     )
     apart = ""
     if told.clocks_apart_s > 0.001 * told.makespan_s:
@@ -135,14 +141,7 @@ late to begin.</p>
 </div>
 <figcaption>{READING}</figcaption>
 </figure>
-<table>
-<thead>
-<tr><th>rank</th><th>busy ms</th><th>bubble planned</th><th>bubble measured</th><th>peak in flight</th></tr>
-</thead>
-<tbody>
-{rows}
-</tbody>
-</table>
+{ranks}
 <p class="quiet">A bubble is the share of the time from the first start of any rank to the last end of any. In flight:
 microbatches between their F and the end of their B or I, each of a rank's share of the layers.</p>"""
 

@@ -30,7 +30,7 @@ def draw_line(ax: "Axes", run: RunRecord, values: Sequence[float], label: str = 
 
 def dots(n_points: int) -> dict[str, Any]:
     """A few records are shown as points too, and one is nothing but a point."""
-    return {"marker": "o", "markersize": 3.5} if n_points <= 20 else {}
+    return {"marker": "o", "markersize": 3.5, "clip_on": False} if n_points <= 20 else {}
 
 
 def window(values: Sequence[float]) -> int:

@@ -1,6 +1,6 @@
 """A plan on one HTML page that needs nothing else: no network, no script, no other file."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from shardwright.plan.search import Plan, Priced
 from shardwright.plan.sweep import by_length, by_size
 from shardwright.plan.warnings import warnings
 from shardwright.plan.words import choices_in_words, merged, verdict, why
-from shardwright.report.frame import document, picture, small
+from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -37,14 +37,10 @@ def _page(plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tok
 <p class="quiet">{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision};
 {format_count(job.model.n_parameters)} parameters; {plan.survey.n_layouts:,} layouts, {len(plan.pool):,} fit</p>
 </header>
-<dl>
-{_numbers(plan, budget_tokens)}
-</dl>
+{facts(_numbers(plan, budget_tokens))}
 {_warnings(best)}<h2>The best layout</h2>
 <pre>{escape(str(best.choice))}</pre>
-<table class="words">
-{_words(best)}
-</table>
+{table((), _escaped(choices_in_words(job, best.choice)), "words")}
 <figure>
 {_picture(memory_svg(best, plan.limit_bytes), "memory", "Memory by kind")}
 <figcaption>What each rank of the pipeline holds at its fullest moment, against {format_bytes(plan.limit_bytes)}, what
@@ -56,12 +52,7 @@ is left of {format_bytes(job.cluster.accelerator.memory_bytes)} after the margin
 <figcaption>Where the seconds of a step go. What runs beside other work and is hidden by it is not shown; “pipeline” is
 the time in which the busiest rank waits for others.</figcaption>
 </figure>
-<table class="others">
-<thead><tr><th>kind</th><th>layout</th><th>slower</th><th>why</th></tr></thead>
-<tbody>
-{_others(plan, alternatives)}
-</tbody>
-</table>
+{table(("kind", "layout", "slower", "why"), _others(plan, alternatives), "others")}
 <h2>More accelerators, longer sequences</h2>
 <figure>
 {_picture(scaling_svg(by_size(plan), job.cluster.size), "scaling", "Speed against accelerators")}
@@ -73,12 +64,7 @@ within a factor of two of those above.</figcaption>
 <figcaption>The layout above with shorter and longer sequences, as many of them a step.</figcaption>
 </figure>
 <h2>The best {len(plan.best)}</h2>
-<table class="top">
-<thead><tr><th></th><th>layout</th><th>step</th><th>slower</th><th>MFU</th><th>memory</th></tr></thead>
-<tbody>
-{_top(plan)}
-</tbody>
-</table>
+{table(("", "layout", "step", "slower", "MFU", "memory"), _top(plan), "top")}
 <p class="quiet">MFU counts the full square of attention (PaLM, arXiv 2204.02311); memory is that of the fullest rank,
 with what the allocator cannot use.</p>"""
     return document(f"{title}: a plan", body, _STYLE, (ROLES[0], ROLES[1]))
@@ -97,7 +83,7 @@ def _picture(svg: str, name: str, title: str) -> str:
     return picture(svg, name, title, ROLES[0])
 
 
-def _numbers(plan: Plan, budget_tokens: float | None) -> str:
+def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, str]]:
     best = plan.best[0]
     told = headline(best)
     rows = [
@@ -114,16 +100,15 @@ def _numbers(plan: Plan, budget_tokens: float | None) -> str:
         rows.append(
             (f"{format_count(budget_tokens)} tokens", f"{days(plan.job, best.step_s, budget_tokens):,.1f} days", hours)
         )
-    return "\n".join(f"<div><dt>{name}</dt><dd>{value}{small(remark)}</dd></div>" for name, value, remark in rows)
+    return rows
 
 
 def _warnings(best: Priced) -> str:
     return "".join(f'<p class="bad">{escape(warning)}</p>\n' for warning in warnings(best))
 
 
-def _words(best: Priced) -> str:
-    rows = choices_in_words(best.job, best.choice)
-    return "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+def _escaped(rows: Iterable[Iterable[str]]) -> list[list[str]]:
+    return [[escape(cell) for cell in row] for row in rows]
 
 
 def _bars(plan: Plan, alternatives: Sequence[Alternative]) -> list[tuple[str, Priced]]:
@@ -138,21 +123,24 @@ def _short(name: str, most: int = 44) -> str:
     return first if len(first) <= most else first[: most - 1] + "…"
 
 
-def _others(plan: Plan, alternatives: Sequence[Alternative]) -> str:
-    best = plan.best[0]
-    return "\n".join(
-        f"<tr><td>{escape(name)}</td><td><code>{escape(str(each.choice))}</code></td>"
-        f"<td>{escape(verdict(best, each, plan.limit_bytes))}</td><td>{escape(why(best, each))}</td></tr>"
-        for name, each in merged(alternatives)
-    )
+def _others(plan: Plan, alternatives: Sequence[Alternative]) -> list[list[str]]:
+    best, rows = plan.best[0], []
+    for name, each in merged(alternatives):
+        told = name, str(each.choice), verdict(best, each, plan.limit_bytes), why(best, each)
+        kind, layout, slower, reason = map(escape, told)
+        rows.append([kind, f"<code>{layout}</code>", slower, reason])
+    return rows
 
 
-def _top(plan: Plan) -> str:
-    rows = []
-    for number, each in enumerate(plan.best, 1):
-        slower = f"{each.step_s / plan.best[0].step_s - 1:+.2%}" if number > 1 else ""
-        rows.append(
-            f"<tr><td>{number}</td><td><code>{escape(str(each.choice))}</code></td><td>{each.step_s:.4g} s</td>"
-            f"<td>{slower}</td><td>{headline(each).mfu_full:.1%}</td><td>{format_bytes(each.peak_bytes)}</td></tr>"
-        )
-    return "\n".join(rows)
+def _top(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            str(number),
+            f"<code>{escape(str(each.choice))}</code>",
+            f"{each.step_s:.4g} s",
+            f"{each.step_s / plan.best[0].step_s - 1:+.2%}" if number > 1 else "",
+            f"{headline(each).mfu_full:.1%}",
+            format_bytes(each.peak_bytes),
+        ]
+        for number, each in enumerate(plan.best, 1)
+    ]

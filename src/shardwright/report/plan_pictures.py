@@ -1,10 +1,8 @@
 """The pictures of a plan: memory by kind, where the time goes, speed against accelerators, memory against length.
 
-Each is the text of an SVG file, to be part of a page, with nothing behind it. matplotlib is imported when something is
-drawn and not before.
+Each is the text of an SVG file, to be part of a page, with nothing behind it.
 """
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +10,12 @@ import numpy as np
 
 from shardwright.plan.search import Priced
 from shardwright.plan.sweep import Point
-from shardwright.report.style import COLOURS, SETTINGS
+from shardwright.report.style import COLOURS, rendered
 from shardwright.units import GiB, format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # After Tol's muted and bright schemes and Okabe and Ito: neighbours in a stack are far apart in lightness or hue. What
 # lies there all the time is blue and green, what comes and goes yellow to red; the first work of a step is blue too.
@@ -56,15 +55,10 @@ def _drawn(
 ) -> str:
     """The SVG of one panel, as wide as a page: its title, its key below, and what `draw` draws; `height_in` is what it
     has with a key of one line."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    key_rows = -(-sum(len(name) + 5 for _, name in key) // KEY_LETTERS)
+    height_in += 0.2 * (key_rows - 1)
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(SETTINGS)
-        key_rows = -(-sum(len(name) + 5 for _, name in key) // KEY_LETTERS)
-        height_in += 0.2 * (key_rows - 1)
-        figure = Figure(figsize=(10, height_in))
+    def compose(figure: "Figure") -> None:
         top_in = 0.46 + 0.2 * key_rows
         ax = figure.add_axes((left, bottom_in / height_in, 0.975 - left, 1 - (bottom_in + top_in) / height_in))
         draw(ax)
@@ -74,9 +68,8 @@ def _drawn(
             handles, labels = zip(*key, strict=True)
             columns, at = -(-len(labels) // key_rows), (edge, 1 - 0.3 / height_in)
             figure.legend(handles, labels, ncols=columns, loc="upper left", bbox_to_anchor=at)
-        content = io.BytesIO()
-        figure.savefig(content, format="svg", transparent=True, metadata={"Date": None})
-    return content.getvalue().decode("utf-8")
+
+    return rendered((10, height_in), compose, "svg", transparent=True).decode("utf-8")
 
 
 def memory_svg(priced: Priced, limit_bytes: float) -> str:

@@ -1,14 +1,24 @@
-"""How our pictures look: one set of colours by role, and matplotlib's settings."""
+"""How our pictures look: one set of colours by role, matplotlib's settings, and a drawing as the bytes of a file.
 
-from typing import Any
+Timelines of pipelines are drawn by `schedule/draw.py`, which writes SVG itself; every other picture is matplotlib's.
+"""
+
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shardwright.schedule.draw import IDLE, INK, PAPER, QUIET
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # After Okabe and Ito, whose colours are told apart under every common kind of colour blindness. The page gives
 # each role another colour on a dark screen, and finds the role by its value here: no two may be equal.
 COLOURS = {
-    "paper": "#ffffff",
-    "ink": "#1f2430",
-    "quiet": "#667080",
-    "grid": "#e6e8ec",
+    "paper": PAPER,
+    "ink": INK,
+    "quiet": QUIET,
+    "grid": IDLE,
     "curve": "#0072b2",
     "held-out": "#d55e00",
     "limit": "#b3356b",
@@ -65,3 +75,24 @@ SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "shardwright",
 }
+
+
+def rendered(
+    size_in: tuple[float, float], compose: Callable[["Figure"], None], kind: str, transparent: bool = False
+) -> bytes:
+    """The file, `kind` png or svg, of what `compose` draws on a figure of `size_in`, width and height in inches.
+
+    matplotlib is imported here and not before. What a user has set for pictures of their own is put aside; a figure
+    that is made without pyplot needs no display.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(SETTINGS)
+        compose(figure := Figure(figsize=size_in))
+        content = io.BytesIO()
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(content, format=kind, dpi=200, transparent=transparent, metadata=metadata)
+    return content.getvalue()
