@@ -1,19 +1,37 @@
 """What every verb shares: how errors leave, and how answers are printed for machines."""
 
+import dataclasses
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from shardwright import extensions
 from shardwright.errors import InputError, ShardwrightError
 
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")]
+Extensions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--extension",
+        metavar="FILE.py",
+        help="a Python file or module that registers schedules or models of your own; may be repeated",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
+]
 
 
 def fail(error: ShardwrightError) -> None:
@@ -25,12 +43,22 @@ def fail(error: ShardwrightError) -> None:
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a verb: a ShardwrightError becomes a message and its exit code, never a traceback."""
+    """Make a function a verb: a ShardwrightError becomes a message and its exit code, never a traceback.
+
+    The parameters of the function are the arguments and options of the verb. Where its only parameter is a
+    dataclass, the fields of that are.
+    """
+    takes = inspect.signature(function, eval_str=True)
+    kinds = [parameter.annotation for parameter in takes.parameters.values()]
+    options = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
+    def run(**given: Any) -> None:
         try:
-            function(*args, **kwargs)
+            if options is None:
+                function(**given)
+            else:
+                function(options(**given))
         except ShardwrightError as error:
             fail(error)
             raise typer.Exit(error.exit_code) from None
@@ -38,7 +66,24 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             error_console.print("interrupted")
             raise typer.Exit(130) from None
 
+    if options is not None:
+        takes = inspect.signature(options, eval_str=True)
+        run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
+    vars(run)["__signature__"] = takes  # what typer makes options from
     return run
+
+
+def say(text: str) -> None:
+    """A line of text as it is, however wide the screen."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def columns(*names: str, left: int = 0) -> Table:
+    """A table without lines: `left` columns of words, and then columns of numbers."""
+    table = Table(*names, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns[left:]:
+        column.justify = "right"
+    return table
 
 
 def load_extensions(names: Iterable[str] | None) -> None:

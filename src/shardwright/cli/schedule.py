@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from shardwright.cli.common import console, load_extensions, print_json, verb
+from shardwright.cli.common import AsJson, Extensions, columns, console, load_extensions, print_json, say, verb
 from shardwright.cli.timeline import timeline_text
 from shardwright.errors import InputError, ScheduleError
 from shardwright.schedule.actions import Schedule
@@ -26,19 +26,21 @@ from shardwright.schedule.validate import problems
 PICTURES = (".svg", ".json")
 
 
-@verb
-def schedule(
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
     name: Annotated[
         str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()), show_default=False)
-    ] = None,
-    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline", show_default=False)] = None,
+    ] = None
+    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline", show_default=False)] = None
     microbatches: Annotated[
         int | None, typer.Option(metavar="M", help="microbatches of a step", show_default=False)
-    ] = None,
+    ] = None
     virtual_stages: Annotated[
         int | None,
         typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open", show_default=False),
-    ] = None,
+    ] = None
     times: Annotated[
         str,
         typer.Option(
@@ -46,8 +48,8 @@ def schedule(
             help="time of a stage's forward pass, of the gradient of its input, of the gradients of its weights, in "
             "any one unit",
         ),
-    ] = "1,1,1",
-    comm: Annotated[float, typer.Option(metavar="C", help="time of a message between ranks, in the same unit")] = 0.0,
+    ] = "1,1,1"
+    comm: Annotated[float, typer.Option(metavar="C", help="time of a message between ranks, in the same unit")] = 0.0
     limit: Annotated[
         int | None,
         typer.Option(
@@ -55,18 +57,18 @@ def schedule(
             help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     kept_for_weight: Annotated[
         float,
         typer.Option(
             metavar="X",
             help="what a microbatch that waits for its W counts in memory, 0 to 1, where one in flight counts 1",
         ),
-    ] = KEPT_FOR_WEIGHT,
+    ] = KEPT_FOR_WEIGHT
     compare_all: Annotated[
         bool,
         typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank"),
-    ] = False,
+    ] = False
     read: Annotated[
         Path | None,
         typer.Option(
@@ -74,27 +76,23 @@ def schedule(
             help="a schedule from PyTorch's compute-only CSV, in place of --schedule",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     csv: Annotated[
         Path | None,
         typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV", show_default=False),
-    ] = None,
+    ] = None
     drawing: Annotated[
         Path | None,
         typer.Option(
             "--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev", show_default=False
         ),
-    ] = None,
-    extension: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE.py",
-            help="a Python file or module that registers schedules or models of your own; may be repeated",
-            show_default=False,
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")] = False,
-) -> None:
+    ] = None
+    extension: Extensions = None
+    json: AsJson = False
+
+
+@verb
+def schedule(options: Options) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
 
     A bubble is the share of the ranks' time in which they wait. A microbatch is in flight on a rank from F to the end
@@ -107,53 +105,43 @@ def schedule(
 
     Exit codes: 0 shown, 2 the input cannot be used.
     """
-    load_extensions(extension)
-    _check(name, pp, microbatches, virtual_stages, limit, kept_for_weight, compare_all, read, csv, drawing)
-    of_stage = _times(times, comm)
+    load_extensions(options.extension)
+    _check(options)
+    times, kept = _times(options.times, options.comm), options.kept_for_weight
     refused: dict[str, str] = {}
-    if compare_all:
-        assert pp is not None
-        assert microbatches is not None
-        found = compare(pp, microbatches, virtual_stages, of_stage, limit, kept_for_weight=kept_for_weight)
+    if options.compare_all:
+        assert options.pp is not None
+        assert options.microbatches is not None
+        found = compare(
+            options.pp, options.microbatches, options.virtual_stages, times, options.limit, kept_for_weight=kept
+        )
         simulations, refused = found.simulations, found.refused
     else:
-        one = _schedule(name, pp, microbatches, virtual_stages, of_stage, limit, kept_for_weight, read)
-        simulations = (simulate(one, of_stage),)
-    written = _write(simulations, kept_for_weight, drawing, csv, curves=not compare_all)
-    if json:
-        documents = [_document(simulation, kept_for_weight) for simulation in simulations]
-        print_json({"schedules": documents, "refused": refused} if compare_all else documents[0])
+        simulations = (simulate(_schedule(options, times), times),)
+    written = _write(simulations, options)
+    if options.json:
+        documents = [_document(simulation, kept) for simulation in simulations]
+        print_json({"schedules": documents, "refused": refused} if options.compare_all else documents[0])
+        return
+    if options.compare_all:
+        _print_all(simulations, refused, kept)
     else:
-        if compare_all:
-            _print_all(simulations, refused, kept_for_weight)
-        else:
-            _print(simulations[0], kept_for_weight)
-        for path in written:
-            console.print(f"written to {path}", markup=False, soft_wrap=True)
+        _print(simulations[0], kept)
+    for path in written:
+        say(f"written to {path}")
 
 
-def _check(
-    name: str | None,
-    pp: int | None,
-    microbatches: int | None,
-    virtual_stages: int | None,
-    limit: int | None,
-    kept_for_weight: float,
-    compare_all: bool,
-    read: Path | None,
-    csv: Path | None,
-    drawing: Path | None,
-) -> None:
+def _check(options: Options) -> None:
     """Raises InputError for options that are missing, do not go together, or name no place to write to."""
     wrong = []
-    asked = {"--schedule": name, "--compare": compare_all or None, "--read": read}
+    asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
     given = [option for option, value in asked.items() if value is not None]
     if len(given) != 1:
         wrong.append(
             f"{' and '.join(given) or 'no schedule'} given; give one of --schedule NAME, --compare, --read FILE.csv"
         )
-    sizes = {"--pp": pp, "--microbatches": microbatches, "--virtual-stages": virtual_stages}
-    if read is not None:
+    sizes = {"--pp": options.pp, "--microbatches": options.microbatches, "--virtual-stages": options.virtual_stages}
+    if options.read is not None:
         wrong += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
     else:
         wrong += [
@@ -161,19 +149,19 @@ def _check(
         ]
     wrong += [
         f"{option} {n}: a number of 1 or more is needed"
-        for option, n in {**sizes, "--limit": limit}.items()
+        for option, n in {**sizes, "--limit": options.limit}.items()
         if n is not None and n < 1
     ]
-    if limit is not None and name in names() and not find(name).searched:
+    if options.limit is not None and options.name in names() and not find(options.name).searched:
         searched = ", ".join(each for each in names() if find(each).searched)
-        wrong.append(f"--limit {limit} is for --schedule {searched}, which is built to keep it; leave it out")
-    if not 0 <= kept_for_weight <= 1:
-        wrong.append(f"--kept-for-weight {kept_for_weight:g}: a share is needed, 0 to 1")
-    if compare_all and csv is not None:
+        wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
+    if not 0 <= options.kept_for_weight <= 1:
+        wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
+    if options.compare_all and options.csv is not None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
-    if drawing is not None and drawing.suffix.lower() not in PICTURES:
-        wrong.append(f"--draw {drawing}: a picture is named *.svg, a trace *.json")
-    for option, path in {"--draw": drawing, "--csv": csv}.items():
+    if options.drawing is not None and options.drawing.suffix.lower() not in PICTURES:
+        wrong.append(f"--draw {options.drawing}: a picture is named *.svg, a trace *.json")
+    for option, path in {"--draw": options.drawing, "--csv": options.csv}.items():
         if path is not None and not path.absolute().parent.is_dir():
             wrong.append(f"{option} {path}: there is no folder {path.parent}; make it first")
     if wrong:
@@ -194,37 +182,28 @@ def _times(text: str, comm: float) -> Times:
     return Times(forward, backward_input, weight, comm)
 
 
-def _schedule(
-    name: str | None,
-    pp: int | None,
-    microbatches: int | None,
-    virtual_stages: int | None,
-    times: Times,
-    limit: int | None,
-    kept_for_weight: float,
-    read: Path | None,
-) -> Schedule:
+def _schedule(options: Options, times: Times) -> Schedule:
     """The one schedule that is asked for. Raises InputError."""
-    if read is not None:
-        schedule = read_table(read)
+    if options.read is not None:
+        schedule = read_table(options.read)
     else:
-        assert name is not None
-        assert pp is not None
-        assert microbatches is not None
-        schedule = build(name, pp, microbatches, virtual_stages, times, limit, kept_for_weight=kept_for_weight)
+        assert options.name is not None
+        assert options.pp is not None
+        assert options.microbatches is not None
+        sizes = options.pp, options.microbatches, options.virtual_stages
+        schedule = build(options.name, *sizes, times, options.limit, kept_for_weight=options.kept_for_weight)
     if wrong := problems(schedule):
-        raise ScheduleError(*(f"{read or name}: {problem}" for problem in wrong))
+        raise ScheduleError(*(f"{options.read or options.name}: {problem}" for problem in wrong))
     return schedule
 
 
-def _write(
-    simulations: Sequence[Simulation], kept_for_weight: float, drawing: Path | None, csv: Path | None, curves: bool
-) -> list[Path]:
+def _write(simulations: Sequence[Simulation], options: Options) -> list[Path]:
     """Write what is asked for; returns where to."""
+    drawing, csv = options.drawing, options.csv
     if drawing is not None:
-        timelines = [planned(simulation, kept_for_weight) for simulation in simulations]
+        timelines = [planned(simulation, options.kept_for_weight) for simulation in simulations]
         if drawing.suffix.lower() == ".svg":
-            draw(timelines, drawing, curves)
+            draw(timelines, drawing, curves=not options.compare_all)
         else:
             write_trace(timelines, drawing)
     if csv is not None:
@@ -273,7 +252,7 @@ def _print(simulation: Simulation, kept_for_weight: float) -> None:
     if text is not None:
         console.print(text, no_wrap=True)
         console.print()
-    table = _table("rank", "stages", "first", "last", "starts", "ends", "bubble", "in flight", "memory", left=4)
+    table = columns("rank", "stages", "first", "last", "starts", "ends", "bubble", "in flight", "memory", left=4)
     memory = simulation.peak_memory_shares(kept_for_weight)
     for rank, spans in enumerate(simulation.spans):
         table.add_row(
@@ -310,7 +289,7 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
         console.print(_memory_words(kept_for_weight))
         console.print()
         names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
-        table = _table(*names, left=1)
+        table = columns(*names, left=1)
         for simulation in simulations:
             schedule = simulation.schedule
             table.add_row(
@@ -331,15 +310,7 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
     if refused:
         console.print("\nnot at these sizes:")
         for reason in refused.values():
-            console.print(f"  {reason}", markup=False, soft_wrap=True)
-
-
-def _table(*names: str, left: int) -> Table:
-    """`left`: how many columns hold words; the others hold numbers."""
-    table = Table(*names, box=None, header_style="bold", pad_edge=False)
-    for column in table.columns[left:]:
-        column.justify = "right"
-    return table
+            say(f"  {reason}")
 
 
 def _memory_words(kept_for_weight: float) -> str:
