@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner, Result
 
+from shardwright.cli import common  # noqa: F401  (its console takes the width it finds when it is imported)
 from shardwright.cli.main import app
 from shardwright.schedule.registry import find, names
 

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from shardwright.cli.common import AsJson, Extensions
 from shardwright.errors import ConfigError, InputError, nearest
 
 if TYPE_CHECKING:
@@ -11,6 +14,80 @@ if TYPE_CHECKING:
     from shardwright.cost.job import Job
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN.toml|evaluate",
+            help="a run file, whose model, batch and precision are taken; or the word evaluate, to compare predictions "
+            "with the measured runs of a table",
+            show_default=False,
+        ),
+    ] = None
+    runs: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUNS.csv",
+            help="evaluate only: a table of measured runs; those that come with shardwright if not given",
+            show_default=False,
+        ),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b", show_default=False)
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME:COUNT",
+            help="accelerators and how many, such as h100:64; h100:64/4@800Gb: 4 a node, 800 Gbit/s each to the others",
+            show_default=False,
+        ),
+    ] = None
+    global_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks", show_default=False)
+    ] = None
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence", show_default=False)] = None
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given", show_default=False
+        ),
+    ] = None
+    hardware: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters", show_default=False),
+    ] = None
+    memory_margin: Annotated[
+        float, typer.Option(metavar="X", help="share of the accelerator's memory to keep free")
+    ] = 0.1
+    top: Annotated[int, typer.Option(metavar="N", help="how many of the best layouts to list")] = 10
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="instead of searching, show every formula for this layout, such as "
+            "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1; keys of a run file's layout section",
+            show_default=False,
+        ),
+    ] = None
+    budget_tokens: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="tokens of the whole run, such as 15e12: adds days and accelerator-hours"),
+    ] = None
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify"),
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures", show_default=False)
+    ] = None
+    extension: Extensions = None
+    json: AsJson = False
 
 
 @dataclass(frozen=True)
@@ -22,20 +99,15 @@ class Asked:
     config: "RunConfig | None"
 
 
-def ask(
-    target: str | None,
-    runs: Path | None,
-    model: str | None,
-    cluster: str | None,
-    global_batch: int | None,
-    seq_len: int | None,
-    precision: str | None,
-    hardware: Path | None,
-) -> Asked:
+def ask(options: Options) -> Asked:
     """The job that the options and the run file describe. Raises InputError with every problem at once."""
+    target, model, cluster = options.target, options.model, options.cluster
+    global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
     wrong: list[str] = []
-    if runs is not None:
-        wrong.append(f"{runs}: a second argument goes with evaluate alone: shardwright plan evaluate {runs}")
+    if options.runs is not None:
+        wrong.append(
+            f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
+        )
     if target is not None and model is not None:
         wrong.append(f"--model {model} and {target}: both name a model; leave one out")
     config = None
@@ -71,7 +143,7 @@ def ask(
     except ConfigError as error:
         wrong += error.problems
     try:
-        found = None if cluster is None else find_cluster(cluster, hardware)
+        found = None if cluster is None else find_cluster(cluster, options.hardware)
     except InputError as error:
         wrong += error.problems
     if found is not None and precision in PRECISIONS and precision not in found.accelerator.flops_per_s:
@@ -106,29 +178,24 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
     return preset if spec == PRESETS[preset] else f"{preset}, changed"
 
 
-def check(
-    job: "Job",
-    memory_margin: float,
-    top: int,
-    explain: str | None,
-    budget_tokens: float | None,
-    write: Path | None,
-    html: Path | None,
-) -> None:
+def check(options: Options, job: "Job") -> None:
     """Raises InputError, before anything is searched, for options that cannot be used."""
     from shardwright.plan.run_file import PRECISIONS as WRITTEN
     from shardwright.plan.search import limit_bytes
 
+    target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
+    if write is not None and target is not None and write.resolve() == Path(target).resolve():
+        raise InputError(f"--write {write}: that is the run file that is read; name another")
     wrong = []
     try:
-        limit_bytes(job, memory_margin)
+        limit_bytes(job, options.memory_margin)
     except InputError as error:
         wrong += error.problems
-    if top < 1:
-        wrong.append(f"--top {top}: a number of 1 or more is needed")
+    if options.top < 1:
+        wrong.append(f"--top {options.top}: a number of 1 or more is needed")
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
         wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
-    if explain is not None and html is not None:
+    if options.explain is not None and html is not None:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if write is not None and job.precision not in WRITTEN:
         wrong.append(f"--write with --precision {job.precision}: train computes in {' or '.join(WRITTEN)}")

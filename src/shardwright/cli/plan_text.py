@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from rich.table import Table
-
-from shardwright.cli.common import console
+from shardwright.cli.common import columns, console, say
 from shardwright.cost.job import Job
 from shardwright.plan.alternatives import Alternative
 from shardwright.plan.headline import accelerator_hours, days, headline
@@ -46,7 +44,7 @@ def print_plan(
         console.print(f"\n[bold]The best {len(plan.best)}[/]")
         _print_top(plan)
     if equal := left_out(plan.best, plan.equals):
-        console.print(equal, markup=False, soft_wrap=True)
+        say(equal)
     rows = merged(alternatives)
     if rows:
         console.print("\n[bold]Why not another[/]")
@@ -58,7 +56,7 @@ def print_plan(
 def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None) -> None:
     """One layout: what it is, how fast, where time and memory go, and what to look out for."""
     console.print(f"[bold]{priced.choice}[/]", soft_wrap=True)
-    table = _table("", "", "", left=3)
+    table = columns("", "", "", left=3)
     for row in choices_in_words(priced.job, priced.choice):
         table.add_row(*row)
     table.show_header = False
@@ -91,11 +89,11 @@ def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[Remedy]) ->
         f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})",
         soft_wrap=True,
     )
-    console.print(f"nearest: {nearest} needs {format_bytes(plan.survey.nearest_bytes)}", markup=False, soft_wrap=True)
+    say(f"nearest: {nearest} needs {format_bytes(plan.survey.nearest_bytes)}")
     if remedies:
         console.print("what would make it fit, each tried by itself:")
         for each in remedies:
-            console.print(f"  {each.what}", markup=False, soft_wrap=True)
+            say(f"  {each.what}")
     else:
         console.print("no single change that was tried (accelerators, sequence length, precision) makes it fit")
     _print_warnings(list(of_job(plan.job)))
@@ -108,7 +106,7 @@ def print_explained(lines: Iterable[Line]) -> None:
         if line.section != section:
             section = line.section
             console.print(f"\n[bold]{section}[/]")
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+        say(f"  {line}")
 
 
 def _print_speed(priced: Priced) -> None:
@@ -130,7 +128,7 @@ def _print_speed(priced: Priced) -> None:
 
 
 def _print_time(priced: Priced) -> None:
-    table = _table("time", "s", "share", left=1)
+    table = columns("time", "s", "share", left=1)
     for kind, seconds in priced.parts_s.items():
         share = seconds / priced.step_s
         if abs(share) > ROUNDING:
@@ -143,7 +141,7 @@ def _print_memory(priced: Priced, limit_bytes: float) -> None:
     memory = priced.memory
     rank = int(memory.rank_bytes[0].argmax())
     title = f"memory, pp rank {rank}" if priced.choice.layout.pp > 1 else "memory"
-    table = _table(title, "GiB", "of limit", left=1)
+    table = columns(title, "GiB", "of limit", left=1)
     for kind, held in memory.kinds.items():
         if (n_bytes := float(held[0, rank])) > 0:
             table.add_row(kind, f"{n_bytes / GiB:.2f}", f"{n_bytes / limit_bytes:.1%}")
@@ -162,14 +160,14 @@ def _print_warnings(found: Sequence[str]) -> None:
         console.print()
     for warning in found:
         console.print("[bold yellow]warning:[/] ", end="")
-        console.print(warning, markup=False, soft_wrap=True)
+        say(warning)
 
 
 def _print_top(plan: Plan) -> None:
     """The best layouts side by side; a choice that all of them leave at its default has no column."""
     rows = [_columns_of(each) for each in plan.best]
     shown = [name for name in rows[0] if len({row[name] for row in rows} | {_DEFAULTS[name]}) > 1]
-    table = _table("", "step s", "slower", "MFU", "GiB", *shown, left=0)
+    table = columns("", "step s", "slower", "MFU", "GiB", *shown, left=0)
     for number, (each, row) in enumerate(zip(plan.best, rows, strict=True), 1):
         table.add_row(
             str(number),
@@ -218,13 +216,5 @@ def _columns_of(priced: Priced) -> dict[str, str]:
 def _print_alternatives(best: Priced, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:
     for name, each in rows:
         console.print(f"[bold]{name}[/]: {verdict(best, each, limit_bytes)}", soft_wrap=True)
-        console.print(f"  {each.choice}", markup=False, soft_wrap=True)
-        console.print(f"  {why(best, each)}", markup=False, soft_wrap=True)
-
-
-def _table(*names: str, left: int) -> Table:
-    """`left`: how many columns hold words; the others hold numbers."""
-    table = Table(*names, box=None, header_style="bold", pad_edge=False)
-    for column in table.columns[left:]:
-        column.justify = "right"
-    return table
+        say(f"  {each.choice}")
+        say(f"  {why(best, each)}")
