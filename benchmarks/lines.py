@@ -1,0 +1,36 @@
+"""How large each room of the house is: non-blank lines of Python in src, files above 450 lines, functions above 60.
+
+python benchmarks/lines.py
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardwright"
+FILE_LINES, FUNCTION_LINES = 450, 60
+
+
+def main() -> None:
+    """Print the table, then what is longer than the rules of docs/architecture.md allow."""
+    rooms: Counter[str] = Counter()
+    long: list[str] = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        name = path.relative_to(SOURCE)
+        rooms[name.parts[0]] += sum(bool(line.strip()) for line in text.splitlines())
+        if (length := len(text.splitlines())) > FILE_LINES:
+            long.append(f"{name}: {length} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    long.append(f"{name}:{node.name}: a function of {length} lines")
+    for room, lines in rooms.most_common():
+        print(f"{lines:7,}  {room}")
+    print(f"{rooms.total():7,}  non-blank lines of Python in all")
+    print("\n".join(long) or f"no file above {FILE_LINES} lines, no function above {FUNCTION_LINES}")
+
+
+if __name__ == "__main__":
+    main()
