@@ -232,7 +232,7 @@ class Layout:
             value = getattr(self, name)
             if key.needs and not key.used(self) and value != key.default_in(self):
                 found.append(f"layout.{name}={value!r} needs {key.needs}; set that, or leave it out")
-        return [*found, *self._degree_problems(), *([] if found else self._schedule_problems())]
+        return [*found, *self._degree_problems(), *self._schedule_problems()]
 
     def _degree_problems(self) -> Iterator[str]:
         fold = self.dp_shard * self.cp * self.tp

@@ -76,7 +76,7 @@ def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
     stages = ("--set", "model.n_layers=32", "--set", "layout.pp=2", "--set", "layout.stage_layers=[12,20]")
     result = verify(run_file, *stages, "--set", "layout.schedule=zb-h1")
     assert result.exit_code == 0, result.output
-    assert "pp 2, zb-h1, stage_layers 1,2 against one process" in result.output
+    assert "pp 2, schedule zb-h1, stage_layers 1+2 against one process" in result.output
     assert "cut to 3 layers" in result.output
 
 
@@ -135,7 +135,7 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
         (["--set", "layout.pp=2", "--set", "layout.stage_layers=[4]"], ["1 stages of 4 layers", "valid: [2, 2]"]),
         (
             ["--set", "layout.pp=2", "--set", "layout.schedule=zb-1"],
-            ["'zb-1'", "'dualpipe-v' or 'auto'", "did you mean"],
+            ["'zb-1'", "did you mean"],
         ),
         (["--set", "layout.schedule=zb-h1"], ["layout.schedule='zb-h1' needs pp above 1"]),
         (

@@ -33,7 +33,7 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
         return
     n = layout.n_stages
     what = f"layout.pp={layout.pp}, layout.schedule={layout.schedule!r}" + (
-        f", layout.virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        f", layout.virtual_stages={layout.virtual_stages}" if layout.kind.virtual_stages_tried else ""
     )
     if n > spec.n_layers:
         most = spec.n_layers // (n // layout.pp)
