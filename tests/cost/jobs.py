@@ -9,13 +9,15 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import COLUMNS, Candidates, Job
 from shardwright.layout import KEYS, Layout
 from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "micro_batch", "recompute")
 
 
-def job(model: str = "llama-3.1-8b", on: str = "h100:64", **changes: Any) -> Job:
+def job(model: str | ModelSpec = "llama-3.1-8b", on: str = "h100:64", **changes: Any) -> Job:
     """A job of 256 sequences of 4096 tokens."""
-    return Job(**{"model": resolve(model), "cluster": cluster(on), "seq_len": 4096, "global_batch": 256} | changes)
+    spec = resolve(model) if isinstance(model, str) else model
+    return Job(**{"model": spec, "cluster": cluster(on), "seq_len": 4096, "global_batch": 256} | changes)
 
 
 def candidates(**values: Any) -> Candidates:

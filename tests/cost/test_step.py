@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwright.cost.blocks import blocks
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans
@@ -14,6 +15,7 @@ from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import data_parallel, rank_parameters, step_time
+from shardwright.model.presets import resolve
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
 from tests.cost.jobs import candidates, job, layouts
@@ -156,8 +158,10 @@ def test_replicas_are_summed_over_once_a_step_however_many_microbatches(zero: in
 
 
 def test_a_mixture_without_shared_experts_sends_nothing_over_tp_of_its_own():
-    the_job, of = job("mixtral-8x7b"), candidates(tp=4, dp_shard=16, zero=1)
-    plain, mixture = (layer(the_job, of, experts=experts).forward["tensor parallel"] for experts in (False, True))
+    spec, of = resolve("mixtral-8x7b"), candidates(tp=4, dp_shard=16, zero=1)
+    plain, mixture = (
+        layer(job(model=each), of, *blocks(each)).forward["tensor parallel"] for each in (replace(spec, moe=None), spec)
+    )
     assert float(mixture[0]) == pytest.approx(float(plain[0]) / 2)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
+from shardwright.model.modules import end_rows
 from shardwright.parallel.data import Sharded
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.parallel.pipeline.timeline import Timeline
@@ -56,11 +57,9 @@ def expected(layout: Layout, pp_rank: int) -> dict[str, tuple[int, int]]:
     for stage, layers in enumerate(stage_layers(EVEN, layout, SEQ_LEN)):
         if layout.ways[0][stage] != pp_rank:
             continue
-        of = EVEN.parameters_by_module()
-        ends = (of["embedding"] if stage == 0 else 0) + (
-            of["final_norm"] + of["head"] if stage == layout.n_stages - 1 else 0
-        )
-        blocks = EVEN.n_parameters - of["embedding"] - of["final_norm"] - of["head"]
+        first, *last = (row.numel for row in end_rows(EVEN))
+        ends = first * (stage == 0) + sum(last) * (stage == layout.n_stages - 1)
+        blocks = EVEN.n_parameters - first - sum(last)
         each = {"layers": blocks * len(layers) // EVEN.n_layers * ELEMENT, "ends": ends * ELEMENT}
         groups = {"layers": len(layers), "ends": int(ends > 0)}
         for part in each:

@@ -1,15 +1,21 @@
-"""Proves that every formula shown comes to the number shown, and that the numbers are those of the prediction."""
+"""Proves that every formula shown comes to the number shown, that no number comes from nowhere, and that the numbers
+are those of the prediction."""
 
-import re
+import json
+from collections import Counter
+from math import ceil, log2
 
+import numpy as np
 import pytest
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
+from shardwright.cost.ledger import Entry, identifier
+from shardwright.cost.notation import NOTATION
+from shardwright.cost.stack import STACKS
 from shardwright.model.presets import resolve
 from shardwright.plan.choice import read
-from shardwright.plan.explain import explain
-from shardwright.plan.line import Line
+from shardwright.plan.explain import explain, lines
 from shardwright.plan.search import Priced
 
 LAYOUTS = [
@@ -17,76 +23,111 @@ LAYOUTS = [
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,schedule=interleaved-1f1b,virtual_stages=2,dp_shard=2,zero=3"),
     ("llama-3.1-8b", "h100:8", 8192, "dp_shard=8,zero=3,recompute=full,micro_batch=2"),
     ("llama-3.1-8b", "a100:16", 8192, "tp=2,cp=2,dp_replicate=2,dp_shard=2,zero=2"),
+    ("llama-3.1-8b", "h100:16", 8192, "cp=2,cp_method=ulysses,dp_replicate=8,zero=0"),
+    ("llama-3.1-8b", "h100:16", 8192, "cp=4,cp_method=allgather,tp=2,dp_shard=2,zero=1"),
+    ("llama-3.1-8b", "h100:16", 65536, "cp=8,cp_method=ring,dp_shard=2,zero=3"),
     ("deepseek-v3", "h100:256", 4096, "pp=16,schedule=dualpipe,dp_shard=16,ep=16,zero=1"),
     ("deepseek-v3", "h100:256", 4096, "pp=8,schedule=zb-v,dp_shard=32,ep=32,zero=3,zero_pp_gather=microbatch"),
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,recompute=full"),
-    ("llama-3.1-8b", "h100:16", 65536, "cp=8,cp_method=ring,dp_shard=2,zero=3"),
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,sequence_parallel=false"),
     ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=full"),
+    ("debug", "h100:8", 128, "pp=2,dp_shard=4,zero=2"),
 ]
-UNITS = {"B", "s", "FLOP", "FLOP/s", "B/s", "1/s", "tokens", "ranks", "layers", "a step", ""}
+CASES = [(*each, "shardwright", "bf16") for each in LAYOUTS]
+CASES += [(*LAYOUTS[0], stack, "bf16") for stack in STACKS if stack != "shardwright"]
+CASES += [(*LAYOUTS[9], "megatron", "fp16"), (*LAYOUTS[0], "megatron-core", "fp8"), (*LAYOUTS[2], "fsdp", "fp32")]
+UNITS = {"B", "s", "FLOP", "FLOP/s", "B/s", "1/s", "tokens", "ranks", "layers", ""}
 
 
-def priced(name: str, hardware: str, seq_len: int, text: str) -> Priced:
-    asked = Job(model=resolve(name), cluster=cluster(hardware), global_batch=960, seq_len=seq_len)
-    return Priced.of(asked, read(text))
+def priced(name: str, hardware: str, seq_len: int, text: str, stack: str = "shardwright", precision: str = "bf16"):
+    job = Job(
+        model=resolve(name), cluster=cluster(hardware), global_batch=960, seq_len=seq_len, stack=STACKS[stack],
+        precision=precision,
+    )  # fmt: skip
+    return Priced.of(job, read(text))
 
 
-def value_of(lines: list[Line], what: str) -> float:
-    return next(line.value for line in lines if line.what == what)
+def evaluated(entry: Entry) -> float:
+    """The formula with its inputs, by nothing but arithmetic."""
+    names = {"max": max, "min": min, "sum": sum, "ceil": ceil, "log2": log2}
+    names |= {name: np.array(value) if isinstance(value, tuple) else value for name, value in entry.inputs.items()}
+    *steps, last = entry.formula.split("; ")
+    for step in steps:
+        name, _, expression = step.partition(" = ")
+        names[name] = eval(expression, {"__builtins__": {}}, names)
+    return float(eval(last, {"__builtins__": {}}, names))
 
 
-def test_a_line_reads_as_what_formula_numbers_value_unit_source():
-    line = Line("Batch", "tokens", "batch x seq", "2 * 128", 256.0, "tokens", "arithmetic")
-    assert str(line) == "tokens = batch x seq = 2 * 128 = 256 tokens (arithmetic)"
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(map(str, case)))
+def case(request: pytest.FixtureRequest) -> tuple[Priced, list[Entry]]:
+    of = priced(*request.param)
+    return of, explain(of)
 
 
-@pytest.mark.parametrize("asked", LAYOUTS, ids=lambda asked: asked[0] + " " + asked[3])
-def test_every_formula_comes_to_its_number(asked: tuple[str, str, int, str]):
-    lines = explain(priced(*asked))
-    assert len(lines) > 25
-    for line in lines:
-        assert line.unit in UNITS, line
-        if line.numbers:
-            assert re.fullmatch(r"([\d.e+\-*/(), ]|min|max)*", line.numbers), line
-            value = eval(line.numbers, {"min": min, "max": max})
-            assert value == pytest.approx(line.value, rel=2e-7, abs=1e-9), str(line)
+def test_every_formula_comes_to_its_number(case: tuple[Priced, list[Entry]]):
+    for entry in case[1]:
+        assert entry.unit in UNITS, entry
+        if entry.formula:
+            assert evaluated(entry) == pytest.approx(entry.value, rel=1e-9, abs=1e-12), entry
         else:
-            assert line.source or line.formula, line
+            assert entry.source, entry
 
 
-@pytest.mark.parametrize("asked", LAYOUTS, ids=lambda asked: asked[0] + " " + asked[3])
-def test_the_lines_add_up_to_the_prediction(asked: tuple[str, str, int, str]):
-    of = priced(*asked)
-    lines = explain(of)
-    assert value_of(lines, "peak") == pytest.approx(of.peak_bytes, rel=1e-9)
-    kinds = [line.value for line in lines if line.section.startswith("Memory") and line.what != "peak"]
-    assert sum(kinds) * (1 + of.job.stack.fragmentation) == pytest.approx(of.peak_bytes, rel=1e-9)
-    assert value_of(lines, "step") == pytest.approx(of.step_s, rel=1e-9)
-    assert value_of(lines, "tokens/s") == pytest.approx(of.job.tokens / of.step_s)
-    assert value_of(lines, "model") == of.job.model.n_parameters
+def test_every_input_is_a_symbol_or_another_line(case: tuple[Priced, list[Entry]]):
+    values: dict[str, list[object]] = {}
+    for entry in case[1]:
+        values.setdefault(identifier(entry.what), []).append(entry.value)
+    for entry in case[1]:
+        if entry.source != "model/modules.py":  # whose inputs are the rows of that table
+            for name, value in entry.inputs.items():
+                there = values.get(name, [])
+                assert name in NOTATION or any(value == pytest.approx(each, rel=1e-12) for each in there), (name, entry)
 
 
-@pytest.mark.parametrize("asked", LAYOUTS, ids=lambda asked: asked[0] + " " + asked[3])
-def test_the_kinds_of_work_of_a_layer_are_those_that_the_step_is_made_of(asked: tuple[str, str, int, str]):
-    of = priced(*asked)
-    for section in {line.section for line in explain(of) if "one microbatch" in line.section}:
-        lines = {line.what: line.value for line in explain(of) if line.section == section}
-        kinds = {what: seconds for what, seconds in lines.items() if what in of.parts_s}
-        passes = [seconds for what, seconds in lines.items() if what.split(" of ")[0] in "FIW"]
-        launch = lines.get("launch", 0.0)
-        assert sum(kinds.values()) == pytest.approx(sum(passes), rel=1e-9), (section, launch)
+def test_what_adds_up_is_the_prediction(case: tuple[Priced, list[Entry]]):
+    of, entries = case
+    value = {entry.what: entry.value for entry in entries}
+    rank = int(of.memory.rank_bytes[0].argmax())
+    assert value["peak"] == pytest.approx(of.peak_bytes, rel=1e-12)
+    memory = {entry.what: entry.value for entry in entries if entry.section.startswith("Memory")}
+    kinds = {kind: float(held[0, rank]) for kind, held in of.memory.kinds.items() if held[0, rank]}
+    assert {kind: memory[kind] for kind in kinds} == pytest.approx(kinds, rel=1e-12)
+    assert value["step"] == pytest.approx(of.step_s, rel=1e-12)
+    parts = {kind: seconds for kind, seconds in of.parts_s.items() if seconds}
+    told = {
+        entry.what: entry.value
+        for entry in entries
+        if entry.section.startswith(("Pipeline", "Work", "Data", "Step")) and entry.what in parts
+    }
+    assert told == pytest.approx(parts, rel=1e-9)
+    assert value["model"] == of.job.model.n_parameters
 
 
-def test_only_a_makespan_and_fitted_constants_stand_without_numbers():
-    without = {line.what for asked in LAYOUTS for line in explain(priced(*asked)) if not line.numbers}
-    allowed = {"w0", "k0", "working", "experts", "workspace"}
-    assert {what for what in without if "with these times" not in what and "its stages" not in what} <= allowed
+def test_a_name_stands_once_in_a_section_and_for_every_number_of_a_layer_there_is_a_line(case):
+    counted = Counter((entry.section, entry.what) for entry in case[1])
+    assert {each for each, count in counted.items() if count > 1} == set()
 
 
-def test_attention_comes_from_its_flops_and_its_rate_and_layers_from_the_cut():
-    lines = explain(priced(*LAYOUTS[0]))
-    assert value_of(lines, "attention, FLOPs of F") == pytest.approx(4 * 8192 * 8192 * 8 * 128 * (0.5 + 64 / 8192))
-    assert value_of(lines, "attention, rate") < 989e12
-    cut = next(line for line in lines if line.what == "layers of each of 4 stages")
-    assert (cut.value, cut.numbers.count("+")) == (80, 3)
+def test_only_what_is_simulated_or_a_table_s_has_no_formula():
+    without = {entry.what for case in CASES[:9] for entry in explain(priced(*case)) if not entry.formula}
+    assert without == {"makespan", "workspace", "layers of the rank"}
+
+
+def test_all_to_alls_ulysses_recomputation_and_hidden_messages_show_their_numbers():
+    shown = {entry.what for case in CASES for entry in explain(priced(*case))}
+    assert {
+        "tokens of experts, all-to-all",
+        "queries, keys, values and results, all-to-all",
+        "recomputation, I",
+        "launch, F",
+        "gradients of inputs, exposed",
+        "weights, all-gather, exposed",
+    } <= shown
+
+
+def test_the_text_has_each_formula_once_for_all_that_it_prices_and_says_what_its_symbols_mean():
+    text = list(lines(explain(priced(*LAYOUTS[0]))))
+    assert sum(line.startswith("  w = max(M / 256") for line in text) == 2, "of the head and of a layer"
+    assert "  tokens of a step = global_batch * s = 960 * 8192 = 7864320 tokens" in text
+    assert any(line.startswith("  T_read: of which a matmul keeps") for line in text)
+    json.dumps([vars(entry) for entry in explain(priced(*LAYOUTS[0]))])

@@ -121,7 +121,7 @@ def _explain(asked: Asked, options: Options, text: str) -> None:
     from shardwright.cli import plan_text
     from shardwright.plan.choice import read
     from shardwright.plan.document import job_document, layout_document
-    from shardwright.plan.explain import explain
+    from shardwright.plan.explain import explain, lines
     from shardwright.plan.search import limit_bytes
 
     choice = read(text)
@@ -130,15 +130,15 @@ def _explain(asked: Asked, options: Options, text: str) -> None:
     except LayoutError as error:
         raise LayoutError(*(f"--explain {choice}: {problem}" for problem in error.problems)) from None
     limit = limit_bytes(asked.job, options.memory_margin)
-    lines = explain(priced)
+    entries = explain(priced)
     if options.json:
         document = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, options.budget_tokens)
-        print_json(document | {"formulas": [vars(line) for line in lines]})
+        print_json(document | {"formulas": [vars(entry) for entry in entries]})
     else:
         plan_text.print_job(asked.job, asked.name)
         console.print()
         plan_text.print_layout(priced, limit, options.budget_tokens)
-        plan_text.print_explained(lines)
+        plan_text.print_explained(lines(entries))
     if priced.peak_bytes > limit:
         if options.write is not None:
             error_console.print(f"not written to {options.write}: the layout does not fit", markup=False)

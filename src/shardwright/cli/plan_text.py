@@ -6,7 +6,6 @@ from shardwright.cli.common import columns, console, say
 from shardwright.cost.job import Job
 from shardwright.plan.alternatives import Alternative
 from shardwright.plan.headline import accelerator_hours, days, headline
-from shardwright.plan.line import Line
 from shardwright.plan.nearest import Remedy
 from shardwright.plan.search import Plan, Priced
 from shardwright.plan.warnings import of_job, warnings
@@ -99,14 +98,13 @@ def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[Remedy]) ->
     _print_warnings(list(of_job(plan.job)))
 
 
-def print_explained(lines: Iterable[Line]) -> None:
+def print_explained(lines: Iterable[str]) -> None:
     """Every formula with its numbers, by section."""
-    section = ""
     for line in lines:
-        if line.section != section:
-            section = line.section
-            console.print(f"\n[bold]{section}[/]")
-        say(f"  {line}")
+        if line.startswith(" "):
+            say(line)
+        else:
+            console.print(f"[bold]{line}[/]")
 
 
 def _print_speed(priced: Priced) -> None:

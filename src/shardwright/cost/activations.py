@@ -25,12 +25,13 @@ Ignored: statistics of norms, biases, indices; experts get equal shares of the t
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Ints, Job
+from shardwright.cost import ledger
+from shardwright.cost.blocks import Block
+from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
+from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import vocabulary_rows
 
-Array = Floats | Ints
 NONE, SELECTIVE, FULL = range(len(RECOMPUTE))
 
 
@@ -47,8 +48,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Ends:
-    """Outside the layers, in bytes: `first`: a mask after the embedding; `last`: around the last norm; `logits` from
-    the loss to its backward pass, `waiting_logits` from there to W, and `loss`, what the loss takes on top."""
+    """Outside the layers, in bytes: `first`: a mask after the embedding; `last`: around the last norm; `sent`: what a
+    stage has sent on, where it is kept; `logits` from the loss to its backward pass, `waiting_logits` from there to W,
+    and `loss`, what the loss takes on top."""
 
     first: Floats
     last: Floats
@@ -58,45 +60,41 @@ class Ends:
     loss: Floats
 
 
-@dataclass
-class _Part:
-    """Of attention or of a network: `kept` in all, of which `scores`, `listed` by torchtitan and rows of `experts`."""
+def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
+    """One layer of a kind, under each candidate's recomputation.
 
-    kept: Floats
-    listed: Floats
-    waiting: Floats
-    working: Floats
-    scores: Array | float = 0.0
-    experts: Array | float = 0.0
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """`tokens` are T, `outside` T', `read` those of which a product keeps what it reads after a norm; `cut`: whether T'
-    is less than T; `visiting`: keys and values of other ranks of cp, in units of a rank's own. `of_e` are the bytes of
-    an element, `of_input` of the kept input of a product."""
-
-    tokens: Floats
-    outside: Floats
-    read: Floats
-    tp: Ints
-    cut: NDArray[np.bool_]
-    visiting: Floats
-    of_e: float
-    of_input: float
-    drops: bool
-
-
-def plain(job: Job, candidates: Candidates) -> Layer:
-    """A layer without experts."""
-    sizes = _sizes(job, candidates)
-    return _layer(job, candidates, sizes, _attention(job, sizes), _network(job, sizes, job.model.d_ffn))
-
-
-def mixture(job: Job, candidates: Candidates) -> Layer:
-    """A layer with experts; the model has some."""
-    sizes = _sizes(job, candidates)
-    return _layer(job, candidates, sizes, _attention(job, sizes), _experts(job, sizes))
+    Full: the block's input is kept, and its backward pass makes all the rest again.
+    """
+    with ledger.section(f"Kept of a microbatch by {block.name}"):
+        of = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
+        _attention(job, of)
+        _networks(job, of)
+        parts = ["attention", "networks"]
+        if block.experts:
+            _experts(job, of, shared=block.inner > 0)
+            parts.append("experts")
+        of("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
+        of("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
+        scores = " - scores" * (not job.stack.flash_attention)
+        if job.stack.selective != "scores":
+            of("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
+        again, rows = candidates.recompute, of["rows_sent"] if block.experts else 0.0
+        of.choose(
+            "all kept", again, ["everything", "listed" if job.stack.selective != "scores" else f"everything{scores}",
+            "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
+        )  # fmt: skip
+        gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective != "scores"))
+        of.values["rows_of_experts"] = np.where(gone, 0.0, rows)
+        of(f"kept by {block.name}", "all_kept - rows_of_experts")
+        at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
+        of.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
+        waiting = " + ".join(["(norms * T_shard + inputs * T_read) * h * e", *(f"{part}_for_W" for part in parts)])
+        return Layer(
+            kept=of["all_kept"],
+            experts=of["rows_of_experts"],
+            waiting=of("all for W", waiting),
+            working=of[ledger.identifier(f"working of {block.name}")],
+        )
 
 
 def ends(job: Job, candidates: Candidates) -> Ends:
@@ -105,136 +103,107 @@ def ends(job: Job, candidates: Candidates) -> Ends:
     A logit of 16 bits is copied to fp32 for the loss, which keeps its softmax; `Stack.logit_peak_bytes` counts what is
     there at most: logits, copies, gradients. Under fp32 nothing is copied, but the softmax and gradient are made.
     """
-    sizes, h, stack = _sizes(job, candidates), job.model.d_model, job.stack
-    rows = vocabulary_rows(job.model, sizes.tp, multiple=stack.vocabulary_multiple)
-    logits = sizes.tokens * rows
-    kept = max(stack.logit_kept_bytes, sizes.of_e)
-    peak = np.where(sizes.tp > 1, stack.logit_cut_bytes, 0.0) + max(stack.logit_peak_bytes, kept + sizes.of_e)
-    return Ends(
-        first=sizes.outside * h * sizes.drops,
-        last=(sizes.outside + sizes.read) * h * sizes.of_e,
-        sent=sizes.outside * h * sizes.of_e * stack.keeps_outputs,
-        logits=logits * kept,
-        waiting_logits=logits * sizes.of_e,
-        loss=logits * (peak - kept),
-    )
+    stack, e = job.stack, job.element_bytes
+    kept = max(stack.logit_kept_bytes, e)
+    with ledger.section("Kept of a microbatch around the layers"):
+        of = Formulas(_symbols(job, candidates), "B")
+        rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
+        cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
+        of.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
+        of.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
+        return Ends(
+            first=of("dropout mask", "T_shard * h * mask"),
+            last=of("around the last norm", "(T_shard + T_read) * h * e"),
+            sent=of("sent on", "T_shard * h * e * keeps_outputs"),
+            logits=of("logits of a microbatch", "T * vocabulary_rows * logit_bytes"),
+            waiting_logits=of("logits for W of a microbatch", "T * vocabulary_rows * e"),
+            loss=of("loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"),
+        )
 
 
-def _sizes(job: Job, candidates: Candidates) -> _Sizes:
-    tokens = candidates.tokens(job.seq_len)
+def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
+    tokens, fp8 = candidates.tokens(job.seq_len), job.precision == "fp8"
     outside = tokens / candidates.token_shards
-    return _Sizes(
-        tokens=tokens,
-        outside=outside,
-        read=tokens if job.stack.keeps_gathered else outside,
-        tp=candidates.tp,
-        cut=candidates.token_shards > 1,
-        # A ring has the keys and values at work and those on their way.
-        visiting=np.where(candidates.cp > 1, candidates.cp if candidates.shared.cp_method == "allgather" else 2.0, 0.0),
-        of_e=job.element_bytes,
-        of_input=job.stack.fp8_input_bytes if job.precision == "fp8" else job.element_bytes,
-        drops=job.model.dropout > 0 or job.stack.dropout_masks,
-    )
+    # A ring has the keys and values at work and those on their way.
+    visiting = candidates.cp if candidates.shared.cp_method == "allgather" else 2.0
+    return {
+        "T": tokens,
+        "T_shard": outside,
+        "T_read": tokens if job.stack.keeps_gathered else outside,
+        "s": job.seq_len,
+        "h": job.model.d_model,
+        "tp": candidates.tp,
+        "e": job.element_bytes,
+        "e_input": job.stack.fp8_input_bytes if fp8 else job.element_bytes,
+        "mask": int(job.model.dropout > 0 or job.stack.dropout_masks),
+        "cut": (candidates.token_shards > 1).astype(np.int64),
+        "visiting": np.where(candidates.cp > 1, visiting, 0.0),
+    }
 
 
-def _layer(job: Job, candidates: Candidates, sizes: _Sizes, attention: _Part, network: _Part) -> Layer:
-    """The two halves of a block, under each candidate's recomputation.
-
-    Full: the block's input is kept, and its backward pass makes all the rest again.
-    """
-    block_input = sizes.outside * job.model.d_model * sizes.of_e
-    everything = attention.kept + network.kept
-    if job.stack.selective == "scores":
-        selective = everything - attention.scores
-    else:
-        selective = block_input + attention.listed + network.listed
-    selective = np.minimum(selective, everything)
-    again, full = candidates.recompute, candidates.recompute == FULL
-    kept = np.select([again == NONE, again == SELECTIVE], [everything, selective], block_input)
-    rows = np.where(full | ((again == SELECTIVE) & (job.stack.selective != "scores")), 0.0, network.experts)
-    working = np.maximum(attention.working, network.working)
-    return Layer(
-        kept=kept,
-        experts=rows,
-        waiting=attention.waiting + network.waiting,
-        working=working + everything - kept,
-    )
-
-
-def _attention(job: Job, sizes: _Sizes) -> _Part:
-    model, e, latent = job.model, sizes.of_e, job.model.latent_attention
-    h, tokens, outside, t = model.d_model, sizes.tokens, sizes.outside, sizes.tp
-    heads = model.n_heads / t
-    kv_heads = np.maximum(model.n_kv_heads / t, 1)
-    q, k = heads * model.qk_dim, kv_heads * model.qk_dim
-    v, out = kv_heads * model.head_dim, heads * model.head_dim
-    qkv = q + k + v
-    extra: Array | float = 0.0
-    narrow = 0
-    if latent is not None:
-        narrow = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim
-    elif model.qk_norm:
-        extra = tokens * (q + k) * e
-    square = heads * job.seq_len
-    scores = tokens * heads * 4
-    if not job.stack.flash_attention:
-        scores = tokens * square * (2 * e + 1 if sizes.drops else e)
-    in_norms = outside * (h * (e + sizes.drops) + narrow * e) + sizes.read * h * sizes.of_input
-    if job.stack.pads_values:
-        # The kernel's values and results, beside the results without zeros that o reads.
-        extra = extra + tokens * heads * (2 * model.qk_dim - model.head_dim) * e * (model.qk_dim > model.head_dim)
-    kept = in_norms + extra + tokens * (qkv * e + out * sizes.of_input) + scores
-    gradients = tokens * (qkv + out) * e + outside * 2 * h * e
-    gathered = np.where(sizes.cut, tokens * h * e, 0.0) + sizes.visiting * tokens * (k + v) * e
-    if not job.stack.flash_attention:
-        gradients = gradients + 2 * tokens * square * e
-    return _Part(
-        kept=kept,
-        listed=tokens * (q + v + out) * e,
-        waiting=(outside * (h + narrow) + sizes.read * h) * e + tokens * (out + qkv) * e,
-        working=gradients + gathered,
-        scores=scores if not job.stack.flash_attention else 0.0,
-    )
+def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
+    """Of one layer on a rank."""
+    model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
+    heads = model.n_heads / candidates.tp
+    kv_heads = np.maximum(model.n_kv_heads / candidates.tp, 1)
+    found: ledger.Inputs = {
+        "heads": model.n_heads,
+        "q": heads * model.qk_dim,
+        "k": kv_heads * model.qk_dim,
+        "v": kv_heads * model.head_dim,
+        "out": heads * model.head_dim,
+        "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
+        # Normed queries and keys; the kernel's values and results, beside the results without zeros that o reads.
+        "padding": (heads + kv_heads) * model.qk_dim * (model.qk_norm and latent is None)
+        + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim),
+        "norms": block.norms,
+        "branches": block.branches,
+        "inputs": block.inputs,
+        "inner": block.inner,
+        # Gate, up and, unless fused, silu(gate).
+        "made": 2 + (not stack.fused_gate) if block.gated else 1,
+        "tensors": 2 + block.gated,
+        "expert_inner": block.expert_inner,
+    }
+    if block.experts and moe is not None:
+        found |= {
+            "top_k": moe.top_k,
+            "n_experts": moe.n_experts,
+            "weighed": int(stack.weighs_outputs),
+            "unweighted": int(not stack.weighs_outputs and not block.gated),
+            "copied": int(stack.wide_router and job.element_bytes < 4),
+        }
+    return found
 
 
-def _network(job: Job, sizes: _Sizes, width: float) -> _Part:
-    model, e = job.model, sizes.of_e
-    h, tokens, outside = model.d_model, sizes.tokens, sizes.outside
-    inner = width / sizes.tp
-    inputs = 2 if model.activation == "swiglu" else 1
-    made = inputs + (inputs == 2 and not job.stack.fused_gate)
-    in_norms = outside * h * (e + sizes.drops) + sizes.read * h * sizes.of_input
-    kept = in_norms + tokens * inner * (made * e + sizes.of_input)
-    gathered = np.where(sizes.cut, 2 * tokens * h * e, 0.0)
-    return _Part(
-        kept=kept,
-        listed=tokens * inner * e + outside * h * e * (job.stack.selective == "products"),
-        waiting=(outside + sizes.read) * h * e + tokens * inner * (1 + inputs) * e,
-        working=gathered + outside * 2 * h * e + tokens * inner * (1 + inputs) * e,
-    )
+def _attention(job: Job, of: Formulas) -> None:
+    stored = not job.stack.flash_attention
+    a_score = "(2 * e + mask)" if of["mask"] else "e"
+    of("scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32")
+    of("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
+    of("listed of attention", "T * (q + v + out) * e")
+    of("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
+    of(
+        "working of attention", "(T * (q + k + v + out + cut * h + visiting * (k + v)) + 2 * T_shard * h) * e"
+        + " + 2 * T * s * heads / tp * e" * stored, "gradients, and inputs gathered over tp and cp",
+    )  # fmt: skip
 
 
-def _experts(job: Job, sizes: _Sizes) -> _Part:
-    """The router, the experts of a token's choice, which never lie over tp, and shared ones, which do."""
-    model, moe, e = job.model, job.model.moe, sizes.of_e
-    assert moe is not None
-    h, rows = model.d_model, sizes.outside * moe.top_k
-    inputs = 2 if model.activation == "swiglu" else 1
-    made = inputs + (inputs == 2 and not job.stack.fused_gate)
-    common = _network(job, sizes, moe.n_shared * moe.d_ffn)
-    copied = job.stack.wide_router and e < 4
-    unweighted = not job.stack.weighs_outputs and inputs == 1
-    sent = rows * h * (sizes.of_input + e * job.stack.weighs_outputs)
-    inner = rows * moe.d_ffn * ((made + unweighted) * e + sizes.of_input)
-    scores = sizes.outside * (moe.n_experts * 2 * 4 + h * 4 * copied)
-    if copied and not moe.n_shared:
-        # What the router read is kept in fp32, and no one else reads it.
-        scores = scores - sizes.read * h * sizes.of_input
-    gradients = rows * (2 * h + (1 + inputs) * moe.d_ffn) * e
-    return _Part(
-        kept=common.kept + sent + inner + scores,
-        listed=common.listed,
-        waiting=common.waiting + rows * (2 * h + (1 + inputs) * moe.d_ffn) * e,
-        working=np.maximum(common.working, gradients + sizes.outside * h * e),
-        experts=sent,
-    )
+def _networks(job: Job, of: Formulas) -> None:
+    """Networks for all tokens: a feed-forward network, or shared experts."""
+    of("kept of networks", "T * inner / tp * (made * e + e_input)")
+    of("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
+    of("networks for W", "T * inner / tp * tensors * e")
+    of("working of networks", "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * tensors) * e", "gradients, inputs")
+
+
+def _experts(job: Job, of: Formulas, *, shared: bool) -> None:
+    """The router and the experts of a token's choice, which never lie over tp."""
+    of("rows sent", "T_shard * top_k * h * (e_input + e * weighed)")
+    # What the router read is kept in fp32; without shared experts no one else reads it.
+    less = "" if shared else " - T_read * h * e_input * copied"
+    of("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
+    made = "T_shard * top_k * expert_inner * ((made + unweighted) * e + e_input)"
+    of("kept of experts", f"rows_sent + router + {made}")
+    of("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
+    of("working of experts", "experts_for_W + T_shard * h * e", "gradients")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwright.cost import ledger
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 
 
@@ -24,10 +25,20 @@ def model_flops(job: Job) -> TokenFlops:
     al. (2205.05198), torchtitan and llm-foundry, by the half Megatron-LM today.
     """
     spec = job.model
-    return TokenFlops(
+    found = TokenFlops(
         np.asarray(spec.train_flops_per_token(job.seq_len)),
         np.asarray(spec.train_flops_per_token(job.seq_len, causal=True)),
     )
+    for what, factor, flops in (("full square", 6, found.full), ("causal half", 3, found.causal)):
+        ledger.note(
+            f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * s", flops, "FLOP",
+            "PaLM, arXiv 2204.02311, appendix B", SECTION, N_matmul=spec.n_matmul_parameters,
+            n_layers=spec.n_layers, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim, s=job.seq_len,
+        )  # fmt: skip
+    return found
+
+
+SECTION = "FLOPs of a token"
 
 
 def executed_flops(job: Job, of: Candidates) -> TokenFlops:
@@ -45,7 +56,20 @@ def executed_flops(job: Job, of: Candidates) -> TokenFlops:
     again = [of.recompute == RECOMPUTE.index(what) for what in ("full", "selective")]
     products = job.stack.selective != "scores"
 
-    def with_recomputation(needed: Floats, square: float) -> Floats:
-        return needed + np.select(again, [layers + square, layers / 2 if products else square], 0.0)
+    def with_recomputation(name: str, needed: Floats, square: float) -> Floats:
+        found = needed + np.select(again, [layers + square, layers / 2 if products else square], 0.0)
+        if ledger.recording() and np.any(of.recompute):
+            matmuls = "2 * (N_matmul - V * h)"
+            more = f"{matmuls} + square" if again[0][0] else f"{matmuls} / 2" if products else "square"
+            model = ledger.identifier(f"model FLOPs, {name}")
+            ledger.note(
+                f"executed FLOPs, {name}", f"{model} + {more}", found, "FLOP", "square: attention",
+                SECTION, N_matmul=spec.n_matmul_parameters, V=spec.vocab_size, h=spec.d_model, square=square,
+                **{model: needed},
+            )  # fmt: skip
+        return found
 
-    return TokenFlops(with_recomputation(needed.full, square), with_recomputation(needed.causal, square / 2))
+    return TokenFlops(
+        with_recomputation("full square", needed.full, square),
+        with_recomputation("causal half", needed.causal, square / 2),
+    )

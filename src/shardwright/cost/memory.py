@@ -8,14 +8,17 @@ step comes when activations are gone.
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import activations, parameters, pipeline, states
+from shardwright.cost import activations, ledger, parameters, pipeline, states
+from shardwright.cost.activations import Ends, Layer
+from shardwright.cost.blocks import Block
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Moments, Stages
@@ -106,6 +109,32 @@ def of(job: Job, candidates: Candidates) -> Memory:
     return Memory(kinds, np.where(update, 3, moment), job.stack.fragmentation)
 
 
+def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
+    """Record where the memory of the fullest rank comes from, of the one candidate there is; `memory`: what `of` gave
+    for it."""
+    rank = int(memory.rank_bytes[0].argmax())
+    at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
+    with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
+        step = _Step(job, candidates, rank)
+        step.held.note(pipeline.stages(job, candidates), rank)
+        held = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
+        if at_update:
+            held["working"] = step.update_bytes
+        if not at_update:
+            few = int(step.microbatches()[0])
+            at = pipeline.moments(candidates, few)
+            mine = Moments(at.in_flight[[rank]], at.waiting[[rank]], at.kind[[rank]])
+            moving, _ = _fullest(step.of_stage, step.stages, mine)
+            gradients = {"gradients kept": held["gradients"], "gradients at work": moving["gradients"]}
+            held |= moving | {"gradients": ledger.total("gradients", gradients, "B")}
+        whole = ledger.total("all kinds", held, "B", "the allocator's peak of live tensors")
+        peak = whole * (1 + memory.fragmentation)
+        ledger.note(
+            "peak", "(1 + fragmentation) * all_kinds", peak, "B", "with what the allocator cannot use",
+            fragmentation=memory.fragmentation, all_kinds=whole,
+        )  # fmt: skip
+
+
 def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
     """`of(job, candidates).reserved_bytes`, (n,), in a fraction of the time where candidates are many: what lies there
     all the time is the same for many that differ in micro-batch and recomputation, and what comes and goes for many
@@ -145,17 +174,16 @@ def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     """What rank `rank` of pp holds at every action of a step of the one candidate there is."""
     assert len(candidates) == 1, len(candidates)
-    step = _Step(job, candidates)
+    step = _Step(job, candidates, rank)
     microbatches = int(candidates.microbatches(job.global_batch)[0])
     actions, at = pipeline.every_moment(candidates, microbatches, rank)
-    mine = Stages(step.stages.layers, step.stages.plain, step.stages.mixtures, step.stages.of_rank[[rank]])
-    moving = _held(step.of_stage, mine, at.in_flight[None], at.waiting[None], at.kind[None])
+    moving = _held(step.of_stage, step.stages, at.in_flight[None], at.waiting[None], at.kind[None])
     last = step.at_update()
     kinds = {}
     for kind in KINDS:
-        always = step.states[kind][0, rank] if kind in step.states else 0.0
+        always = step.states[kind][0, 0] if kind in step.states else 0.0
         comes = moving[kind][0, 0] if kind in moving else np.zeros(len(actions))
-        kinds[kind] = np.append(comes + always, last[kind][0, rank])
+        kinds[kind] = np.append(comes + always, last[kind][0, 0])
     return Curve((*map(str, actions), "optimizer"), kinds)
 
 
@@ -181,9 +209,11 @@ class StageBytes:
 class _Step:
     """What is the same at all moments of a step."""
 
-    def __init__(self, job: Job, candidates: Candidates) -> None:
+    def __init__(self, job: Job, candidates: Candidates, rank: int | None = None) -> None:
         self.job, self.candidates = job, candidates
         self.stages = pipeline.stages(job, candidates)
+        if rank is not None:
+            self.stages = replace(self.stages, of_rank=self.stages.of_rank[[rank]])
         self.held = parameters.of_ranks(
             job.model, self.stages, candidates.tp, candidates.ep, vocabulary_multiple=job.stack.vocabulary_multiple
         )
@@ -209,7 +239,7 @@ class _Step:
 
     def at_update(self) -> dict[str, Floats]:
         """By kind while the optimizer runs: nothing is in flight, nothing is gathered."""
-        nothing = np.zeros((len(self.candidates), self.candidates.pp))
+        nothing = np.zeros((len(self.candidates), len(self.stages.of_rank)))
         return {**dict.fromkeys(KINDS, nothing), **self.states, "gathered": nothing, "working": self.update_bytes}
 
 
@@ -223,13 +253,13 @@ def _few_microbatches(job: Job, of: Candidates) -> Ints:
 def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> StageBytes:
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working = (zeros.copy() for _ in range(4))
-    for make, counts in ((activations.plain, stages.plain), (activations.mixture, stages.mixtures)):
-        if counts.any():
-            layer = make(job, candidates)
-            kept += (layer.kept - layer.experts)[:, None] * counts
-            experts += layer.experts[:, None] * counts
-            waiting += layer.waiting[:, None] * counts
-            working = np.maximum(working, layer.working[:, None] * (counts > 0))
+    layers: dict[Block, Layer] = {}
+    for block, counts in stages.of_kind.items():
+        layers[block] = layer = activations.layer(job, candidates, block)
+        kept += (layer.kept - layer.experts)[:, None] * counts
+        experts += layer.experts[:, None] * counts
+        waiting += layer.waiting[:, None] * counts
+        working = np.maximum(working, layer.working[:, None] * (counts > 0))
     around = activations.ends(job, candidates)
     kept[:, 0] += around.first
     kept[:, :-1] += around.sent[:, None]
@@ -241,6 +271,8 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
     head = held.head * job.stack.weight_gradient_bytes
     loss[:, -1] = np.maximum(around.loss, around.waiting_logits - around.logits + head)
     gradients = states.moving_gradients(job, candidates, held)
+    if ledger.recording():
+        _note_stages(stages, kept, around, layers)
     return StageBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss)
 
 
@@ -283,10 +315,68 @@ def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, 
     working, gradients = (part[:, stages.of_rank].max(2)[:, :, None] for part in (of_stage.working, of_stage.gradients))
     logits = of_all(of_stage.logits, in_flight) + of_all(of_stage.waiting_logits, waiting)
     loss, gone = of_stage.loss[:, -1:, None], of_stage.logits[:, -1:, None]
-    return {
+    found = {
         "activations": of_all(of_stage.activations, in_flight) + of_all(of_stage.waiting, waiting),
         "experts": of_all(of_stage.experts, in_flight),
         "logits": logits + loss * (kind == pipeline.LOSS) - gone * (kind == pipeline.BACKWARD_LAST),
         "gradients": gradients * backward,
         "working": working * backward,
     }
+    if ledger.recording():
+        _note_held(of_stage, stages, in_flight, waiting, int(kind[0, 0, 0]), found)
+    return found
+
+
+def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Mapping[Block, Layer]) -> None:
+    """Record what a microbatch leaves in each stage of the one rank, but for rows of experts and logits."""
+    last = len(stages.layers) - 1
+    for stage in stages.of_rank[0].tolist():
+        terms, inputs = [], {}
+        for block, layer in layers.items():
+            if count := int(stages.of_kind[block][stage]):
+                name = ledger.identifier(f"kept by {block.name}")
+                terms.append(f"{count} * {name}")
+                inputs[name] = layer.kept - layer.experts
+        ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}
+        ends["around_the_last_norm"] = around.last * (stage == last)
+        there = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
+        ledger.note(
+            f"kept in stage {stage}",
+            " + ".join([*terms, *there]),
+            kept[:, stage],
+            "B",
+            "of a microbatch",
+            **inputs,
+            **there,
+        )
+
+
+def _note_held(
+    of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, kind: int, found: dict[str, Floats]
+) -> None:
+    """Record what comes and goes at one moment of one rank of one candidate."""
+    mine = stages.of_rank[0]
+    running = f"{pipeline.ACTIONS[kind]} runs; microbatches in flight of stages {', '.join(map(str, mine))}"
+    flying = {"in_flight": in_flight[0, 0, 0].tolist(), "waiting": waiting[0, 0, 0].tolist()}
+    waits = bool(waiting.any())
+    every = {
+        "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits,
+        "experts": "sum(in_flight * experts_kept)",
+        "logits": "sum(in_flight * logits_kept)"
+        + " + sum(waiting * logits_for_W)" * waits
+        + " + loss" * (kind == pipeline.LOSS)
+        + " - logits_of_a_microbatch" * (kind == pipeline.BACKWARD_LAST),
+        "gradients at work": "max(gradients_of_stages)",
+        "working": "max(working_of_stages)",
+    }
+    for what, formula in every.items():
+        value = found[what.partition(" ")[0]]
+        if np.any(value):
+            ledger.note(
+                what, formula, value, "B", running, kept=of_stage.activations[0, mine].tolist(),
+                kept_for_W=of_stage.waiting[0, mine].tolist(), experts_kept=of_stage.experts[0, mine].tolist(),
+                logits_kept=of_stage.logits[0, mine].tolist(), logits_for_W=of_stage.waiting_logits[0, mine].tolist(),
+                loss=of_stage.loss[0, -1], logits_of_a_microbatch=of_stage.logits[0, -1],
+                gradients_of_stages=of_stage.gradients[0, mine].tolist(),
+                working_of_stages=of_stage.working[0, mine].tolist(), **flying,
+            )  # fmt: skip

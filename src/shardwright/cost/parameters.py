@@ -1,25 +1,32 @@
-"""Parameters that a rank holds, by stage: exact, from the sizes of the model and the table of splits (`split.table`).
+"""Parameters that a rank holds, by stage: exact, from the rows of the model (`model.modules`).
 
 Shapes: n candidates, S stages.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardwright.cost import ledger
+from shardwright.cost.blocks import Block
 from shardwright.cost.job import Ints
 from shardwright.cost.pipeline import Stages
+from shardwright.model.modules import SPLIT_DIM, Split, end_rows
 from shardwright.model.spec import ModelSpec
+
+DENSE, EXPERT = "dense parameters", "parameters in experts"
+"""On a rank, in the ledger."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements that a rank of tp holds. Dense ones are copies on all ranks of dp x cp; experts are dealt out over ep.
+    """Elements that a rank of tp holds. Dense ones are replicated on all ranks of dp x cp; experts are split over ep.
 
     `dense`, `expert`, (n, S): of each stage. `layer_dense`, `layer_expert`, (n,): of the largest layer, which is what
-    ZeRO-3 gathers at once; `matrix`, (n,): of its largest matrix, gate and up or that of all its experts as one.
+    ZeRO-3 gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, that of all experts as one.
     `head`, (n,): of the matrix that makes logits. `ends`, (n, S): embedding, positions, last norm and head, a part of
-    `dense`.
+    `dense`. `of_block`: dense and expert ones of a layer of each kind, (n,).
     """
 
     dense: Ints
@@ -29,6 +36,24 @@ class Parameters:
     layer_expert: Ints
     matrix: Ints
     head: Ints
+    of_block: Mapping[Block, tuple[Ints, Ints]]
+
+    def note(self, stages: Stages, rank: int) -> None:
+        """Record what a rank of `pp` of one candidate has: P dense ones and Q in experts."""
+        if not ledger.recording():
+            return
+        mine = stages.of_rank[rank]
+        layers = {block: int(counts[mine].sum()) for block, counts in stages.of_kind.items()}
+        layers = {block: count for block, count in layers.items() if count}
+        ends = self.ends[:, mine].sum(1)
+        for name, of, held, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
+            terms = {ledger.identifier(f"{of} of {block.name}"): block for block in layers}
+            terms = {term: block for term, block in terms.items() if np.any(self.of_block[block][place])}
+            formula = [f"{layers[block]} * {term}" for term, block in terms.items()]
+            formula += ["ends"] * (place == 0 and bool(np.any(ends)))
+            if np.any(value := held[:, mine].sum(1)):
+                inputs = {term: self.of_block[block][place] for term, block in terms.items()}
+                ledger.note(name, " + ".join(formula), value, "", f"parameters, rank {rank} of pp", ends=ends, **inputs)
 
 
 def of_ranks(
@@ -40,33 +65,25 @@ def of_ranks(
     (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: a stack that adds rows instead, until they divide by this
     times tp (Megatron-LM: 128).
 
-    Ignored: nothing; the biases by which experts are picked count as parameters, as in `ModelSpec.n_parameters`.
+    Ignored: rows that no published number counts, such as the load of the experts.
     """
-    attention = _attention(model, tp)
-    norms = model.parameters_by_module()["layer.norms"]
-    network = _network(model, tp, model.d_ffn)
-    plain = attention + norms + network
-    mixture = plain
-    experts = np.zeros_like(tp)
-    if model.moe is not None:
-        of_expert = model.parameters_by_module()["layer.experts"] // model.moe.n_experts
-        shared = _network(model, tp, model.moe.n_shared * model.moe.d_ffn) if model.moe.n_shared else 0
-        mixture = attention + norms + model.parameters_by_module()["layer.router"] + shared
-        experts = model.moe.n_experts * of_expert // ep
-    inputs = 2 if model.activation == "swiglu" else 1
-    widest = model.d_model * inputs * model.d_ffn // tp if stages.plain.any() else np.zeros_like(tp)
     ends = _ends(model, len(stages.layers), tp, tp_rank, vocabulary_multiple)
-    dense = plain[:, None] * stages.plain + mixture[:, None] * stages.mixtures + ends
-    largest = np.maximum(plain, mixture) if stages.plain.any() else mixture
-    return Parameters(
-        dense=dense,
-        expert=experts[:, None] * stages.mixtures,
-        ends=ends,
-        layer_dense=largest,
-        layer_expert=experts,
-        matrix=np.maximum(widest, experts * inputs // (inputs + 1)),
-        head=vocabulary_rows(model, tp, tp_rank, vocabulary_multiple) * model.d_model,
-    )
+    dense, expert = ends.copy(), np.zeros_like(ends)
+    of_block: dict[Block, tuple[Ints, Ints]] = {}
+    layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
+    for block, layers in stages.of_kind.items():
+        of_plain = np.zeros_like(tp)
+        for split, numel in block.dense_numel.items():
+            of_plain += numel // ways(model, split, tp)
+        of_experts = block.expert_numel // ep
+        _note_block(model, block, tp, ep, of_plain, of_experts)
+        of_block[block] = (of_plain, of_experts)
+        dense += of_plain[:, None] * layers
+        expert += of_experts[:, None] * layers
+        layer_dense, layer_expert = np.maximum(layer_dense, of_plain), np.maximum(layer_expert, of_experts)
+        matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
+    head = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple) * model.d_model
+    return Parameters(dense, expert, ends, layer_dense, layer_expert, matrix, head, of_block)
 
 
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:
@@ -78,38 +95,42 @@ def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int 
     return np.clip(model.vocab_size - tp_rank * share, 0, share)
 
 
-def _attention(model: ModelSpec, tp: Ints) -> Ints:
-    """Of one layer, its inner norms included: q and o cut by head, k and v by kv head, or copies of one where there are
-    fewer than ranks; what latent attention makes narrow vectors with is a copy on every rank."""
-    h, q = model.d_model, model.n_heads * model.head_dim // tp
-    latent = model.latent_attention
-    if latent is None:
-        kv = np.maximum(model.n_kv_heads // tp, 1) * model.head_dim
-        found = 2 * h * (q + kv)
-        if model.bias:
-            found = found + q + 2 * kv + h
-        return found + (2 * model.head_dim if model.qk_norm else 0)
-    heads = model.n_heads // tp
-    queries = latent.q_rank * (h + 1 + heads * model.qk_dim) if latent.q_rank else h * heads * model.qk_dim
-    narrow = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
-    return queries + narrow + latent.kv_rank * heads * (latent.nope_dim + latent.v_dim) + heads * latent.v_dim * h
+def _note_block(model: ModelSpec, block: Block, tp: Ints, ep: Ints, dense: Ints, experts: Ints) -> None:
+    divided = {"kv_column": " / min(tp, kv_heads)"} | dict.fromkeys(SPLIT_DIM.keys() - {"kv_column"}, " / tp")
+    formula = " + ".join(f"{split}{divided.get(split, '')}" for split in block.dense_numel)
+    ledger.note(
+        f"{DENSE} of {block.name}", formula, dense, "", "on a rank, by how tp splits them", "Parameters of a layer",
+        tp=tp, kv_heads=model.n_kv_heads, **block.dense_numel,
+    )  # fmt: skip
+    if block.experts:
+        ledger.note(
+            f"{EXPERT} of {block.name}",
+            "expert_elements / ep",
+            experts,
+            "",
+            "",
+            "Parameters of a layer",
+            expert_elements=block.expert_numel,
+            ep=ep,
+        )
 
 
-def _network(model: ModelSpec, tp: Ints, width: int) -> Ints:
-    """A feed-forward network of inner width `width`: gate and up by rows, down by columns, its bias a copy."""
-    inputs, inner = (2 if model.activation == "swiglu" else 1), width // tp
-    found = (inputs + 1) * model.d_model * inner
-    return found + inputs * inner + model.d_model if model.bias else found
+def ways(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
+    """Into how many parts tp splits a parameter; kv heads are replicated where there are fewer than ranks."""
+    if split == "kv_column":
+        return np.minimum(tp, model.n_kv_heads)
+    return tp if split in SPLIT_DIM else 1
 
 
 def _ends(model: ModelSpec, n_stages: int, tp: Ints, tp_rank: int, multiple: int) -> Ints:
     """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied matrix counts in
     both, once where they are one."""
-    modules = model.parameters_by_module()
-    matrix = vocabulary_rows(model, tp, tp_rank, multiple) * model.d_model
     found = np.zeros((len(tp), n_stages), dtype=np.int64)
-    found[:, 0] += matrix + modules["positions"]
-    found[:, -1] += modules["final_norm"]
-    if not model.tied_embedding or n_stages > 1:
-        found[:, -1] += matrix
+    for row in end_rows(model):
+        count = np.full_like(tp, row.numel)
+        if row.split == "vocabulary":
+            count = vocabulary_rows(model, tp, tp_rank, multiple) * model.d_model
+        found[:, 0 if row.kind == "embedding" else -1] += count
+        if row.kind == "embedding" and row.matmul and n_stages > 1:
+            found[:, -1] += count
     return found

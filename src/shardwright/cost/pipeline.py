@@ -4,11 +4,13 @@ The counts come from the actions of the schedule (`schedule.build`), in their or
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from shardwright.cost.blocks import Block, blocks
 from shardwright.cost.job import Candidates, Ints, Job
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
@@ -27,12 +29,12 @@ logits are gone; F elsewhere and W need no more than is counted as in flight and
 class Stages:
     """How layers lie on stages and stages on ranks.
 
-    `plain`, `mixtures`, (S,): layers without and with experts. `of_rank`, (R, v): the stages whose weights a rank has.
+    `of_kind`: for each kind of layer how many each stage has, (S,). `of_rank`, (R, v): the stages whose weights a rank
+    has.
     """
 
     layers: tuple[range, ...]
-    plain: Ints
-    mixtures: Ints
+    of_kind: Mapping[Block, Ints]
     of_rank: Ints
 
 
@@ -84,13 +86,15 @@ def representative(name: str, pp: int, microbatches: int) -> int:
 @cache
 def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
     layers = stage_layers(model, layout, seq_len)
-    mixtures = np.array([sum(model.has_experts(layer) for layer in each) for each in layers], dtype=np.int64)
+    of_kind = {
+        block: np.array([len(set(those) & set(each)) for each in layers], dtype=np.int64)
+        for block, those in blocks(model).items()
+    }
     of_rank = np.array(
         [sorted(stage for _, stage in layout.held_by(rank)) for rank in range(layout.pp)],
         dtype=np.int64,
     )
-    sizes = np.array([len(each) for each in layers], dtype=np.int64)
-    return Stages(layers, sizes - mixtures, mixtures, of_rank)
+    return Stages(layers, of_kind, of_rank)
 
 
 @cache

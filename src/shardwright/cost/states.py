@@ -20,6 +20,7 @@ of an optimizer, counts as one that has.
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.cost import ledger
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -27,52 +28,63 @@ from shardwright.cost.pipeline import Stages
 
 def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
     """Bytes by kind, each (n, R)."""
-    stack, e = job.stack, job.element_bytes
-    dense, expert = _on_ranks(stages, held)
-
-    def spent(shared: NDArray[np.bool_], n_bytes: float) -> Floats:
-        return n_bytes * _elements(of, stages, held, shared)
-
-    has_master = job.precision != "fp32"
+    stack, has_master = job.stack, job.precision != "fp32"
     sharded = of.zero == 3
-    weights = spent(sharded, e)
-    if job.precision == "fp8":
-        ends = held.ends[:, stages.of_rank].sum(2)
-        weights = weights + (dense + expert - ends) * stack.fp8_weight_bytes
-    if stack.gathers_master and has_master:
-        weights = np.where(sharded[:, None], 0.0, weights)
-    tokens = of.tokens(job.seq_len) / of.token_shards
-    # One message on its way in each direction.
-    messages = (of.pp > 1) * 2 * tokens * job.model.d_model * e
-    workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
-    return {
-        "weights": weights,
-        "master": spent(of.zero >= 1, stack.master_bytes * has_master),
-        "gradients": spent(shares_gradients(of), stack.gradient_bytes),
-        "optimizer": spent(of.zero >= 1, stack.moment_bytes),
-        "gathered": np.where(sharded[:, None], _gathered(of, stages, held, dense + expert) * e, 0.0),
-        "buffers": np.broadcast_to(messages[:, None], dense.shape),
-        "workspace": np.full(dense.shape, workspace),
+    formulas = _formulas(job, of, stages, held)
+    formulas.values |= {
+        "kept_weights": ~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
+        "fp8_weight_bytes": stack.fp8_weight_bytes * (job.precision == "fp8"),
+        "gathers": sharded[:, None] + 0,
+        "gathers_all": _holds_stage(of)[:, None] + 0,
+        "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
+        "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
+        "T_shard": (of.tokens(job.seq_len) / of.token_shards)[:, None],
+        "messages": 2 * (of.pp > 1),
     }
+    workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
+
+    def spent(what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = "") -> Floats:
+        return _spent(formulas, of, what, shared, n_bytes, more)
+
+    fp8 = " + (P + Q - ends) * fp8_weight_bytes" * (job.precision == "fp8")
+    found = {
+        "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
+        "master": spent("master", of.zero >= 1, stack.master_bytes * has_master),
+        "gradients": spent("gradients kept", shares_gradients(of), stack.gradient_bytes),
+        "optimizer": spent("optimizer", of.zero >= 1, stack.moment_bytes),
+        # A block and the next, and what is not in blocks, which serves both ends of a pass; or all.
+        "gathered": formulas(
+            "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
+        ),
+        # One message on its way in each direction.
+        "buffers": formulas("buffers", "messages * T_shard * h * e"),
+        "workspace": np.asarray(workspace),
+    }
+    ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
+    shape = (len(of), len(stages.of_rank))
+    return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
 
 def optimizer_step(job: Job, of: Candidates, stages: Stages, held: Parameters) -> Floats:
     """Bytes that the update of the parameters takes on top of what it changes, (n, R)."""
-    return job.stack.step_bytes * _elements(of, stages, held, of.zero >= 1)
+    return _spent(_formulas(job, of, stages, held), of, "working", of.zero >= 1, job.stack.step_bytes)
 
 
-def _on_ranks(stages: Stages, held: Parameters) -> tuple[Floats, Floats]:
-    """Dense and expert parameters of each rank, (n, R)."""
-    dense, expert = (part[:, stages.of_rank].sum(2).astype(np.float64) for part in (held.dense, held.expert))
-    return dense, expert
+def _formulas(job: Job, of: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
+    """With parameters of each rank, (n, R): P dense ones, Q in experts, and `ends` of P that are in no layer."""
+    dense, expert, ends = (part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends))
+    values = {"P": dense.astype(np.float64), "Q": expert.astype(np.float64), "ends": ends, "e": job.element_bytes}
+    return ledger.Formulas({**values, "h": job.model.d_model}, "B")
 
 
-def _elements(of: Candidates, stages: Stages, held: Parameters, shared: NDArray[np.bool_]) -> Floats:
-    """Elements that a rank has of something for each parameter, which some candidates share out, (n, R)."""
-    dense, expert = _on_ranks(stages, held)
-    dense_ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
-    found: Floats = dense / dense_ranks[:, None] + expert / expert_ranks[:, None]
-    return found
+def _spent(
+    formulas: ledger.Formulas, of: Candidates, what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = ""
+) -> Floats:
+    """`n_bytes` for each parameter, which some candidates shard; `more`: what follows in the formula."""
+    ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
+    formulas.values |= {"ranks": ranks[:, None], "expert_ranks": expert_ranks[:, None], "n_bytes": n_bytes}
+    formula = "n_bytes * (P / ranks + Q / expert_ranks)"
+    return formulas(what, f"({formula}{more}" if more else formula, "ZeRO, arXiv 1910.02054, section 5")
 
 
 def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
@@ -81,10 +93,24 @@ def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
     Where gradients are shared out, those of a whole block, a copy of them on the way to their shards, and in the last
     stage those of the head, which wait for the end of the pass; else of one matrix at a time.
     """
-    block = (held.layer_dense + held.layer_expert)[:, None] * (job.element_bytes + job.stack.reduced_bytes)
+    stack, e = job.stack, job.element_bytes
+    block = (held.layer_dense + held.layer_expert)[:, None] * (e + stack.reduced_bytes)
     shared = block + np.zeros(held.ends.shape)
-    shared[:, -1] += held.head * job.element_bytes
-    matrix = held.matrix[:, None] * job.stack.weight_gradient_bytes
+    shared[:, -1] += held.head * e
+    matrix = held.matrix[:, None] * stack.weight_gradient_bytes
+    if ledger.recording():
+        numbers: ledger.Inputs = {
+            "e": e,
+            "reduced_bytes": stack.reduced_bytes,
+            "largest_layer": held.layer_dense + held.layer_expert,
+        }
+        numbers |= {"largest_matmul": held.matrix, "weight_gradient_bytes": stack.weight_gradient_bytes}
+        if shares_gradients(of)[0]:
+            ledger.note("gradients of a layer", "(e + reduced_bytes) * largest_layer", block, "B", **numbers)
+            ledger.note("gradients of a layer and the head", "(e + reduced_bytes) * largest_layer + e * head",
+                        shared[:, -1], "B", "last stage", head=held.head, **numbers)  # fmt: skip
+        else:
+            ledger.note("gradient of a matmul", "weight_gradient_bytes * largest_matmul", matrix, "B", **numbers)
     return np.where(shares_gradients(of)[:, None], shared, matrix)
 
 
@@ -96,13 +122,3 @@ def shares_gradients(of: Candidates) -> NDArray[np.bool_]:
 def _holds_stage(of: Candidates) -> NDArray[np.bool_]:
     """Whether ZeRO-3 gathers a stage once a step."""
     return (of.zero == 3) & (of.pp > 1) & (of.shared.zero_pp_gather == "step")
-
-
-def _gathered(of: Candidates, stages: Stages, held: Parameters, whole: Floats) -> Floats:
-    """Elements gathered at once under ZeRO-3, (n, R): a block and the next, and what is not in blocks, which serves
-    both ends of a pass; or all."""
-    layers = (stages.plain + stages.mixtures)[stages.of_rank].sum(1)
-    blocks = np.minimum(layers, 2) * (held.layer_dense + held.layer_expert)[:, None]
-    outside = held.ends[:, stages.of_rank].sum(2)
-    found: Floats = np.where(_holds_stage(of)[:, None], whole, np.minimum(blocks + outside, whole))
-    return found

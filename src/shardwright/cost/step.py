@@ -1,16 +1,21 @@
 """How long a step takes, and where the time goes."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.cost import idle, parameters, pipeline
+from shardwright.cost import idle, ledger, parameters, pipeline
 from shardwright.cost.collectives import all_gather, all_reduce, point_to_point, reduce_scatter
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.layer import Passes, embedding, head, hidden, layer, reached_bytes_per_s
+from shardwright.cost.layer import embedding, head, layer
+from shardwright.cost.messages import HIDDEN, hidden
+from shardwright.cost.passes import Passes, reached_bytes_per_s
+
+PIPELINE = "Pipeline, busiest rank"
+"""A section of the ledger."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,29 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
     if simulated:
         span = np.maximum(span, idle.makespans(of, times, m))
     most = work.argmax(axis=1)
-    parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
-    parts["pipeline"] = span - np.take_along_axis(work, most[:, None], 1)[:, 0]
-    forward, backward = stages.passes_of_rank(most)
+    with ledger.section(PIPELINE if of.pp > 1 else "Work of a rank"):
+        parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
+        mine = np.take_along_axis(work, most[:, None], 1)[:, 0]
+        parts["pipeline"] = span - mine
+        forward, backward = stages.passes_of_rank(most)
+        if ledger.recording():
+            stages.note(int(most[0]), m, {kind: seconds for kind, seconds in parts.items() if kind != "pipeline"})
+            ledger.total("work", parts | {"pipeline": np.zeros(1)}, value=mine)
+            if of.pp > 1:
+                ledger.note("makespan", "", span, "s", f"{of.shared.schedule} simulated with these times; cost/idle.py")
+                ledger.note("pipeline", "makespan - work", span - mine, "s", "waiting", makespan=span, work=mine)
     held = rank_parameters(job, of)
-    parts["data parallel"] = data_parallel(job, of, held, m, forward, backward)
-    parts["optimizer"] = optimizer(job, of, held)
-    parts["stragglers"] = stragglers(job, of) * StepTime(parts).total_s
+    with ledger.section("Data parallel, rank with most parameters"):
+        parts["data parallel"] = data_parallel(job, of, held, m, forward, backward)
+    with ledger.section("Step"):
+        parts["optimizer"] = optimizer(job, of, held)
+        rest = StepTime(parts).total_s
+        share = stragglers(job, of)
+        parts["stragglers"] = share * rest
+        ledger.total("all but stragglers", parts | {"stragglers": np.zeros(1)}, value=rest)
+        ledger.note("stragglers", "share_of_stragglers * all_but_stragglers", parts["stragglers"],
+                    share_of_stragglers=share, all_but_stragglers=rest)  # fmt: skip
+        ledger.total("step", parts)
     return StepTime(parts)
 
 
@@ -58,13 +79,10 @@ class StagePasses:
         self.job, self.of = job, of
         cut = pipeline.stages(job, of)
         self.n_stages = len(cut.layers)
-        first, last = np.zeros_like(cut.plain), np.zeros_like(cut.plain)
+        first, last = np.zeros(self.n_stages, dtype=np.int64), np.zeros(self.n_stages, dtype=np.int64)
         first[0], last[-1] = 1, 1
         self.work: list[tuple[Passes, Ints]] = [(embedding(job, of), first), (head(job, of), last)]
-        if cut.plain.any():
-            self.work.append((layer(job, of, experts=False), cut.plain))
-        if cut.mixtures.any():
-            self.work.append((layer(job, of, experts=True), cut.mixtures))
+        self.work += [(layer(job, of, block), counts) for block, counts in cut.of_kind.items()]
 
     def times(self) -> StageTimes:
         """What the pipeline is simulated with."""
@@ -86,7 +104,9 @@ class StagePasses:
             return np.zeros(len(of))
         n_bytes = of.tokens(job.seq_len) * job.model.d_model * job.element_bytes
         cut = of.tp if speed.scatters_messages else of.token_shards
-        return point_to_point(job.cluster, n_bytes / cut, of.pp, of.world // of.pp) + speed.message_s
+        with ledger.section(PIPELINE):
+            sent = point_to_point(job.cluster, n_bytes / cut, of.pp, of.world // of.pp, "sent")
+            return ledger.compute("message between stages", "sent + message_s", sent=sent, message_s=speed.message_s)
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
         """Seconds of one microbatch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
@@ -111,6 +131,35 @@ class StagePasses:
             backward += (i + w) * share
         return forward, backward
 
+    def note(self, rank: int, m: Ints, parts: dict[str, Floats]) -> None:
+        """Record the work of one candidate's rank of `pp`: `parts` of a step, and its passes of a microbatch."""
+        held = pipeline.stages(self.job, self.of)
+        mine = held.of_rank[rank].tolist()
+        told = ", ".join(f"{stage} with {len(held.layers[stage])}" for stage in mine)
+        layers = float(sum(len(held.layers[stage]) for stage in mine))
+        every = [len(stage) for stage in held.layers]
+        ledger.note("layers of all stages", " + ".join(map(str, every)), sum(every), "layers", "split/stages.py")
+        ledger.note("layers of the rank", "", layers, "layers", f"rank {rank} of pp; of its stages {told}")
+        there = [(passes, float(self._share(count)[rank])) for passes, count in self.work]
+        for kind, seconds in parts.items():
+            if kind == "messages":
+                stages = len(mine) / len(self.of.shared.ways)
+                ledger.note(
+                    kind, "m * 2 * stages * message_between_stages", seconds, "s", "waits for them", m=m,
+                    stages=stages, message_between_stages=self.message,
+                )  # fmt: skip
+                continue
+            terms = {f"{kind} of {passes.of}": (share, passes.of_kind(kind)) for passes, share in there}
+            _note_shares(kind, terms, seconds, m)
+        for name, seconds in zip(("F", "I and W"), self.passes_of_rank(np.array([rank])), strict=True):
+            totals = {passes.of: dict(zip("FIW", passes.totals, strict=True)) for passes, _ in there}
+            terms = {
+                f"{each} of {passes.of}": (share, totals[passes.of][each])
+                for passes, share in there
+                for each in name.split(" and ")
+            }
+            _note_shares(f"{name} of a microbatch", terms, seconds)
+
     def _share(self, count: Ints) -> Floats:
         """(R,): of what every stage has `count`, how much a microbatch meets on each rank, all ways averaged."""
         ways = self.of.shared.ways
@@ -118,6 +167,19 @@ class StagePasses:
         for way in ways:
             np.add.at(found, list(way), count / len(ways))
         return found
+
+
+def _note_shares(
+    what: str, terms: dict[str, tuple[float, Floats]], value: Floats, microbatches: Ints | None = None
+) -> None:
+    """Record a sum of entries, each so many times; with `microbatches`, of all of them."""
+    there = {ledger.identifier(name): each for name, each in terms.items() if each[0] and np.any(each[1])}
+    if there:
+        formula = " + ".join(f"{times:g} * {name}" for name, (times, _) in there.items())
+        inputs: ledger.Inputs = {name: each for name, (_, each) in there.items()}
+        if microbatches is not None:
+            formula, inputs["m"] = f"m * ({formula})", microbatches
+        ledger.note(what, formula, value, **inputs)
 
 
 class RankParameters(NamedTuple):
@@ -146,59 +208,102 @@ def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forwa
     to, but for a layer's share of them, and pays `interference` for what it hides. At the end of a pipeline come the
     sum of a tied matrix over its two stages, and that of both copies of each stage where microbatches go two ways.
     """
-    speed, cluster = job.stack.speed, job.cluster
+    speed = job.stack.speed
     dense, experts, ends = held
     copies = np.maximum(of.copies * of.tp // of.ep, 1)
-    zero = np.zeros(len(of))
-    reduce, gather, gather_again, scatter, across = zero, zero, zero, zero, zero
-    for count, again, n_copies, shards, stride in (
-        (dense, dense - ends, of.copies, of.shards, of.tp),
-        (experts, experts, copies, of.expert_shards, of.ep),
-    ):
-        if not np.any(count):
-            continue
-        gradients = count * speed.reduce_bytes
-        reduce = reduce + all_reduce(cluster, gradients, n_copies, stride)
-        gather = gather + all_gather(cluster, count * job.element_bytes, shards, stride)
-        gather_again = gather_again + all_gather(cluster, again * job.element_bytes, shards, stride)
-        scatter = scatter + reduce_scatter(cluster, gradients, shards, stride)
-        across = across + all_reduce(cluster, gradients / shards, n_copies // shards, shards * stride)
+    groups = [
+        _Group("dense", dense, dense - ends, of.copies, of.shards, of.tp),
+        _Group("experts", experts, experts, copies, of.expert_shards, of.ep),
+    ]
     layers = max(job.model.n_layers / of.pp, 1)
 
-    def beside(message_s: Floats, pass_s: Floats) -> Floats:
+    @cache
+    def sent(what: str) -> Floats:
+        """Of dense parameters, then of experts."""
+        there = [group for group in groups if np.any(group.count)]
+        return ledger.total(what, {f"{what}, {each.name}": _message(job, what, each) for each in there})
+
+    def exposed(whats: tuple[str, ...], beside: str, pass_s: Floats) -> tuple[str, Floats]:
+        """What messages add to a pass of a microbatch, and its name."""
+        name = " and ".join(whats)
+        message_s = sent(name) if len(whats) == 1 else ledger.total(name, {what: sent(what) for what in whats})
         if not speed.hides_dp:
-            return message_s
-        return hidden(message_s, pass_s, speed.interference, message_s / layers)
+            return name, message_s
+        left = hidden(message_s, pass_s, speed.interference, message_s / layers, what=name, beside=beside)
+        return name + HIDDEN, left
 
-    once = beside(scatter + across, backward) + beside(gather, forward)
-    each = beside(gather + scatter, backward) if of.pp > 1 else beside(gather_again + scatter, backward)
-    last = beside(gather_again + scatter + across, backward)
-    if of.pp > 1 and of.shared.zero_pp_gather == "step":
-        by_microbatch = once
-    else:
-        by_microbatch = m * beside(gather, forward) + (m - 1) * each + last
-    by_zero = [
-        beside(reduce, backward),
-        once,
-        once + (m - 1) * beside(scatter, backward),
-        by_microbatch,
-    ]
-    found = np.select([of.zero == stage for stage in range(4)], by_zero)
-    return np.asarray(found) + _twins(job, of, np.asarray(dense + experts, dtype=np.float64))
+    def in_backward(*whats: str) -> tuple[str, Floats]:
+        return exposed(whats, "I and W of a microbatch", backward)
 
+    def by_stage(zero: int) -> list[tuple[Ints | int, tuple[str, Floats]]]:
+        """What is sent in a step of a stage of ZeRO, and how many times."""
+        if zero == 0:
+            return [(1, in_backward(SUMMED))]
+        gathered = exposed((GATHERED,), "F of a microbatch", forward)
+        if zero == 3 and not (of.pp > 1 and of.shared.zero_pp_gather == "step"):
+            each = in_backward(GATHERED if of.pp > 1 else GATHERED_AGAIN, SCATTERED)
+            return [(m, gathered), (m - 1, each), (1, in_backward(GATHERED_AGAIN, SCATTERED, ACROSS))]
+        once: list[tuple[Ints | int, tuple[str, Floats]]] = [(1, in_backward(SCATTERED, ACROSS)), (1, gathered)]
+        return [*once, (m - 1, in_backward(SCATTERED))] if zero == 2 else once
 
-def _twins(job: Job, of: Candidates, held: Floats) -> Floats:
-    """Sums of gradients over two ranks of `pp` that hold the same."""
-    if of.pp == 1:
-        return np.zeros(len(of))
-    spec, stride = job.model, of.world // of.pp
     found = np.zeros(len(of))
-    if spec.tied_embedding:
-        matrix_bytes = spec.vocab_size * spec.d_model / of.tp * job.stack.speed.reduce_bytes
-        found = found + all_reduce(job.cluster, matrix_bytes, 2, (of.pp - 1) * stride)
-    if len(of.shared.ways) > 1:
+    for zero in np.unique(of.zero):
+        terms = by_stage(int(zero))
+        found = np.where(of.zero == zero, sum(times * seconds for times, (_, seconds) in terms), found)
+        if ledger.recording():
+            shares = {name: (float(np.max(times)), seconds) for times, (name, seconds) in terms}
+            _note_shares("weights and gradients", shares, found)
+    replicas = _replicas(job, of, np.asarray(dense + experts, dtype=np.float64))
+    whole = found + sum(replicas.values(), np.zeros(1))
+    return ledger.total("data parallel", {"weights and gradients": found} | replicas, value=whole)
+
+
+SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
+GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters of a rank whose messages have the same groups of ranks: `count`, of which `again` in layers, on
+    `copies` ranks `stride` apart, that share them over `shards`."""
+
+    name: str
+    count: Ints
+    again: Ints
+    copies: Ints
+    shards: Ints
+    stride: Ints
+
+
+def _message(job: Job, what: str, of: _Group) -> Floats:
+    """Seconds of one message of a group."""
+    cluster, name, e = job.cluster, f"{what}, {of.name}", job.element_bytes
+    gradients = of.count * job.stack.speed.reduce_bytes
+    match what:
+        case "gradients, all-reduce":
+            return all_reduce(cluster, gradients, of.copies, of.stride, name)
+        case "gradients, reduce-scatter":
+            return reduce_scatter(cluster, gradients, of.shards, of.stride, name)
+        case "shards over replicas, all-reduce":
+            return all_reduce(cluster, gradients / of.shards, of.copies // of.shards, of.shards * of.stride, name)
+        case "weights, all-gather":
+            return all_gather(cluster, of.count * e, of.shards, of.stride, name)
+        case _:
+            return all_gather(cluster, of.again * e, of.shards, of.stride, name)
+
+
+def _replicas(job: Job, of: Candidates, held: Floats) -> dict[str, Floats]:
+    """Sums of gradients over two ranks of `pp` that hold the same, by name."""
+    found: dict[str, Floats] = {}
+    spec, stride, n_bytes = job.model, of.world // of.pp, job.stack.speed.reduce_bytes
+    if of.pp > 1 and spec.tied_embedding:
+        matrix_bytes = spec.vocab_size * spec.d_model / of.tp * n_bytes
+        what = "tied matrix of the first and last stage, all-reduce"
+        found[what] = all_reduce(job.cluster, matrix_bytes, 2, (of.pp - 1) * stride, what)
+    if of.pp > 1 and len(of.shared.ways) > 1:
         shares = np.where(of.zero > 0, of.shards, 1)
-        found = found + all_reduce(job.cluster, held * job.stack.speed.reduce_bytes / shares, 2, stride)
+        what = "both copies of a stage, all-reduce"
+        found[what] = all_reduce(job.cluster, held * n_bytes / shares, 2, stride, what)
     return found
 
 
@@ -212,7 +317,16 @@ def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
     stack = job.stack
     dense, experts, _ = held
     changed = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
-    return stack.speed.optimizer_bytes * changed / reached_bytes_per_s(job) + stack.speed.step_s
+    rate = reached_bytes_per_s(job)
+    found = stack.speed.optimizer_bytes * changed / rate + stack.speed.step_s
+    parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(experts))]
+    shared = " + ".join(f"{held} / {over}" if np.all(of.zero > 0) else held for held, over in parts)
+    ledger.note(
+        "optimizer", f"optimizer_bytes * ({shared}) / element_rate + step_s", found, P=dense, Q=experts,
+        shards=of.shards, expert_shards=of.expert_shards, optimizer_bytes=stack.speed.optimizer_bytes,
+        element_rate=rate, step_s=stack.speed.step_s,
+    )  # fmt: skip
+    return found
 
 
 def stragglers(job: Job, of: Candidates) -> Floats:
@@ -222,7 +336,10 @@ def stragglers(job: Job, of: Candidates) -> Floats:
     than the accelerators in one. Ignored: failures, and noise of the network, which grows with its load.
     """
     nodes = np.maximum(of.world / job.cluster.node_size, 1)
-    return job.calibration.straggler_share * np.log2(nodes)
+    return ledger.compute(
+        "share of stragglers", "straggler_share * log2(nodes)", "", "all wait for the slowest",
+        straggler_share=job.calibration.straggler_share, nodes=nodes,
+    )  # fmt: skip
 
 
 def rank_parameters(job: Job, of: Candidates) -> RankParameters:
@@ -231,6 +348,9 @@ def rank_parameters(job: Job, of: Candidates) -> RankParameters:
     held = parameters.of_ranks(job.model, cut, of.tp, of.ep)
     dense, experts, ends = (part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends))
     most = (dense + experts).argmax(axis=1)[:, None]
+
+    with ledger.section("Data parallel, rank with most parameters"):
+        held.note(cut, int(most[0, 0]))
 
     def of_that(part: Ints) -> Ints:
         return np.take_along_axis(part, most, 1)[:, 0]

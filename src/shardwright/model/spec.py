@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from shardwright.errors import nearest
-from shardwright.model.modules import FAMILIES
+from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 
 Norm = Literal["rmsnorm", "layernorm"]
@@ -161,64 +161,32 @@ class ModelSpec:
     @property
     def n_parameters(self) -> int:
         """All trained numbers, with the biases by which experts are picked; a tied embedding counts once."""
-        modules = self.parameters_by_module()
-        layer = modules["layer.attention"] + modules["layer.norms"]
-        mixture = modules["layer.router"] + modules["layer.experts"] + modules["layer.shared"]
-        rest = sum(count for name, count in modules.items() if not name.startswith("layer."))
-        n_dense = self.n_layers - self.n_expert_layers
-        return self.n_layers * layer + n_dense * modules["layer.ffn"] + self.n_expert_layers * mixture + rest
+        return sum(row.numel for row in rows(self).values() if row.counted)
 
     @property
     def n_active_parameters(self) -> int:
         """Those that one token meets: all, less the experts that it does not go to."""
-        idle = 0 if self.moe is None else self.moe.n_experts - self.moe.top_k
-        return self.n_parameters - self.n_expert_layers * idle * self._expert_matrices
-
-    def parameters_by_module(self) -> dict[str, int]:
-        """Parameters of each part; the `layer.` entries are those of ONE layer, and a tied `head` is 0.
-
-        `layer.ffn` is the network of a layer without experts and `layer.router`, `layer.experts` and `layer.shared`
-        are the parts of one with experts, 0 where the model has no such layer. Norms inside attention belong to
-        `layer.attention`, as their names in the model do.
-        """
-        h, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        norm = h * (2 if self.norm == "layernorm" else 1)
-        biases = q + 2 * kv + h if self.bias else 0
-        ffn_biases = (self._ffn_inputs * self.d_ffn + h) if self.bias else 0
-        latent, moe = self.latent_attention, self.moe
-        inner_norms = 2 * self.head_dim if self.qk_norm else 0
-        if latent is not None:
-            inner_norms = latent.q_rank + latent.kv_rank
-        any_dense = self.n_expert_layers < self.n_layers
-        return {
-            "embedding": self.vocab_size * h,
-            "positions": self.max_seq_len * h if self.positions == "learned" else 0,
-            "layer.attention": self._attention_matrices + biases + inner_norms,
-            "layer.ffn": self._ffn_matrices(self.d_ffn) + ffn_biases if any_dense else 0,
-            "layer.router": 0 if moe is None else moe.n_experts * (h + (moe.bias_rate > 0)),
-            "layer.experts": 0 if moe is None else moe.n_experts * self._expert_matrices,
-            "layer.shared": 0 if moe is None else moe.n_shared * self._expert_matrices,
-            "layer.norms": 2 * norm,
-            "final_norm": norm,
-            "head": 0 if self.tied_embedding else self.vocab_size * h,
-        }
+        return sum(self._met(row) for row in rows(self).values() if row.counted)
 
     @property
     def n_matmul_parameters(self) -> int:
         """Elements of the matrices a token is multiplied by: those of the layers, of top_k experts where there are
         experts, and of the head even if tied.
 
-        Embedding lookup, learned positions, norms and biases are no matrix products and are left out.
+        Embedding lookup, learned positions, norms and biases are no matmuls and are left out.
         """
-        layers = sum(self.layer_matmul_parameters(layer) for layer in range(self.n_layers))
-        return layers + self.vocab_size * self.d_model
+        return sum(self._met(row) for row in rows(self).values() if row.matmul)
 
     def layer_matmul_parameters(self, layer: int) -> int:
         """The same of layer number `layer` alone."""
-        if self.moe is None or not self.has_experts(layer):
-            return self._attention_matrices + self._ffn_matrices(self.d_ffn)
-        active = (self.moe.top_k + self.moe.n_shared) * self._expert_matrices
-        return self._attention_matrices + self.moe.n_experts * self.d_model + active
+        return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
+
+    def _met(self, row: Row) -> int:
+        """Elements of a parameter that one token meets: of experts those that it is routed to."""
+        if row.matmul != "routed":
+            return row.numel
+        assert self.moe is not None
+        return row.numel * self.moe.top_k // self.moe.n_experts
 
     def train_flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Model FLOPs of forward and backward for one token, without recomputation.
@@ -234,25 +202,3 @@ class ModelSpec:
         """
         square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
-
-    @property
-    def _ffn_inputs(self) -> int:
-        """Matrices from d_model to d_ffn: gate and up, or up alone."""
-        return 2 if self.activation == "swiglu" else 1
-
-    @property
-    def _attention_matrices(self) -> int:
-        h, heads, latent = self.d_model, self.n_heads, self.latent_attention
-        if latent is None:
-            return 2 * h * self.head_dim * (heads + self.n_kv_heads)
-        queries = latent.q_rank * (h + heads * self.qk_dim) if latent.q_rank else h * heads * self.qk_dim
-        keys_values = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank * heads * (latent.nope_dim + latent.v_dim)
-        return queries + keys_values + heads * latent.v_dim * h
-
-    def _ffn_matrices(self, d_ffn: int) -> int:
-        return (self._ffn_inputs + 1) * self.d_model * d_ffn
-
-    @property
-    def _expert_matrices(self) -> int:
-        """Of one expert."""
-        return 0 if self.moe is None else self._ffn_matrices(self.moe.d_ffn)

@@ -1,18 +1,13 @@
-"""The products that are priced are those of the model, whatever the layout; and a product is slower than its peak."""
+"""The matmuls that are priced are those of the model, whatever the layout; and a matmul is slower than its peak."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.cost.blocks import blocks
 from shardwright.cost.flops import executed_flops, model_flops
-from shardwright.cost.products import (
-    Product,
-    attention_products,
-    dense_products,
-    expert_products,
-    head_product,
-)
+from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls
 from shardwright.cost.stack import STACKS
 from shardwright.model.presets import PRESETS
 from tests.cost.jobs import candidates, job
@@ -20,15 +15,14 @@ from tests.cost.jobs import candidates, job
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-3.1-70b", "qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"])
 @pytest.mark.parametrize("cut", [{}, {"tp": 4}, {"tp": 2, "cp": 2, "ep": 4, "dp_shard": 2}])
-def test_the_products_of_all_ranks_are_twice_the_matrices_a_token_meets(name: str, cut: dict[str, int]):
+def test_the_matmuls_of_all_ranks_are_twice_the_matrices_a_token_meets(name: str, cut: dict[str, int]):
     the_job, of = job(name), candidates(**cut)
     spec = the_job.model
     tokens = of.tokens(the_job.seq_len)
-    flops = float(head_product(the_job, of, tokens).flops[0])
-    for layer in range(spec.n_layers):
-        inner = expert_products if spec.has_experts(layer) else dense_products
-        for each in (*attention_products(the_job, of, tokens), *inner(the_job, of, tokens)):
-            flops += float(np.ravel(each.flops)[0])
+    flops = float(head_matmul(the_job, of, tokens).flops[0])
+    for block, layers in blocks(spec).items():
+        for each in layer_matmuls(the_job, of, block, tokens):
+            flops += len(layers) * float(np.ravel(each.flops)[0])
     tp, cp = int(of.tp[0]), int(of.cp[0])
     # What every rank of tp does over again: what latent attention makes narrow vectors with.
     latent = spec.latent_attention
@@ -45,27 +39,27 @@ def test_the_products_of_all_ranks_are_twice_the_matrices_a_token_meets(name: st
     st.sampled_from(["h100", "a100", "b200", "mi300x"]),
     st.sampled_from(["bf16", "fp32"]),
 )
-def test_no_product_beats_the_peak_or_its_bytes(m: int, k: int, n: int, chip: str, precision: str):
+def test_no_matmul_beats_the_peak_or_its_bytes(m: int, k: int, n: int, chip: str, precision: str):
     the_job = job(on=f"{chip}:8", precision=precision)
-    product = Product(float(m), float(k), float(n))
+    matmul = Matmul("", float(m), float(k), float(n))
     accelerator = the_job.cluster.accelerator
-    seconds = float(product.seconds(the_job))
-    assert seconds >= float(product.flops) / accelerator.flops_per_s[precision]
+    seconds = float(matmul.seconds(the_job))
+    assert seconds >= float(matmul.flops) / accelerator.flops_per_s[precision]
     n_bytes = the_job.element_bytes * (m * k + k * n + m * n)
     assert seconds >= n_bytes / accelerator.memory_bytes_per_s * (1 - 1e-12)
 
 
 @given(st.integers(64, 50_000), st.integers(64, 10_000), st.integers(64, 10_000))
-def test_a_larger_product_takes_longer_and_reaches_more_of_the_peak(m: int, k: int, n: int):
-    small, large = Product(float(m), float(k), float(n)), Product(2.0 * m, 2.0 * k, 2.0 * n)
+def test_a_larger_matmul_takes_longer_and_reaches_more_of_the_peak(m: int, k: int, n: int):
+    small, large = Matmul("", float(m), float(k), float(n)), Matmul("", 2.0 * m, 2.0 * k, 2.0 * n)
     small_s, large_s = float(small.seconds(job())), float(large.seconds(job()))
     assert large_s > small_s
     assert float(large.flops) / large_s >= float(small.flops) / small_s * (1 - 1e-12)
 
 
-def test_the_products_of_the_backward_pass_have_as_many_flops_each():
-    product = Product(4096.0, 1024.0, 3072.0, 8.0)
-    assert product.for_input.flops == product.for_weight.flops == product.flops
+def test_the_matmuls_of_the_backward_pass_have_as_many_flops_each():
+    matmul = Matmul("", 4096.0, 1024.0, 3072.0, 8.0)
+    assert matmul.for_input.flops == matmul.for_weight.flops == matmul.flops
 
 
 def test_recomputation_adds_a_forward_pass_of_the_layers_to_what_runs():

@@ -1,0 +1,162 @@
+"""What the rows of a layer (`model.modules`) come to in numbers: norms, branches, matmuls, messages over tp.
+
+Layers of the same rows are one `Block`; a decoder has one kind, or two where only some of its layers have experts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from shardwright.model.modules import Row, Split, layer_rows
+from shardwright.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that are one matmul: they read one tensor, and are split over their outputs. Others are groups of one."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        """`attention q k v`."""
+        names = [row.name.removesuffix(".weight").rpartition(".")[::2] for row in self.rows]
+        told: dict[str, list[str]] = {}
+        for path, last in names:
+            told.setdefault(path, []).append(last)
+        return ", ".join(" ".join([path.replace(".", " "), *last]).strip() for path, last in told.items())
+
+
+@dataclass(frozen=True)
+class Region:
+    """What ranks of tp work on together between two points where they have the same: `given`, features a token that
+    its column-parallel matmuls read and no region before it did; then a row-parallel matmul adds up the result."""
+
+    name: str
+    given: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer of one kind. `d_model`: width of the residual stream."""
+
+    rows: tuple[Row, ...]
+    d_model: int
+
+    @property
+    def name(self) -> str:
+        """What a layer of this kind is called."""
+        return "a layer with experts" if self.experts else "a layer"
+
+    @cached_property
+    def matmuls(self) -> tuple[Group, ...]:
+        """In the order of the forward pass."""
+        found: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            if row.matmul:
+                fused = row.split in ("column", "kv_column", "experts")
+                found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
+        return tuple(Group(tuple(rows)) for rows in found.values())
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """In the order of the forward pass."""
+        found, seen, given = [], set(), 0
+        for row in self.rows:
+            given += row.every_head
+            if row.split in ("column", "kv_column") and row.matmul and row.input not in seen:
+                seen.add(row.input)
+                given += row.shape[-1]
+            elif row.split == "row" and row.matmul:
+                found.append(Region(_path(row) or row.module, given))
+                given = 0
+        return tuple(found)
+
+    @cached_property
+    def experts(self) -> tuple[Row, ...]:
+        """Rows of experts."""
+        return tuple(row for row in self.rows if row.split == "experts")
+
+    @cached_property
+    def norms(self) -> int:
+        """Norms of the residual stream."""
+        return sum(row.kind == "norm" and row.shape == (self.d_model,) for row in self.rows)
+
+    @cached_property
+    def branches(self) -> int:
+        """Results that are added to the residual stream; shared experts add to that of the others."""
+        return len({row.name.partition(".")[0] for row in self.rows if row.split in ("row", "experts")})
+
+    @cached_property
+    def inputs(self) -> int:
+        """Tensors of the residual stream's width that matmuls for all tokens read, each kept once."""
+        return len({row.input for row in self._dense if row.split != "row" and row.shape[-1] == self.d_model})
+
+    @cached_property
+    def networks(self) -> dict[Row, tuple[Row, ...]]:
+        """For the last matrix of each network for all tokens, those into its inner features: gate and up, or up."""
+        lasts = [row for row in self._dense if row.split == "row" and row.input != "attention"]
+        inputs = [row for row in self._dense if row.split == "column"]
+        return {
+            last: tuple(row for row in inputs if row.shape[-2] == last.shape[-1] and _path(row) == _path(last))
+            for last in lasts
+        }
+
+    @cached_property
+    def gated(self) -> bool:
+        """Whether networks multiply a gate with what they make: two matrices in, one out."""
+        into_experts = sum(row.input == self.experts[0].input for row in self.experts)
+        return max([into_experts, *map(len, self.networks.values())]) > 1
+
+    @cached_property
+    def inner(self) -> int:
+        """Features of an activation that networks for all tokens make."""
+        return sum(last.shape[-1] for last in self.networks)
+
+    @cached_property
+    def expert_inner(self) -> int:
+        """The same of an expert, 0 without experts."""
+        return self.experts[-1].shape[-1] if self.experts else 0
+
+    @cached_property
+    def dense_numel(self) -> dict[Split, int]:
+        """Elements of the layer's parameters without experts, by how tp splits them."""
+        found: Counter[Split] = Counter()
+        for row in self.rows:
+            if row.counted and row.split != "experts":
+                found[row.split] += row.numel
+        return dict(found)
+
+    @cached_property
+    def expert_numel(self) -> int:
+        """Elements of all experts."""
+        return sum(row.numel for row in self.experts)
+
+    @cached_property
+    def network_numel(self) -> int:
+        """Elements of the largest matmul into a network for all tokens: gate and up."""
+        return max((sum(row.numel for row in rows) for rows in self.networks.values()), default=0)
+
+    @cached_property
+    def expert_matmul_numel(self) -> int:
+        """Elements of the largest matmul of all experts."""
+        of_experts = [group.rows for group in self.matmuls if group.rows[0].split == "experts"]
+        return max((sum(row.numel for row in rows) for rows in of_experts), default=0)
+
+    @property
+    def _dense(self) -> list[Row]:
+        return [row for row in self.rows if row.matmul == "all"]
+
+
+def _path(row: Row) -> str:
+    return row.module.rpartition(".")[0]
+
+
+@cache
+def blocks(spec: ModelSpec) -> dict[Block, tuple[int, ...]]:
+    """The kinds of layers, and the numbers of the layers of each, in the order of their first."""
+    found: dict[Block, tuple[int, ...]] = {}
+    for layer in range(spec.n_layers):
+        block = Block(layer_rows(spec, layer), spec.d_model)
+        found[block] = (*found.get(block, ()), layer)
+    return found

@@ -1,0 +1,60 @@
+"""The symbols of the ledger's formulas, with their units; what is no symbol is the name of another entry."""
+
+_SYMBOLS = (
+    ("s", "tokens", "a sequence"),
+    ("T_read", "tokens", "of which a matmul keeps its input: T where it is kept as gathered over tp, else T_shard"),
+    ("global_batch micro_batch", "sequences", "of a step over all ranks; of a microbatch"),
+    ("tp cp ep dp_shard dp_replicate", "ranks", "degrees of the layout"),
+    ("token_shards", "", "parts of a sequence between matmuls: tp with sequence parallelism, else 1"),
+    ("accelerators nodes", "", "of the cluster"),
+    ("h heads kv_heads c qk_dim", "", "d_model; heads of queries, of keys; width of a head of values, of keys"),
+    ("V vocabulary_rows", "", "vocabulary; its rows on a rank"),
+    ("n_layers layers n_experts top_k", "", "layers of the model, of a rank; experts of a layer, of a token"),
+    ("inner expert_inner", "", "features between the matmuls of networks for all tokens, of an expert"),
+    ("norms branches inputs", "", "of a layer: norms, results added to the residual stream, tensors that matmuls read"),
+    ("N_matmul", "", "elements of the matrices that a token is multiplied by"),
+    ("column kv_column row replicated per_head vocabulary", "", "parameters of a layer, by how tp splits them"),
+    ("expert_elements ends largest_layer largest_matmul head", "", "parameters: of all experts of a layer; outside the "
+     "layers; of the largest layer, of the largest matmul of a network, of the head, on a rank"),
+    ("e e_input", "B", "of an element; of an element of a matmul's kept input"),
+    ("M K N batch", "", "a matmul multiplies (M, K) by (K, N), batch times"),
+    ("w0 k0", "", "waves that a matmul takes longer than its tiles; features in at which half of the rate is reached"),
+    ("multiprocessors", "", "of the accelerator"),
+    ("peak_rate rate element_rate", "FLOP/s, B/s", "of the data sheet; what matmuls, element-wise kernels reach"),
+    ("bandwidth", "B/s", "of the accelerator's memory"),
+    ("matmul_share lasting_share copy_share kernel_share", "", "of the peak: the best seen, what lasts in training"),
+    ("flash_share flash_gain c0", "", "fused attention: share of the rate; of newer kernels; width for half of it"),
+    ("norm_bytes residual_bytes dropout_bytes heads_bytes rope_bytes activation_bytes permute_bytes loss_bytes "
+     "merge_bytes cast_bytes score_bytes score_bytes_I", "B", "moved for each element; cost/speed.py"),
+    ("elements", "", "of inputs of matmuls"),
+    ("S n g k", "B", "bytes of a message's buffer, ranks of its group, of them in one node, nodes of the group"),
+    ("start_s latency_in_s latency_across_s message_s", "s", "of a collective, a message in a node, across, a stage's"),
+    ("half_in half_across", "B", "message size at which half of the bandwidth is reached"),
+    ("bandwidth_in bandwidth_across switch", "B/s", "of an accelerator in its node, across nodes, of the switches"),
+    ("interference least_s", "s", "share by which a hidden message slows work; the least that is not hidden"),
+    ("launch_s kernels launch_backward again", "s",
+     "to start a plain layer's kernels; for each of its; backward for each forward; 1 where F runs again"),
+    ("straggler_share", "", "by which a step is longer for each doubling of nodes"),
+    ("stages", "", "of the rank"),
+    ("step_s optimizer_bytes", "s, B", "once a step; moved for each parameter"),
+    ("square", "FLOP", "of attention forward, all layers"),
+    ("n_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "for each parameter; cost/stack.py"),
+    ("Q", "", "parameters in experts on a rank"),
+    ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
+    ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "
+     "stage is; messages on their way"),
+    ("fragmentation", "", "what the allocator reserves beyond live tensors, as a share"),
+    ("in_flight waiting", "microbatches", "of each stage of the rank: in flight; between I and W"),
+    ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
+     "of a microbatch, for each stage of the rank"),
+    ("q k v out narrow", "", "features of queries, keys, values, results on a rank; of latent attention's vectors"),
+    ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
+    ("cut visiting", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each own"),
+    ("mask weighed unweighted copied keeps_outputs", "", "1 where kept: masks, experts' results, their inputs "
+     "without weight, the router's input in fp32, what a stage sends"),
+    ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),
+    ("logit_bytes loss_bytes_a_logit", "B", "of a logit, kept; in the loss on top"),
+)  # fmt: skip
+
+NOTATION = {name: (unit, meaning, names) for names, unit, meaning in _SYMBOLS for name in names.split()}
+"""For each symbol its unit, what it means, and the symbols that are explained together with it."""

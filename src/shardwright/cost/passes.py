@@ -1,0 +1,67 @@
+"""Seconds of the passes of one microbatch through a part of the model, by kind of work."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.cost import ledger
+from shardwright.cost.job import Floats, Job
+
+MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT = (
+    "matrix products",
+    "element-wise",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+)
+"""Kinds of work, as the parts of a step are called."""
+
+
+@dataclass
+class Passes:
+    """Seconds of F, I and W of one microbatch, by kind of work: each an array (n,). Kinds add up. `of`: whose."""
+
+    of: str
+    forward: dict[str, Floats] = field(default_factory=dict)
+    backward_input: dict[str, Floats] = field(default_factory=dict)
+    weight: dict[str, Floats] = field(default_factory=dict)
+
+    def add(self, kind: str, forward: ArrayLike, backward_input: ArrayLike, weight: ArrayLike = 0.0) -> None:
+        """More seconds of a kind."""
+        for part, seconds in zip(self.parts.values(), (forward, backward_input, weight), strict=True):
+            part[kind] = part.get(kind, np.zeros(())) + np.asarray(seconds, dtype=np.float64)
+
+    @property
+    def totals(self) -> tuple[Floats, Floats, Floats]:
+        """Seconds of F, I and W."""
+        forward, backward_input, weight = (sum(part.values(), np.zeros(1)) for part in self.parts.values())
+        return forward, backward_input, weight
+
+    def of_kind(self, kind: str) -> Floats:
+        """Seconds of F, I and W of one kind together."""
+        return sum((part.get(kind, np.zeros(1)) for part in self.parts.values()), np.asarray(0.0))
+
+    def note(self) -> None:
+        """Record the sums: of each pass, and of each kind of work."""
+        for name, part in self.parts.items():
+            ledger.total(f"{name} of {self.of}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
+        for kind in self.forward:
+            passes = {f"{kind}, {name}": part[kind] for name, part in self.parts.items()}
+            ledger.total(f"{kind} of {self.of}", passes)
+
+    @property
+    def parts(self) -> dict[str, dict[str, Floats]]:
+        """By pass: F, I and W."""
+        return {"F": self.forward, "I": self.backward_input, "W": self.weight}
+
+
+def reached_bytes_per_s(job: Job) -> Floats:
+    """What element-wise kernels of the stack reach of the memory's bandwidth."""
+    chip = job.cluster.accelerator
+    return ledger.compute(
+        "rate of element-wise kernels", "bandwidth * copy_share * lasting_share * kernel_share", "B/s",
+        "cost/hardware.toml, cost/calibration.toml", "Rates", bandwidth=chip.memory_bytes_per_s,
+        copy_share=chip.memory_share, lasting_share=job.calibration.memory_share,
+        kernel_share=job.stack.speed.kernel_share,
+    )  # fmt: skip
