@@ -5,6 +5,7 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,21 @@ def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
 
 
 def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():
-    asked = ("plan", RUN, "--cluster", "h100:8", "--json", "--explain")
-    told = json.loads(shardwright(*asked, "pp=2,schedule=eager-1f1b,tp=2,dp_shard=2"))
-    (best,) = told.get("best", [told])
-    usual = json.loads(shardwright(*asked, "pp=2,tp=2,dp_shard=2"))
-    assert json.dumps(best) != json.dumps(usual)
+    asked = ("plan", RUN, "--cluster", "h100:8", "--explain")
+    said = shardwright(*asked, "pp=2,schedule=eager-1f1b,tp=2,dp_shard=2,zero=0")
+    assert "input_norm_weight + input_norm_bias + attention_q_weight" in said, "the parameters are those of the rows"
+    assert "optimizer: ranks 1, expert_ranks 4, n_bytes 4 =" in said, "one fp32 state for each parameter"
+    assert "1F1B with about twice as many forward passes" in said
+
+
+def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(tmp_path: Path):
+    written = tmp_path / "planned.toml"
+    shardwright("plan", RUN, "--cluster", "cpu:2/2", "--write", written)
+    table = tomllib.loads(written.read_text())
+    assert table["extensions"] == [str(file) for file in FILES]
+    assert (table["model"]["family"], table["optimizer"]["name"]) == ("parallel-block", "lion")
+    found = shardwright("plan", RUN, "--cluster", "h100:8", "--json", "--top", 2000)
+    assert "eager-1f1b" in found
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_a_row_with_experts_and_latent_attention_says_all_sizes_itself(tmp_path:
     assert (moe.n_experts, moe.top_k, moe.n_shared, moe.first_dense) == (256, 8, 1, 1)
     assert (latent.q_rank, latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.v_dim) == (1536, 512, 128, 64, 128)
     speed = replace(row.job.stack.speed, hides_tp=True, hides_tp_backward=True, hides_dp=True)
-    assert replace(row.job.stack, speed=speed, moment_bytes=8.0) == MEGATRON_CORE_FUSED_LOSS
-    assert row.job.stack.moment_bytes == 4.0
+    assert replace(row.job.stack, speed=speed, state_bytes=4.0) == MEGATRON_CORE_FUSED_LOSS
+    assert row.job.stack.state_bytes == 2.0
     assert not row.job.stack.speed.hides_dp
 
 

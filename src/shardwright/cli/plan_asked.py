@@ -152,7 +152,10 @@ def ask(options: Options) -> Asked:
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
         raise InputError(*wrong)
     name = model if model is not None else _model_name(config, spec)
-    job = Job(model=spec, cluster=found, seq_len=seq_len, global_batch=global_batch, precision=precision)
+    optimizer = "adamw" if config is None else config.optimizer.name
+    job = Job(
+        model=spec, cluster=found, seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer
+    )
     return Asked(job, name, config)
 
 

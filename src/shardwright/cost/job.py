@@ -15,6 +15,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, Stack
 from shardwright.layout import KEYS, Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS
 from shardwright.schedule.registry import Kind
 
 Ints = NDArray[np.int64]
@@ -31,6 +32,7 @@ class Job:
 
     `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matrix products, "fp32", "bf16", "fp16" or
     "fp8"; under the last three the master weights are fp32. `calibration`: the fitted constants of step times.
+    `optimizer`: a name in `optimizers.OPTIMIZERS`.
     """
 
     model: ModelSpec
@@ -40,6 +42,12 @@ class Job:
     precision: str = "bf16"
     stack: Stack = SHARDWRIGHT
     calibration: Calibration = CALIBRATED
+    optimizer: str = "adamw"
+
+    @property
+    def n_optimizer_states(self) -> int:
+        """Tensors that the optimizer keeps for each parameter."""
+        return len(OPTIMIZERS[self.optimizer].state)
 
     @property
     def tokens(self) -> int:

@@ -35,7 +35,7 @@ class Speed:
     backward; `step_s`: once a step.
 
     `reduce_bytes`: of a gradient on its way, 2 where gradients of 16 bits are summed as they are, whatever they are
-    kept in afterwards; `optimizer_bytes`: moved for each parameter by the optimizer.
+    kept in afterwards; `optimizer_bytes`: moved for each parameter by Adam.
     """
 
     kind: str = "shardwright"

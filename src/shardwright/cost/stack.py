@@ -17,7 +17,7 @@ class Stack:
 
     What it keeps, in bytes for each parameter of a model in 16 bits:
     `gradient_bytes`: of the buffer in which gradients add up; `master_bytes`: of the weights the optimizer changes;
-    `moment_bytes`: of Adam's two moments together.
+    `state_bytes`: of an element of one optimizer state (Adam has two).
     `gathers_master`: under ZeRO-3 working weights exist only while gathered from the shards of the master weights.
     `weight_gradient_bytes`: of a product's weight gradient on its way to that buffer. Megatron's products add to it
     themselves, and make an empty one for autograd all the same.
@@ -48,7 +48,7 @@ class Stack:
     speed: Speed
     gradient_bytes: float = 4.0
     master_bytes: float = 4.0
-    moment_bytes: float = 8.0
+    state_bytes: float = 4.0
     gathers_master: bool = False
     weight_gradient_bytes: float = 2.0
     reduced_bytes: float = 4.0

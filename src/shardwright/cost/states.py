@@ -1,7 +1,8 @@
 """What lies in the memory of a rank all through a step: weights, gradients, optimizer, and what goes with them.
 
 With P elements of parameters on the rank, N ranks that share them (`Candidates.shards`, for experts `expert_shards`), e
-bytes of a working weight, and of `Stack` g `gradient_bytes`, w `master_bytes` (none in fp32), m `moment_bytes`:
+bytes of a working weight, and of `Stack` g `gradient_bytes`, w `master_bytes` (none in fp32), m `state_bytes` for each
+state of the optimizer:
 
 | zero | weights | gradients | master and moments |
 | ---- | ------- | --------- | ------------------ |
@@ -51,7 +52,7 @@ def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
         "master": spent("master", of.zero >= 1, stack.master_bytes * has_master),
         "gradients": spent("gradients kept", shares_gradients(of), stack.gradient_bytes),
-        "optimizer": spent("optimizer", of.zero >= 1, stack.moment_bytes),
+        "optimizer": spent("optimizer", of.zero >= 1, job.n_optimizer_states * stack.state_bytes),
         # A block and the next, and what is not in blocks, which serves both ends of a pass; or all.
         "gathered": formulas(
             "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"

@@ -312,18 +312,20 @@ def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
 
     For each parameter the rank has a share of, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8)
     and writes weight and moments (12) and the working weight (2); the norm of the gradients reads them before (4), and
-    they are set to zero after (4): 38. Then come the loss, the norm's all-reduce and the start of the next step.
+    they are set to zero after (4): 38. An optimizer that does not have two states moves 8 bytes for each more or fewer.
+    Then come the loss, the norm's all-reduce and the start of the next step.
     """
     stack = job.stack
     dense, experts, _ = held
     changed = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
     rate = reached_bytes_per_s(job)
-    found = stack.speed.optimizer_bytes * changed / rate + stack.speed.step_s
+    moved = stack.speed.optimizer_bytes + 8 * (job.n_optimizer_states - 2)
+    found = moved * changed / rate + stack.speed.step_s
     parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(experts))]
     shared = " + ".join(f"{held} / {over}" if np.all(of.zero > 0) else held for held, over in parts)
     ledger.note(
         "optimizer", f"optimizer_bytes * ({shared}) / element_rate + step_s", found, P=dense, Q=experts,
-        shards=of.shards, expert_shards=of.expert_shards, optimizer_bytes=stack.speed.optimizer_bytes,
+        shards=of.shards, expert_shards=of.expert_shards, optimizer_bytes=moved,
         element_rate=rate, step_s=stack.speed.step_s,
     )  # fmt: skip
     return found

@@ -174,7 +174,7 @@ def _stack(row: Measured) -> Stack:
         speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
         stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
     if row.optimizer_dtype is not None:
-        stack = replace(stack, moment_bytes=2 * ELEMENT_BYTES[row.optimizer_dtype])
+        stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
     if row.overlap_tp is not None:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:

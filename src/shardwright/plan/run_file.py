@@ -4,6 +4,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
+from shardwright import extensions
 from shardwright.cost.job import Job
 from shardwright.errors import InputError
 from shardwright.model.presets import PRESETS
@@ -35,6 +36,8 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         "layout": layout,
         "precision": {"compute": job.precision},
     }
+    if job.optimizer != Job.optimizer:
+        sections["optimizer"] = {"name": job.optimizer}
     remarks = {
         "data.path": "fill in: a folder written by `shardwright data prepare`, with this model's tokenizer",
         "steps": f"fill in: {steps:,} steps are {tokens:,} tokens",
@@ -42,11 +45,13 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     }
     lines = [
         f"# Written by `{command}`.",
-        f"# For {job.cluster.size} ranks. What to fill in is marked; optimizer and schedule are at their defaults.",
+        f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer's options are defaults.",
         "",
         _line("out", f"runs/{name}", remarks["out"]),
         _line("steps", steps, remarks["steps"]),
     ]
+    if loaded := extensions.loaded():
+        lines.append(_line("extensions", loaded, ""))
     for section, values in sections.items():
         lines += ["", f"[{section}]"]
         lines += [_line(key, value, remarks.get(f"{section}.{key}", "")) for key, value in values.items()]
