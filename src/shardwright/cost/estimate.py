@@ -55,7 +55,7 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
     """
     values = {name: getattr(layout, name) for name in KEYS}
     wrong = [
-        f"layout.{name}={value}: the cost model has no formulas for it"
+        f"layout.{name}={value}: there is no price for it, the cost model has no formulas"
         for name, value in values.items()
         if value in KEYS[name].not_priced()
     ]
