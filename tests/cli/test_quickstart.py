@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
+from tests.marks import prove
 
 
 def quickstart(out: Path, steps: int) -> dict[str, object]:
@@ -19,7 +20,7 @@ def quickstart(out: Path, steps: int) -> dict[str, object]:
     return answer
 
 
-@pytest.mark.slow
+@prove
 @pytest.mark.timeout(400)
 def test_quickstart_trains_then_reuses_what_is_there_then_goes_on(tmp_path: Path):
     out = tmp_path / "quickstart"

@@ -16,6 +16,7 @@ from shardwright.cli.main import app
 from shardwright.layout import Layout
 from shardwright.verify import Case, Verifier
 from shardwright.verify.trace import RankTrace
+from tests.marks import prove
 from tests.mutation import Mutation
 from tests.train.runs import is_alive
 from tests.train.worlds import train_mutated
@@ -187,7 +188,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@prove
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ctrl_c_ends_every_rank_and_says_one_word(run_file: Path):
     command = [sys.executable, "-m", "shardwright", "verify", str(run_file), "--matrix", "4"]

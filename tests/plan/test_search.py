@@ -27,6 +27,7 @@ from shardwright.plan.search import Plan, fits, limit_bytes, search, survey
 from shardwright.plan.space import groups
 from shardwright.plan.words import also_fast, left_out
 from shardwright.units import GiB
+from tests.marks import prove
 
 DEEP = replace(PRESETS["debug"], n_layers=6, d_model=512, n_heads=8, head_dim=64, d_ffn=1536)
 MIXED = replace(PRESETS["debug-moe"], n_layers=6, d_model=512)
@@ -257,7 +258,7 @@ print(json.dumps([found.survey.n_layouts, took_s, peak, len(found.best)]))
 """
 
 
-@pytest.mark.slow
+@prove
 def test_405b_on_16384_is_searched_in_full_in_seconds_and_a_gib():
     """About 6 CPU-seconds; the better of two, as others use the machine."""
     runs = [

@@ -11,6 +11,7 @@ from shardwright.parallel.apply import apply
 from shardwright.train.optimizer import build_optimizer
 from shardwright.train.step import Trainer
 from tests.distributed import run_ranks
+from tests.marks import prove
 from tests.train.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch
 
 GROUPED = replace(SPEC, n_heads=4, n_kv_heads=2)
@@ -30,7 +31,7 @@ def losses(layout: Layout, compiled: bool) -> list[float]:
     return found
 
 
-@pytest.mark.slow
+@prove
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "layout",

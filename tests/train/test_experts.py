@@ -26,6 +26,7 @@ from shardwright.verify import Case, Verifier, cut
 from shardwright.verify.rank import build_trainer, local_batch
 from shardwright.verify.reference import SGD_RATE
 from tests.distributed import run_ranks
+from tests.marks import prove, rest_prove
 from tests.train.worlds import OPTIMIZER, SPEC
 
 MOE = MoESpec(
@@ -91,16 +92,18 @@ def check(verifier: Verifier, case: Case, layout: Layout) -> None:
     assert report.worst_error < 1e-12, report.worst
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", rest_prove(LAYOUTS, Layout(dp_shard=2, zero=3), SP, ZERO_BUBBLE), ids=str)
 def test_experts_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, CASE, layout)
 
 
+@prove
 @pytest.mark.parametrize("layout", DEEP, ids=str)
 def test_experts_in_pipelines_of_many_stages_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, replace(CASE, spec=replace(MODEL, n_layers=4)), layout)
 
 
+@prove
 @pytest.mark.parametrize("layout", ON_EIGHT, ids=str)
 def test_experts_on_eight_ranks_of_three_axes_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, CASE, layout)
@@ -122,34 +125,41 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [EP, SP], ids=str)
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("layout", rest_prove([EP, SP], EP), ids=str)
+@pytest.mark.parametrize("name", rest_prove(CHOICES, "groups"))
 def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name: str, layout: Layout):
     check(verifier, with_experts(**CHOICES[name]), layout)
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
+    rest_prove(
+        [
+            EP,
+            Layout(dp_replicate=2),
+            PP,
+            Layout(pp=2, schedule="zb-h1"),
+            Layout(cp=2),  # a rank holds two pieces of a sequence that lie apart
+            Layout(cp=2, cp_method="ring", zero=3, ep=2),
+            Layout(cp=4, cp_method="allgather", recompute="full"),
+            Layout(cp=4, cp_method="usp", ulysses_degree=2, zero=2, ep=4),
+            Layout(cp=2, cp_method="ulysses", dp_shard=2, zero=1, ep=2),
+            SP,
+            Layout(tp=4, sequence_parallel=True, ep=2),
+            Layout(cp=2, tp=2, sequence_parallel=True, zero=3, ep=4),
+            Layout(pp=2, cp=2, ep=2, schedule="zb-h1"),
+        ],
         EP,
-        Layout(dp_replicate=2),
-        PP,
-        Layout(pp=2, schedule="zb-h1"),
-        Layout(cp=2),  # a rank holds two pieces of a sequence that lie apart
-        Layout(cp=2, cp_method="ring", zero=3, ep=2),
-        Layout(cp=4, cp_method="allgather", recompute="full"),
-        Layout(cp=4, cp_method="usp", ulysses_degree=2, zero=2, ep=4),
-        Layout(cp=2, cp_method="ulysses", dp_shard=2, zero=1, ep=2),
-        SP,
-        Layout(tp=4, sequence_parallel=True, ep=2),
-        Layout(cp=2, tp=2, sequence_parallel=True, zero=3, ep=4),
-        Layout(pp=2, cp=2, ep=2, schedule="zb-h1"),
-    ],
+        Layout(cp=2),
+    ),
     ids=str,
 )
 @pytest.mark.parametrize(
     "changes",
-    [{"capacity_factor": 1.0}, {"aux_scope": "sequence"}, {"capacity_factor": 0.5, "aux_scope": "sequence"}],
+    rest_prove(
+        [{"capacity_factor": 1.0}, {"aux_scope": "sequence"}, {"capacity_factor": 0.5, "aux_scope": "sequence"}],
+        {"capacity_factor": 0.5, "aux_scope": "sequence"},
+    ),
     ids=str,
 )
 def test_what_looks_at_whole_sequences_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):
@@ -162,24 +172,28 @@ WITH_LATENT = replace(CASE, spec=replace(MODEL, n_kv_heads=4, latent_attention=L
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        EP,
-        PP,
+    rest_prove(
+        [
+            EP,
+            PP,
+            SP,
+            Layout(tp=2, sequence_parallel=True),
+            Layout(tp=4, sequence_parallel=True, recompute="full"),
+            Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=1, ep=2),
+            Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3, ep=4),
+            Layout(pp=2, tp=2, sequence_parallel=True, ep=2, schedule="zb-h1"),
+            Layout(cp=2, ep=2),
+            Layout(cp=2, cp_method="ulysses", tp=2, sequence_parallel=True, zero=3, ep=2),
+        ],
         SP,
-        Layout(tp=2, sequence_parallel=True),
-        Layout(tp=4, sequence_parallel=True, recompute="full"),
-        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=1, ep=2),
-        Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3, ep=4),
-        Layout(pp=2, tp=2, sequence_parallel=True, ep=2, schedule="zb-h1"),
-        Layout(cp=2, ep=2),
-        Layout(cp=2, cp_method="ulysses", tp=2, sequence_parallel=True, zero=3, ep=2),
-    ],
+    ),
     ids=str,
 )
 def test_latent_attention_beside_experts_trains_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, WITH_LATENT, layout)
 
 
+@prove
 @pytest.mark.parametrize("q_rank", [0, LATENT.q_rank])
 @pytest.mark.parametrize(
     "layout",
@@ -196,6 +210,7 @@ def test_latent_attention_in_a_dense_model_trains_as_one_process_does(verifier: 
     check(verifier, replace(CASE, spec=replace(WITH_LATENT.spec, moe=None, latent_attention=latent)), layout)
 
 
+@prove
 @pytest.mark.parametrize("layout", [EP, SP], ids=str)
 @pytest.mark.parametrize("preset", ["debug-moe", "mixtral-8x7b", "deepseek-v3"])
 def test_presets_cut_to_test_size_train_as_one_process_does(verifier: Verifier, preset: str, layout: Layout):
@@ -209,7 +224,7 @@ STARVED = with_experts(top_k=1, normalise=False, bias_rate=100.0)
 ALL_TO_ONE = with_experts(top_k=1, normalise=False, bias_rate=100.0, n_experts=2)
 
 
-@pytest.mark.parametrize("layout", [EP, SP, Layout(dp_shard=4, zero=3, ep=2), PP], ids=str)
+@pytest.mark.parametrize("layout", rest_prove([EP, SP, Layout(dp_shard=4, zero=3, ep=2), PP], EP), ids=str)
 @pytest.mark.parametrize("case", [STARVED, ALL_TO_ONE], ids=["experts without a token", "one expert for all"])
 def test_experts_without_a_token_and_one_that_gets_all_train_as_one_process_does(
     verifier: Verifier, case: Case, layout: Layout
@@ -266,15 +281,18 @@ def loads_of_rank(case: Case, layout: Layout) -> Loads:
 
 @pytest.mark.parametrize(
     ("layout", "changes"),
-    [
+    rest_prove(
+        [
+            (EP, {"capacity_factor": 1.0}),
+            (SP, {}),
+            (PP, {"capacity_factor": 0.5, "aux_scope": "sequence"}),
+            (Layout(cp=2, ep=2, recompute="full"), {}),
+            (Layout(cp=2, tp=2, sequence_parallel=True), {"capacity_factor": 0.5, "aux_scope": "sequence"}),
+            (Layout(cp=4), {"capacity_factor": 1.0, "aux_scope": "sequence"}),
+            (Layout(dp_shard=2, zero=3, recompute="full"), {"top_k": 3}),
+        ],
         (EP, {"capacity_factor": 1.0}),
-        (SP, {}),
-        (PP, {"capacity_factor": 0.5, "aux_scope": "sequence"}),
-        (Layout(cp=2, ep=2, recompute="full"), {}),
-        (Layout(cp=2, tp=2, sequence_parallel=True), {"capacity_factor": 0.5, "aux_scope": "sequence"}),
-        (Layout(cp=4), {"capacity_factor": 1.0, "aux_scope": "sequence"}),
-        (Layout(dp_shard=2, zero=3, recompute="full"), {"top_k": 3}),
-    ],
+    ),
     ids=str,
 )
 def test_every_rank_knows_the_load_of_the_whole_batch(layout: Layout, changes: dict):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import prove
 from tests.train.runs import Run, is_alive, kill_itself, records, train, training, trajectory, write_run_file
 
 # From the fault to the end of the command; the rest of a run's time is its start.
@@ -79,6 +80,7 @@ def reads_address_zero(rank: int) -> None:
     in_step_3_of_rank_1(rank, lambda: ctypes.string_at(0))
 
 
+@prove
 def test_a_worker_that_crashes_shows_where_it_was(run_file):
     run = ends_within_seconds(run_file, reads_address_zero, 3)
     assert run.stderr.startswith("error: rank 1 was killed by signal 11 (SIGSEGV)")
@@ -91,6 +93,7 @@ def leaves_with_code_5(rank: int) -> None:
     in_step_3_of_rank_1(rank, lambda: (print("so long", file=sys.stderr, flush=True), os._exit(5)))
 
 
+@prove
 def test_a_worker_that_leaves_without_a_word_is_noticed(run_file):
     run = ends_within_seconds(run_file, leaves_with_code_5, 3)
     assert run.stderr.startswith("error: rank 1 left with code 5 without a word\nthe end of its output:\nso long")
@@ -100,6 +103,7 @@ def leaves_as_if_all_were_well(rank: int) -> None:
     in_step_3_of_rank_1(rank, lambda: os._exit(0))
 
 
+@prove
 def test_code_0_before_the_work_is_done_is_a_failure(run_file):
     run = ends_within_seconds(run_file, leaves_as_if_all_were_well, 3)
     assert run.stderr.startswith("error: rank 1 left with code 0, but before its work was done")
@@ -137,6 +141,7 @@ def is_slow(rank: int) -> None:
     in_step_3_of_rank_1(rank, lambda: time.sleep(60))
 
 
+@prove
 def test_when_the_launcher_is_killed_its_workers_leave_too(run_file):
     with training(run_file, fault=is_slow) as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
@@ -148,6 +153,7 @@ def test_when_the_launcher_is_killed_its_workers_leave_too(run_file):
     assert len(run.workers()) == 2
 
 
+@prove
 def test_two_runs_at_once_on_one_machine_do_not_meet(tokens, tmp_path):
     files = [write_run_file(folder, tokens) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
     # Both are also told of a port that is taken, as a shell that once ran torchrun may tell them.
@@ -217,6 +223,7 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(run_file):
     assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 11))
 
 
+@prove
 def test_under_torchrun_the_rank_at_fault_speaks_and_is_the_root_cause(run_file):
     run = train(run_file, "--resume", fault=raises, torchrun=True, expect=1)
     assert "error: rank 1: RuntimeError: the dog ate rank 1's gradient" in run.stderr
@@ -226,6 +233,7 @@ def test_under_torchrun_the_rank_at_fault_speaks_and_is_the_root_cause(run_file)
     assert not any(is_alive(pid) for pid in run.workers())
 
 
+@prove
 def test_under_torchrun_bad_input_is_told_once_a_machine(run_file):
     train(run_file, "--set", "steps=2")
     run = train(run_file, torchrun=True, expect=1)
@@ -245,6 +253,7 @@ def takes_its_time(rank: int) -> None:
     Trainer.update = slow
 
 
+@prove
 def test_a_ctrl_c_under_torchrun_saves_though_it_reaches_the_workers_twice(run_file):
     with training(run_file, fault=takes_its_time, torchrun=True) as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)

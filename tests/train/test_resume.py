@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import prove, rest_prove
 from tests.train.runs import checkpoints, checksums, kill_itself, train, training, trajectory, write_run_file
 
 
@@ -119,7 +120,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", rest_prove(FAULTS, killed_in_step_13), ids=lambda fault: fault.__name__)
 def test_after_a_kill_the_resumed_run_is_the_uninterrupted_one_to_the_last_bit(fault, run_file, uninterrupted):
     rank, resumed_step, left = FAULTS[fault]
     killed = train(run_file, fault=fault, expect=3)
@@ -146,7 +147,9 @@ def slowly(rank: int) -> None:
     Trainer.update = slow
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", rest_prove([signal.SIGINT, signal.SIGTERM], signal.SIGINT), ids=lambda number: number.name
+)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file, uninterrupted):
     with training(run_file, fault=slowly) as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
@@ -229,6 +232,7 @@ def test_a_run_resumed_on_other_layouts_sees_each_sample_once_and_learns_the_sam
         assert norm == pytest.approx(same_norm, rel=1e-4)
 
 
+@prove
 def test_a_run_goes_on_cut_by_tensor_and_context_parallelism_and_learns_the_same(run_file, uninterrupted):
     hops = [
         ("layout.dp_shard=1", "layout.tp=2"),  # 2 query heads, and copies of the 1 kv head
@@ -258,6 +262,7 @@ def flip(path: Path, at: int = -1) -> None:
     path.write_bytes(content)
 
 
+@prove
 def test_resume_passes_over_damaged_checkpoints_and_says_so_and_refuses_when_all_are(run_file, uninterrupted):
     train(run_file, "--set", "steps=15", "--set", "checkpoint.keep_last=3")
     folder = run_file.parent / "out" / "checkpoints"
@@ -330,6 +335,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@prove
 def test_the_installed_command_with_workers_of_its_own_resumes_after_a_kill(run_file, uninterrupted):
     (run_file.parent / "sitecustomize.py").write_text(textwrap.dedent(SITE))
     command = [sys.executable, "-m", "shardwright", "train", str(run_file)]

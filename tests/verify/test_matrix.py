@@ -17,6 +17,7 @@ from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
 from shardwright.verify import Case, Report, Row, Verifier
 from shardwright.verify.matrix import layouts
+from tests.marks import prove, rest_prove
 from tests.mutation import Mutation
 from tests.train.worlds import SPEC, train_mutated
 
@@ -136,7 +137,7 @@ def test_the_matrix_has_each_layout_once_and_of_that_many_ranks(world_size: int)
         assert {layout.cp_method for layout in found} == set(CP_METHODS)
 
 
-@pytest.mark.slow
+@prove
 @pytest.mark.timeout(600)
 def test_every_layout_of_experts_on_two_ranks_trains_as_one_process_does(verifier: Verifier):
     experts = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch")
@@ -150,7 +151,7 @@ def test_a_layout_that_the_model_cannot_have_is_not_in_the_matrix():
     assert not [layout for layout in layouts(EVEN, 2, 10) if layout.cp_method == "zigzag" and layout.cp == 2]
 
 
-@pytest.mark.slow
+@prove
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_layout_without_a_pipeline_trains_as_one_process_does(verifier: Verifier, world_size: int):
@@ -159,8 +160,9 @@ def test_every_layout_without_a_pipeline_trains_as_one_process_does(verifier: Ve
             check(verifier, CASE, layout)
 
 
+@prove
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world_size", "one_of"), [(2, 1), pytest.param(4, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "one_of"), [(2, 1), (4, 6)])
 def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int, one_of: int):
     case = replace(CASE, spec=DEEP)
     pipelines = [layout for layout in layouts(DEEP, world_size, case.seq_len) if layout.pp > 1]
@@ -172,27 +174,35 @@ def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int
 
 @pytest.mark.parametrize(
     "layout",
-    [
+    rest_prove(
+        [
+            Layout(pp=2, schedule="zb-v"),
+            Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, stage_layers=(2, 1, 1, 1)),
+            Layout(pp=2, tp=2, schedule="dualpipe", sequence_parallel=True),
+        ],
         Layout(pp=2, schedule="zb-v"),
-        Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, stage_layers=(2, 1, 1, 1)),
-        Layout(pp=2, tp=2, schedule="dualpipe", sequence_parallel=True),
-    ],
+    ),
     ids=str,
 )
 @pytest.mark.parametrize(
     "changes",
-    [{"tied_embedding": True}, {"bias": True, "positions": "learned", "norm": "layernorm"}, {"dropout": 0.2}],
+    rest_prove(
+        [{"tied_embedding": True}, {"bias": True, "positions": "learned", "norm": "layernorm"}, {"dropout": 0.2}],
+        {"tied_embedding": True},
+    ),
     ids=str,
 )
 def test_every_choice_of_the_model_is_trained_by_pipelines_too(verifier: Verifier, changes: dict, layout: Layout):
     check(verifier, replace(CASE, spec=replace(DEEP, **changes)), layout)
 
 
+@prove
 @pytest.mark.parametrize("layout", ON_EIGHT, ids=str)
 def test_layouts_of_eight_ranks_train_as_one_process_does(verifier: Verifier, layout: Layout):
     check(verifier, CASE, layout)
 
 
+@prove
 def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifier):
     # 61 rows on 4 ranks of tp are 16, 16, 16 and 13; of 2 ranks that share 13, one has 7 and one 6.
     uneven = replace(CASE, spec=replace(EVEN, vocab_size=61, d_ffn=28))
@@ -213,11 +223,14 @@ def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifie
 )
 @pytest.mark.parametrize(
     "layout",
-    [
+    rest_prove(
+        [
+            Layout(tp=2, sequence_parallel=False),
+            Layout(dp_shard=2, tp=2, zero=2, sequence_parallel=True),
+            Layout(cp=2, tp=2, recompute="full", sequence_parallel=False),
+        ],
         Layout(tp=2, sequence_parallel=False),
-        Layout(dp_shard=2, tp=2, zero=2, sequence_parallel=True),
-        Layout(cp=2, tp=2, recompute="full", sequence_parallel=False),
-    ],
+    ),
     ids=str,
 )
 def test_every_choice_of_the_model_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):
