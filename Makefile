@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 QUICKSTART ?=
 
-.PHONY: help quickstart test lint bench clean
+.PHONY: help quickstart test prove lint bench clean
 
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
-	@echo "make test         install with the test tools and run the tests"
+	@echo "make test         install with the test tools and run the tests; its budget is 6 minutes on 2 cores"
+	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; its budget is 30 minutes"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops; results in benchmarks/results"
 	@echo "make clean        remove .venv and what quickstart wrote"
@@ -28,7 +29,12 @@ quickstart: .venv/.base
 	$(BIN)/shardwright quickstart $(QUICKSTART)
 
 test: .venv/.dev
-	$(BIN)/pytest
+	@echo "unit tests, one parity case a feature, each verb end to end: budget 6 minutes on 2 cores; the rest: make prove"
+	$(BIN)/pytest -m "not prove"
+
+prove: .venv/.dev
+	@echo "matrices of layouts, mutations, kill trials, planner accuracy: budget 30 minutes on 2 cores"
+	$(BIN)/pytest -m prove
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

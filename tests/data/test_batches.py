@@ -202,21 +202,21 @@ def reading_threads() -> list[threading.Thread]:
 def test_at_most_prefetch_batches_are_read_ahead() -> None:
     samples = Numbered(1000)
     with batches(samples, prefetch=3):
+        # Three in the queue and one in the thread's hand; then none for as long as nobody takes one.
+        while samples.reads < 4 * (3 + 1):
+            time.sleep(0.01)
         time.sleep(0.1)
-        # Three in the queue and one in the thread's hand.
         assert samples.reads == 4 * (3 + 1)
 
 
-def test_closing_stops_the_thread_at_once_and_so_does_forgetting() -> None:
+def test_closing_stops_the_thread_and_so_does_forgetting() -> None:
     assert not reading_threads()
     loader = batches(Numbered(1000))
     assert len(reading_threads()) == 1
     next(loader)
     time.sleep(0.02)
-    started_s = time.perf_counter()
     loader.close()
     loader.close()
-    assert time.perf_counter() - started_s < 1
     assert not reading_threads()
     loader = batches(Numbered(1000))
     del loader

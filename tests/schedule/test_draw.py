@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -154,11 +153,9 @@ def test_a_measured_timeline_stands_below_the_planned_one():
     assert " s</text>" in text
 
 
-def test_32_ranks_of_256_microbatches_are_drawn_in_seconds(tmp_path: Path):
+def test_32_ranks_of_256_microbatches_are_drawn_in_less_than_2_mb(tmp_path: Path):
     timeline = planned(simulated("zb-h1", 32, 256))
-    began = time.process_time()
     draw([timeline], tmp_path / "large.svg")
-    assert time.process_time() - began < 10
     assert boxes((tmp_path / "large.svg").read_text()) == {op: 32 * 256 for op in "FIW"}
     assert (tmp_path / "large.svg").stat().st_size < 2e6
 

@@ -1,6 +1,5 @@
 """The simulator agrees with the formulas of the papers, with published bubble rates, and with a slower simulator."""
 
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -295,16 +294,3 @@ def test_times_have_to_fit_the_stages_and_be_0_or_more() -> None:
         simulate(schedule, Times(weight=(1, 2, 3)))
     with pytest.raises(ScheduleError, match="a time is 0 or more"):
         simulate(schedule, Times(comm=-1))
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])
-@pytest.mark.parametrize(("p", "m", "limit_s"), [(32, 256, 0.2), (64, 1024, 2.0)])
-def test_simulation_is_fast(name: str, p: int, m: int, limit_s: float) -> None:
-    """CPU time of this process, the best of three; a quiet machine takes an eighth of the limit."""
-    schedule = build(name, p, m, 2 if name == "interleaved-1f1b" else 1)
-    taken = []
-    for _ in range(3):
-        begin = time.process_time()
-        simulate(schedule, Times(comm=0.1))
-        taken.append(time.process_time() - begin)
-    assert min(taken) < limit_s
