@@ -11,6 +11,7 @@ import pytest
 from shardwright.cost.calibration import LEFT_OUT
 from shardwright.errors import InputError
 from shardwright.plan.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+from tests.marks import prove
 from tests.plan.measured import DENSE, EXPERTS, PIPED, write
 
 
@@ -28,6 +29,7 @@ def error(rows: list[Row], quantity: str) -> float:
 
 # What others reach on the same rows: Calculon 3.65 % on the first and 10.3 % on the second, 19.7 % and 39 % on those of
 # vTrain, which itself profiles each model first and has 14.7 % over nodes.
+@prove
 @pytest.mark.parametrize(
     ("source", "at_most", "rows"),
     [
@@ -44,6 +46,7 @@ def test_step_times_of_megatron_runs(published: Evaluation, source: str, at_most
     assert error(those, "step time") <= at_most
 
 
+@prove
 def test_step_times_of_every_table_of_llm_foundry(published: Evaluation):
     those = [row for row in published.rows if row.run.measured.family == "mpt"]
     assert len(those) == 89
@@ -52,6 +55,7 @@ def test_step_times_of_every_table_of_llm_foundry(published: Evaluation):
         assert error([row for row in those if row.run.measured.source == source], "step time") <= 0.08, source
 
 
+@prove
 def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
     those = [
         row for row in published.rows if row.run.measured.family == "torchtitan" and row.run.job.precision == "bf16"
@@ -60,12 +64,14 @@ def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
     assert error(those, "step time") <= 0.08
 
 
+@prove
 def test_peak_memory_of_torchtitan(published: Evaluation):
     those = [row for row in published.rows if row.run.measured.source == "torchtitan-2412"]
     assert len(those) == 18
     assert error(those, "peak memory") <= 0.08
 
 
+@prove
 def test_peak_memory_of_megatrons_own_tests():
     found = evaluate(MEASURED_RUNS.with_name("megatron_ci.csv"))
     those = [row for row in found.rows if row.run.measured.source == "megatron-ci"]
