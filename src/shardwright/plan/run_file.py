@@ -45,7 +45,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     }
     lines = [
         f"# Written by `{command}`.",
-        f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer's options are defaults.",
+        f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer options are defaults.",
         "",
         _line("out", f"runs/{name}", remarks["out"]),
         _line("steps", steps, remarks["steps"]),
