@@ -111,7 +111,8 @@ def total(
 def compute(what: str, formula: str, unit: str = "s", source: str = "", at: str = "", /, **inputs: ArrayLike) -> Floats:
     """The value of a formula, recorded. So one that has no more to it than arithmetic is written once."""
     found = _evaluated(formula, inputs)
-    note(what, formula, found, unit, source, at, **inputs)
+    if recording():
+        note(what, formula, found, unit, source, at, **inputs)
     return found
 
 
@@ -167,6 +168,7 @@ def _compiled(formula: str) -> tuple[list[tuple[str, CodeType]], CodeType]:
     return compiled, compile(value, "<formula>", "eval")
 
 
+@cache
 def identifier(what: str) -> str:
     """The name under which an entry stands in the formula of another."""
     return re.sub(r"\W+", "_", what).strip("_")

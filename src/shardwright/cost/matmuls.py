@@ -72,14 +72,18 @@ _FORMULA = (
 )
 
 
-def reached_flops_per_s(job: Job, precision: str) -> Floats:
+def reached_flops_per_s(job: Job, precision: str) -> float:
     """What the best shapes of matmuls reach in training."""
     chip = job.cluster.accelerator
-    return ledger.compute(
-        f"rate of matmuls in {precision}", "peak_rate * matmul_share * lasting_share", "FLOP/s",
-        "cost/hardware.toml, cost/calibration.toml", "Rates", peak_rate=chip.flops_per_s[precision],
-        matmul_share=chip.matmul_share[precision], lasting_share=job.calibration.products(chip.name),
-    )  # fmt: skip
+    lasting = job.calibration.products(chip.name)
+    rate = chip.flops_per_s[precision] * chip.matmul_share[precision] * lasting
+    if ledger.recording():
+        ledger.note(
+            f"rate of matmuls in {precision}", "peak_rate * matmul_share * lasting_share", rate, "FLOP/s",
+            "cost/hardware.toml, cost/calibration.toml", "Rates", peak_rate=chip.flops_per_s[precision],
+            matmul_share=chip.matmul_share[precision], lasting_share=lasting,
+        )  # fmt: skip
+    return rate
 
 
 def layer_matmuls(job: Job, of: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:

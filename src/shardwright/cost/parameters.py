@@ -67,7 +67,8 @@ def of_ranks(
 
     Ignored: rows that no published number counts, such as the load of the experts.
     """
-    ends = _ends(model, len(stages.layers), tp, tp_rank, vocabulary_multiple)
+    matrix_rows = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple)
+    ends = _ends(model, len(stages.layers), matrix_rows)
     dense, expert = ends.copy(), np.zeros_like(ends)
     of_block: dict[Block, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
@@ -82,7 +83,7 @@ def of_ranks(
         expert += of_experts[:, None] * layers
         layer_dense, layer_expert = np.maximum(layer_dense, of_plain), np.maximum(layer_expert, of_experts)
         matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
-    head = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple) * model.d_model
+    head = matrix_rows * model.d_model
     return Parameters(dense, expert, ends, layer_dense, layer_expert, matrix, head, of_block)
 
 
@@ -122,14 +123,12 @@ def ways(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
     return tp if split in SPLIT_DIM else 1
 
 
-def _ends(model: ModelSpec, n_stages: int, tp: Ints, tp_rank: int, multiple: int) -> Ints:
+def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
     """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied matrix counts in
-    both, once where they are one."""
-    found = np.zeros((len(tp), n_stages), dtype=np.int64)
+    both, once where they are one. `matrix_rows`: of the vocabulary on a rank."""
+    found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
     for row in end_rows(model):
-        count = np.full_like(tp, row.numel)
-        if row.split == "vocabulary":
-            count = vocabulary_rows(model, tp, tp_rank, multiple) * model.d_model
+        count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel
         found[:, 0 if row.kind == "embedding" else -1] += count
         if row.kind == "embedding" and row.matmul and n_stages > 1:
             found[:, -1] += count
