@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.common import console, print_json, verb
+from shardwright.cli.common import print_json, verb
+from shardwright.cli.common import say as tell
 from shardwright.config import RunConfig, load
 from shardwright.errors import DataError
 from shardwright.files import new_folder
@@ -110,7 +111,7 @@ def quickstart(
     not seen, draws the curves and lets the model write. Run again it reuses what is there; interrupted, it goes on.
     """
     places = Places(out)
-    say = _silent if json else _say
+    say = _silent if json else tell
     began = time.monotonic()
     _gather(places.corpus, say)
     vocab_size = _tokenise(places, say)
@@ -123,10 +124,6 @@ def quickstart(
         print_json(answer)
     else:
         _next_steps(answer, places, time.monotonic() - began)
-
-
-def _say(text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def _silent(text: str) -> None:
@@ -259,11 +256,11 @@ def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:
         "checkpoint": answer["checkpoint"],
         "tokens": places.data,
     }
-    _say(f"\nWhere everything is ({format_seconds(seconds)} in all)")
+    tell(f"\nWhere everything is ({format_seconds(seconds)} in all)")
     for name, path in rows.items():
-        _say(f"  {name:<11} {path}")
+        tell(f"  {name:<11} {path}")
     command = "shardwright" if shutil.which("shardwright") else sys.argv[0]
-    _say(
+    tell(
         f"""
 What to try next
   {command} sample {run} --prompt "import os"

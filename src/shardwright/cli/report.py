@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shardwright.cli.common import console, print_json, verb
+from shardwright.cli.common import console, print_json, say, verb
 from shardwright.errors import InputError
 from shardwright.report.curves import draw_curves
 from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
@@ -69,7 +69,7 @@ def report(
     console.print(f"[bold]{escape(model_in_words(run))}, on {escape(layout_in_words(run.config.layout.layout()))}[/]")
     rows = {**_rows(told), **files}
     for name, value in rows.items():
-        console.print(f"  {name:<14} {value}", markup=False, soft_wrap=True)
+        say(f"  {name:<14} {value}")
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:

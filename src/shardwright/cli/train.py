@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shardwright.cli.common import console, print_json, verb
+from shardwright.cli.common import Overrides, console, print_json, verb
 from shardwright.config import load
 from shardwright.reference import keys
 
@@ -16,10 +16,7 @@ def train(
     run_file: Annotated[
         Path | None, typer.Argument(help="the run file, TOML; see examples/", show_default=False)
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="go on from the last good checkpoint; the same as --set checkpoint.resume=auto"),

@@ -1,14 +1,13 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from shardwright.cli.common import console, error_console, print_json, verb
+from shardwright.cli.common import AsJson, Overrides, columns, console, error_console, print_json, verb
 from shardwright.config import RunConfig, load
 from shardwright.errors import ConfigError, InputError
 
@@ -17,16 +16,15 @@ if TYPE_CHECKING:
     from shardwright.verify import Case, Report, Verifier
 
 
-@verb
-def verify(
-    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
-    ] = None,
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
+    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/", show_default=False)]
+    overrides: Overrides = None
     against: Annotated[
         str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
-    ] = "single",
+    ] = "single"
     overrides_b: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,27 +34,30 @@ def verify(
             "batch.micro_batch) on top of those of --set; may be repeated",
             show_default=False,
         ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 3,
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 3
     dtype: Annotated[
         str,
         typer.Option(
             help="float64, float32, or bfloat16 (products in bfloat16, weights and sums in float32); float64 tells a "
             "bug from rounding best"
         ),
-    ] = "float64",
+    ] = "float64"
     matrix: Annotated[
         int | None,
         typer.Option(
             metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
         ),
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="the true sizes of model and batch, not cut to test size")
-    ] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")] = False,
-) -> None:
+    ] = None
+    full: Annotated[bool, typer.Option("--full", help="the true sizes of model and batch, not cut to test size")] = (
+        False
+    )
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0
+    json: AsJson = False
+
+
+@verb
+def verify(options: Options) -> None:
     """Prove that a layout computes what one process computes.
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
@@ -74,12 +75,26 @@ def verify(
 
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
-    configs = _configs(run_file, overrides or [], against, overrides_b, matrix)
-    from shardwright.verify import Verifier, cut
+    configs = _configs(options)
+    from shardwright.verify import Verifier
+
+    cases, chosen = _cases(configs, options)
+    with Verifier(timeout_s=options.timeout_s) as verifier:
+        if options.matrix is not None:
+            _matrix(verifier, cases[0], chosen, options.json)
+        else:
+            sides = list(zip(cases, chosen, strict=True))
+            second = sides[1] if options.overrides_b is not None else None
+            _one(verifier, *sides[0], second, options.json, _sizes(configs[0], cases[0]))
+
+
+def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case], list[Layout]]":
+    """What is trained, for each run file, and the layouts that are verified: one for each run file, or the matrix."""
+    from shardwright.verify import cut
     from shardwright.verify.case import cut_layout, whole
     from shardwright.verify.matrix import layouts
 
-    config = configs[0]
+    config, full, matrix = configs[0], options.full, options.matrix
     chosen = [each.layout.layout() for each in configs]
     if matrix is not None:
         chosen = layouts(config.model.spec(), matrix, config.batch.seq_len)
@@ -88,6 +103,7 @@ def verify(
             chosen = [each for each in chosen if true_case.shares(each)]
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
+    steps, dtype = options.steps, options.dtype
     # Both sides train on one global batch: it is cut for the side with the larger microbatches.
     coarse = max(configs, key=lambda each: each.batch.micro_batch)
     case = whole(coarse, steps=steps, dtype=dtype) if full else cut(coarse, chosen, steps=steps, dtype=dtype)
@@ -97,26 +113,22 @@ def verify(
     ]
     if not full:
         chosen = [cut_layout(layout, config, case) for layout in chosen]
-    with Verifier(timeout_s=timeout_s) as verifier:
-        if matrix is not None:
-            _matrix(verifier, cases[0], chosen, json)
-        else:
-            sides = list(zip(cases, chosen, strict=True))
-            _one(verifier, *sides[0], sides[1] if overrides_b is not None else None, json, _sizes(config, cases[0]))
+    return cases, chosen
 
 
-def _configs(
-    run_file: Path, overrides: Sequence[str], against: str, overrides_b: Sequence[str] | None, matrix: int | None
-) -> list[RunConfig]:
+def _configs(options: Options) -> list[RunConfig]:
     """The run file, and its second form if there is one. Raises InputError for options that do not go together."""
-    if against != "single":
-        raise InputError(f"--against {against}: valid is single; to compare with another layout use --set-b KEY=VALUE")
-    if overrides_b is not None and matrix is not None:
+    overrides, overrides_b = options.overrides or [], options.overrides_b
+    if options.against != "single":
+        raise InputError(
+            f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
+        )
+    if overrides_b is not None and options.matrix is not None:
         raise InputError("--set-b names a second layout and --matrix compares all with one process; leave one out")
-    config = load(run_file, overrides)
+    config = load(options.run_file, overrides)
     if overrides_b is None:
         return [config]
-    other = load(run_file, [*overrides, *overrides_b])
+    other = load(options.run_file, [*overrides, *overrides_b])
     one, two = _flat(config.model_dump()), _flat(other.model_dump())
     changed = [key for key in one if one[key] != two[key]]
     if wrong := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
@@ -191,12 +203,8 @@ def _sizes(config: RunConfig, case: "Case") -> str:
 def _print(report: "Report", sizes: str) -> None:
     console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]")
     console.print(sizes, markup=False)
-    table = Table(
-        "compared", "worst at", "step", "error", "tolerance", "equal", box=None, header_style="bold", pad_edge=False
-    )
-    table.columns[1].overflow = "fold"
-    for column in (2, 3, 4):
-        table.columns[column].justify = "right"
+    table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
+    table.columns[1].overflow, table.columns[-1].justify = "fold", "left"
     failing = sorted((row for row in report.rows if not row.equal), key=lambda row: -row.excess)
     shown = report.worst_of_each()
     for row in shown + [row for row in failing if row not in shown][:8]:
@@ -232,12 +240,8 @@ def _print(report: "Report", sizes: str) -> None:
 
 
 def _print_matrix(reports: Sequence["Report"]) -> None:
-    table = Table(
-        "layout", "worst at", "error", "tolerance", "copies", "", box=None, header_style="bold", pad_edge=False
-    )
-    table.columns[1].overflow = "fold"
-    for column in (2, 3, 4):
-        table.columns[column].justify = "right"
+    table = columns("layout", "worst at", "error", "tolerance", "copies", "", left=2)
+    table.columns[1].overflow, table.columns[-1].justify = "fold", "left"
     for report in reports:
         worst = report.worst
         copies = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
