@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwright import processes
-from shardwright.config import RunConfig
+from shardwright.config import RunConfig, resolved_toml
 from shardwright.processes import Worker
 
 LISTEN_FD = "SHARDWRIGHT_LISTEN_FD"  # the descriptor of a socket, bound here, that rank 0 listens on
@@ -40,7 +40,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> None:
         with _forward_signals(workers) as asked:
             _start(workers, config.layout.layout().world_size, log_dir)
             for worker in workers:
-                worker.send((config, quiet))
+                worker.send((resolved_toml(config), quiet))
             processes.results(workers, is_asked=lambda: asked.signal is not None)
             for worker in workers:
                 worker.wait()  # how it ends says nothing once its work is done

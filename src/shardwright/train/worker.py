@@ -8,6 +8,7 @@ FD is the descriptor of its connection to the launcher, which sends the run file
 import faulthandler
 import os
 import sys
+import tomllib
 import traceback
 from multiprocessing.connection import Connection
 
@@ -19,14 +20,15 @@ def main() -> None:
     """The process of one rank; the exit code is that of its error."""
     link = Link(Connection(int(sys.argv[1])))
     faulthandler.enable()
+    from shardwright.config import parse
     from shardwright.train.loop import run
     from shardwright.train.ranks import place_from_environment
 
     place = place_from_environment()
     assert place is not None
     try:
-        config, quiet = link.next_task()
-        run(config, place, quiet=quiet)
+        run_toml, quiet = link.next_task()
+        run(parse(tomllib.loads(run_toml)), place, quiet=quiet)
         link.done()
     except BaseException as error:
         traceback.print_exception(error)
