@@ -192,7 +192,14 @@ def children(pid: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_ctrl_c_ends_every_rank_and_says_one_word(run_file: Path):
     command = [sys.executable, "-m", "shardwright", "verify", str(run_file), "--matrix", "4"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # Tests that a shell runs in its background ignore SIGINT, and what they start would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     until = time.monotonic() + 60
     while len(below := children(process.pid)) < 4 and time.monotonic() < until:
         time.sleep(0.05)
