@@ -11,6 +11,8 @@ from shardwright.plan.run_columns import Measured, columns
 from shardwright.schedule.named import ONE_F_ONE_B
 
 LONGEST_QUOTE = 40
+FEW = 3
+"""Missing columns that are explained one by one."""
 
 
 def read_runs(path: Path) -> list[Run | Skipped]:
@@ -61,12 +63,19 @@ def _header_problems(header: list[str]) -> Iterator[str]:
             return
     for name in dict.fromkeys(header):
         if name not in columns():
-            yield f"column {_quoted(name)!r} is not known; {nearest(name, columns())}"
+            hint = nearest(name, columns())
+            yield f"column {_quoted(name)!r} is not known" + (f"; {hint}" if hint.startswith("did") else "")
         elif header.count(name) > 1:
             yield f"column {name!r} stands there {header.count(name)} times; valid: once"
-    for name, column in columns().items():
-        if name not in header:
-            yield f"column {name!r} is missing; it is: {column.help}; a cell may be empty where a row need not say it"
+    missing = [name for name in columns() if name not in header]
+    for name in missing[:FEW]:
+        yield f"column {name!r} is missing; it is: {columns()[name].help}"
+    if missing:
+        rest = f"{len(missing) - FEW} more are missing: {', '.join(missing[FEW:])}; " if missing[FEW:] else ""
+        yield (
+            f"{rest}a table has all {len(columns())} columns, with empty cells where a row need not say them; "
+            "docs/measured-runs.md says what each is"
+        )
 
 
 def _read(cells: dict[str, str]) -> tuple[Measured, list[str]]:
