@@ -4,6 +4,7 @@ P is the number of parameters, N the ranks that share their state.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,8 +100,12 @@ def test_the_optimizers_step_is_the_fullest_where_activations_are_few():
     assert found.kinds["working"][0, 0] == 100 * resolve("debug").n_parameters
 
 
-def peak(stack: str, model: str, micro_batch: int, recompute: str, **layout: int | bool | str) -> float:
-    return float(memory.of(job(model, STACKS[stack]), one(micro_batch, recompute, **layout)).peak_bytes[0])
+def taken(stack: str, model: str, micro_batch: int, recompute: str, **layout: int | bool | str) -> memory.Memory:
+    return memory.of(job(model, STACKS[stack]), one(micro_batch, recompute, **layout))
+
+
+def peak(**layout: Any) -> float:
+    return float(taken(**layout).peak_bytes[0])
 
 
 LAYOUTS = st.fixed_dictionaries(
@@ -119,13 +124,16 @@ FEW = settings(max_examples=60, deadline=None)
 
 @FEW
 @given(LAYOUTS, st.sampled_from([2, 4]))
-def test_memory_never_rises_with_the_stage_of_zero(layout: dict[str, int | str], n: int):
-    found = [
-        peak(**layout, sequence_parallel=True, zero=zero, dp_shard=n, **_each_microbatch(layout, zero))  # type: ignore[arg-type]
+def test_memory_never_rises_with_the_stage_of_zero(layout: dict[str, Any], n: int):
+    one, two, three = (
+        taken(**layout, sequence_parallel=True, zero=zero, dp_shard=n, **_each_microbatch(layout, zero))
         for zero in (1, 2, 3)
-    ]
-    none = peak(**layout, sequence_parallel=True, dp_replicate=n)  # type: ignore[arg-type]
-    assert none >= found[0] >= found[1] >= found[2]
+    )
+    none = peak(**layout, sequence_parallel=True, dp_replicate=n)
+    assert none >= one.peak_bytes[0] >= two.peak_bytes[0]
+    # On few ranks, a stage of few layers may gather at once more than ZeRO-3 has sharded of its weights.
+    more = three.kinds["weights"] + three.kinds["gathered"] - two.kinds["weights"]
+    assert three.peak_bytes[0] <= two.peak_bytes[0] + max(0.0, float(more.max()))
 
 
 def _each_microbatch(layout: dict[str, int | str], zero: int) -> dict[str, str]:
