@@ -19,6 +19,7 @@ from shardwright.data.prepare import Progress, prepare
 from shardwright.data.shards import Manifest, TokenSplit, open_split, verify_checksums
 from shardwright.data.tokenizer import load_tokenizer, train_bpe
 from shardwright.errors import DataError
+from tests.marks import prove
 
 
 def decoded(folder: Path, split: str) -> list[str]:
@@ -245,6 +246,7 @@ def test_a_process_killed_while_replacing_loses_neither_folder(tmp_path: Path, t
     assert decoded(tmp_path / "out", "train") == ["one"]
 
 
+@prove
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Path) -> None:
     peaks = []
     for megabytes in (5, 20):

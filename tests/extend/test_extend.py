@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.data.prepare import prepare
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "lion", "parallel_block")]
@@ -70,6 +70,7 @@ def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():
     assert "1F1B with about twice as many forward passes" in said
 
 
+@prove
 def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(tmp_path: Path):
     written = tmp_path / "planned.toml"
     shardwright("plan", RUN, "--cluster", "cpu:2/2", "--write", written)

@@ -17,6 +17,7 @@ from shardwright.report.plan_page import write_page
 from shardwright.report.plan_pictures import KINDS, ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.report.style import COLOURS, DARK_COLOURS
 from shardwright.units import GiB
+from tests.marks import prove
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,7 @@ def test_time_is_drawn_for_each_layout_with_its_total(plan: Plan):
     assert "matrix products" in shown
 
 
+@prove
 def test_speed_is_drawn_for_each_size_and_lies_on_what_a_search_there_finds(plan: Plan):
     points = by_size(plan)
     assert [point.size for point in points] == [8, 16, 32, 64, 128]

@@ -54,7 +54,7 @@ def test_two_ranks_with_room_for_three_microbatches_wait_for_nothing():
     assert (auto.staggered, simulate(auto, Times()).bubble_rate) == (True, 0)
 
 
-@pytest.mark.parametrize(("p", "m", "f", "i", "w", "comm", "h1", "h2"), PUBLISHED)
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "comm", "h1", "h2"), rest_prove(PUBLISHED, *PUBLISHED[:4]))
 def test_published_times_give_the_hand_made_bubble_in_p_and_nearly_none_in_2p(p, m, f, i, w, comm, h1, h2):
     """For 8 ranks and 24 microbatches 0.0433, the paper's own for its automatic schedule in 2p (ZB-2p)."""
     times = Times(f, i, w, comm)

@@ -21,6 +21,7 @@ from shardwright.train.checkpoint.state import load, save
 from shardwright.train.checkpoint.store import CheckpointStore
 from shardwright.train.optimizer import build_optimizer
 from tests.distributed import run_ranks
+from tests.marks import prove
 from tests.mutation import Mutation, mutated
 from tests.train.checkpoints import DATA, ONE, ZERO_3, Logical, equal, load_ranks, logical, save_ranks, take_step
 from tests.train.worlds import OPTIMIZER, SEED, SPEC, build, local_batch
@@ -96,6 +97,7 @@ def test_any_layout_takes_up_bit_for_bit_what_any_other_has_saved(tmp_path):
         expected = outcomes[0][1]
 
 
+@prove
 def test_tensor_and_context_parallel_layouts_take_up_bit_for_bit_what_any_other_has_saved(tmp_path):
     expected = None
     for step, layout in enumerate(CUT):
@@ -107,7 +109,9 @@ def test_tensor_and_context_parallel_layouts_take_up_bit_for_bit_what_any_other_
         expected = outcomes[0][1]
 
 
-@pytest.mark.parametrize("spec", [EXPERTS, EXPERTS_AND_LATENT], ids=["", "latent attention"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(EXPERTS, id=""), pytest.param(EXPERTS_AND_LATENT, id="latent attention", marks=prove)]
+)
 def test_experts_dealt_out_in_any_way_are_taken_up_bit_for_bit_with_the_biases_of_routers(tmp_path, spec: ModelSpec):
     expected: Logical = {}
     for step, layout in enumerate(DEALT_OUT):
@@ -125,8 +129,11 @@ def test_experts_dealt_out_in_any_way_are_taken_up_bit_for_bit_with_the_biases_o
 
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUTS[2], LAYOUTS[3], LAYOUTS[6]],
-    ids=["sharded", "hybrid", "replicated"],
+    [
+        pytest.param(LAYOUTS[2], id="sharded"),
+        pytest.param(LAYOUTS[3], id="hybrid", marks=prove),
+        pytest.param(LAYOUTS[6], id="replicated", marks=prove),
+    ],
 )
 def test_every_byte_is_written_once_and_by_all_ranks_together(tmp_path, layout):
     expected = run_ranks(save_ranks, 4, tmp_path, layout)[0]
@@ -177,6 +184,7 @@ def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(save
     assert "is not a checkpoint: there is no such folder" in str(run_ranks(load_ranks, 1, saved / "no", ONE)[0])
 
 
+@prove
 def test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen(saved):
     # The check mutated away, float32 goes into float64 in silence; so it is the check that refuses.
     bug = Mutation(
@@ -232,6 +240,7 @@ def test_the_first_step_after_a_resume_has_the_weight_decay_and_the_rate_of_the_
     assert not equal(run_ranks(resumed_step, 2, saved, 0.1, 3e-3)[0], expected)
 
 
+@prove
 @pytest.mark.parametrize("bug", STALE)
 def test_bug_24_a_parameter_group_that_is_stale_after_a_resume_is_seen(saved, bug):
     expected = run_ranks(resumed_step, 2, None, 0.7, 3e-3)[0]

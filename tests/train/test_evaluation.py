@@ -14,6 +14,7 @@ from shardwright.model.init import initialise
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part
 from tests.distributed import run_ranks
+from tests.marks import rest_prove
 from tests.train.worlds import RATE, SEED, SPEC, build, local_batch
 
 GROUPED = replace(SPEC, n_heads=4, n_kv_heads=2, n_layers=4, dropout=0.2)
@@ -41,22 +42,28 @@ def evaluated(layout: Layout) -> float:
 
 @pytest.mark.parametrize(
     "layout",
-    [
+    rest_prove(
+        [
+            Layout(),
+            Layout(dp_shard=2, zero=3),
+            Layout(tp=2, sequence_parallel=False),
+            Layout(tp=4, sequence_parallel=True),
+            Layout(cp=2),
+            Layout(cp=4, cp_method="usp", ulysses_degree=2, zero=1),
+            Layout(dp_replicate=2, cp=2, cp_method="allgather"),
+            Layout(cp=2, tp=2, sequence_parallel=True, zero=3),
+            Layout(pp=4),
+            Layout(pp=2, schedule="dualpipe"),
+            Layout(pp=2, schedule="dualpipe", dp_replicate=2),
+            Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, dp_shard=2, zero=3),
+            Layout(pp=2, schedule="zb-v", tp=2, sequence_parallel=True),
+            Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
+        ],
         Layout(),
         Layout(dp_shard=2, zero=3),
-        Layout(tp=2, sequence_parallel=False),
-        Layout(tp=4, sequence_parallel=True),
-        Layout(cp=2),
-        Layout(cp=4, cp_method="usp", ulysses_degree=2, zero=1),
-        Layout(dp_replicate=2, cp=2, cp_method="allgather"),
         Layout(cp=2, tp=2, sequence_parallel=True, zero=3),
-        Layout(pp=4),
         Layout(pp=2, schedule="dualpipe"),
-        Layout(pp=2, schedule="dualpipe", dp_replicate=2),
-        Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, dp_shard=2, zero=3),
-        Layout(pp=2, schedule="zb-v", tp=2, sequence_parallel=True),
-        Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
-    ],
+    ),
     ids=str,
 )
 def test_a_layout_evaluates_as_one_process_does(layout: Layout):

@@ -13,6 +13,7 @@ import pytest
 
 from shardwright.errors import InputError
 from shardwright.train.ranks import Place, first_host, meeting_point, place_from_environment
+from tests.marks import prove
 from tests.train.runs import trajectory, write_run_file
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -94,6 +95,7 @@ def started_by_hand(run_file: Path, environments: list[dict[str, str]], *argumen
     return [(process.wait(), process.stderr.read()) for process in processes]
 
 
+@prove
 def test_two_processes_that_srun_has_started_train_together(tokens, tmp_path):
     run_file = write_run_file(tmp_path, tokens)
     job = SRUN | {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid())}

@@ -255,12 +255,15 @@ def test_in_float64_biases_and_loads_of_routers_are_held_to_rounding(verifier: V
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [
-        ("float32", Layout(dp_shard=2, zero=2, ep=2)),
+    rest_prove(
+        [
+            ("float32", Layout(dp_shard=2, zero=2, ep=2)),
+            ("bfloat16", Layout(dp_shard=2, zero=2, ep=2)),
+            ("bfloat16", Layout(tp=2, sequence_parallel=True, ep=2)),
+            ("bfloat16", Layout(pp=2, dp_shard=2, zero=3, ep=2, zero_pp_gather="microbatch")),
+        ],
         ("bfloat16", Layout(dp_shard=2, zero=2, ep=2)),
-        ("bfloat16", Layout(tp=2, sequence_parallel=True, ep=2)),
-        ("bfloat16", Layout(pp=2, dp_shard=2, zero=3, ep=2, zero_pp_gather="microbatch")),
-    ],
+    ),
     ids=str,
 )
 def test_in_fewer_bits_biases_of_routers_may_move_by_their_rate(verifier: Verifier, dtype: str, layout: Layout):

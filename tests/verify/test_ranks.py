@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwright.errors import LayoutError, WorkerError
 from tests.distributed import run_ranks
+from tests.marks import prove
 
 
 def sum_of_ranks(factor: int) -> int:
@@ -69,6 +70,7 @@ print(parity(Case(spec, seq_len=16, global_batch=4, steps=1), Layout(dp_replicat
 """
 
 
+@prove
 def test_a_script_needs_no_guard_and_nothing_is_warned_of(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
