@@ -68,12 +68,18 @@ def mutated(*mutations: Mutation) -> Iterator[None]:
 
 
 def _compiled(tree: Any, owner: Any, name: str, namespace: dict[str, Any]) -> Any:
-    """The function of a tree, made inside another that holds `__class__`: without it `super()` finds no class."""
-    outer = ast.parse(f"def make(__class__):\n    return {name}")
-    outer.body[0].body[:0] = tree.body  # type: ignore[attr-defined]
+    """The function of a tree, made inside another that holds `__class__`: without it `super()` finds no class. There it
+    has another name, so that a method may call a function of its module that is named as it is."""
+    inner = f"mutated_{name}"
+    outer = ast.parse(f"def make(__class__):\n    return {inner}")
+    body = copy.deepcopy(tree.body)
+    body[0].name = inner
+    outer.body[0].body[:0] = body  # type: ignore[attr-defined]
     space: dict[str, Any] = {}
     exec(compile(ast.fix_missing_locations(outer), f"<mutated {name}>", "exec"), namespace, space)
-    return space["make"](owner)
+    found = space["make"](owner)
+    found.__name__ = name
+    return found
 
 
 def _as_expression(text: str) -> ast.expr | None:

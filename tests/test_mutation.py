@@ -27,6 +27,21 @@ class Scaling(Base):
         return self.by(super().scaled(total))
 
 
+def doubled(x: int) -> int:
+    return 2 * x
+
+
+class Calling:
+    def doubled(self, x: int) -> int:
+        return doubled(x) + 1
+
+
+def test_a_method_still_calls_the_function_of_its_module_that_is_named_as_it_is():
+    with mutated(Mutation(f"{__name__}:Calling.doubled", "doubled(x) + 1", "doubled(x) + 2")):
+        assert Calling().doubled(3) == 8
+        assert Calling.doubled.__name__ == "doubled"
+
+
 def test_a_changed_expression_statement_or_static_method_is_what_runs_and_only_in_the_with():
     with mutated(
         Mutation(f"{__name__}:Scaling.by", "x*3", "x * 5"),
