@@ -6,7 +6,6 @@ and 4, float64.
 B, T, D as in the model; X bytes of what goes between two stages.
 """
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -355,15 +354,12 @@ def test_token_shards_make_messages_smaller():
 
 
 def timelines(layout: Layout) -> list[list[tuple[Action, float, float]]]:
-    """Of two steps, in seconds since each began, with an evaluation after each."""
+    """Of two steps, with an evaluation after each."""
     trainer = build(layout, torch.float64, EVEN)
     found = []
     for step in range(2):
-        begin = time.time()
         take_step(trainer, step)
-        found.append(
-            [(Action(*action), start - begin, end - begin) for action, start, end in pipeline(trainer).timeline.spans()]
-        )
+        found.append([(Action(*action), start, end) for action, start, end in pipeline(trainer).timeline.spans()])
         trainer.evaluate([local_batch(step, 0, 1, MICROBATCHES)])
         assert len(pipeline(trainer).timeline.spans()) == len(found[-1]), "an evaluation leaves it alone"
     return found
@@ -378,4 +374,3 @@ def test_the_timeline_of_a_step_has_every_action_of_the_rank_once_in_order_and_o
             assert [action for action, _, _ in spans] == list(ranks[rank])
             moments = [moment for _, start, end in spans for moment in (start, end)]
             assert moments == sorted(moments)
-            assert moments[0] > -1e-3, "the clocks of start and of spans differ by less than a millisecond"
