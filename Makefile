@@ -7,8 +7,8 @@ QUICKSTART ?=
 
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
-	@echo "make test         install with the test tools and run the tests; its budget is 6 minutes on 2 cores"
-	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; its budget is 30 minutes"
+	@echo "make test         install with the test tools and run the tests; 8 to 9 minutes on 2 cores"
+	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 25 minutes"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops; results in benchmarks/results"
 	@echo "make clean        remove .venv and what quickstart wrote"
@@ -29,11 +29,11 @@ quickstart: .venv/.base
 	$(BIN)/shardwright quickstart $(QUICKSTART)
 
 test: .venv/.dev
-	@echo "unit tests, one parity case a feature, each verb end to end: budget 6 minutes on 2 cores; the rest: make prove"
+	@echo "unit tests, one parity case a feature, each verb end to end: 8 to 9 minutes on 2 cores; the rest: make prove"
 	$(BIN)/pytest -m "not prove"
 
 prove: .venv/.dev
-	@echo "matrices of layouts, mutations, kill trials, planner accuracy: budget 30 minutes on 2 cores"
+	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 25 minutes on 2 cores"
 	$(BIN)/pytest -m prove
 
 lint: .venv/.dev
