@@ -10,11 +10,29 @@ import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from shardwright.errors import ConfigError
 
 _LOADED: list[str] = []
+
+
+class Named(Protocol):
+    """A row of a registry."""
+
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Named)
+
+
+def add(rows: dict[str, R], what: str, row: R) -> R:
+    """Add a row to a registry; `what` it is, for the message. Raises ConfigError for a name that is taken."""
+    if row.name in rows:
+        raise ConfigError(f"{what} named {row.name!r} is registered already; choose another name")
+    rows[row.name] = row
+    return row
 
 
 def resolve(name: str, folder: Path = Path()) -> str:

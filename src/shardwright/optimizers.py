@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.errors import ConfigError
+from shardwright import extensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {}
 
 def register(kind: OptimizerKind) -> OptimizerKind:
     """Add an optimizer. Raises ConfigError for a name that is taken."""
-    if kind.name in OPTIMIZERS:
-        raise ConfigError(f"an optimizer named {kind.name!r} is registered already; choose another name")
-    OPTIMIZERS[kind.name] = kind
-    return kind
+    return extensions.add(OPTIMIZERS, "an optimizer", kind)
 
 
 register(

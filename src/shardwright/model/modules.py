@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardwright import extensions
 from shardwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -276,10 +277,7 @@ FAMILIES: dict[str, Family] = {}
 
 def register(family: Family) -> Family:
     """Add a family, whose name `[model] family` may then say. Raises ConfigError for a name that is taken."""
-    if family.name in FAMILIES:
-        raise ConfigError(f"a model family named {family.name!r} is registered already; choose another name")
-    FAMILIES[family.name] = family
-    return family
+    return extensions.add(FAMILIES, "a model family", family)
 
 
 register(
