@@ -96,6 +96,7 @@ def test_one_sequence_is_one_and_the_peak_of_fp32_is_that_of_tf32_and_every_part
     assert all(kind in result.output for kind, seconds in parts.items() if seconds > 1e-6)
 
 
+@pytest.mark.prove
 def test_a_layout_that_is_as_fast_is_named_in_one_line():
     asked = ("--model", "llama-3.1-70b", "--cluster", "h100:64", "--global-batch", 1024, "--seq-len", 8192)
     result = plan(*asked, "--top", 4, columns=400)
@@ -108,6 +109,7 @@ def test_top_is_how_many_are_listed():
     assert len(document(*SMALL, "--top", 3)["best"]) == 3
 
 
+@pytest.mark.prove
 def test_a_larger_margin_leaves_less():
     n_fit = [document(*REAL, "--top", 1, "--memory-margin", margin)["n_fit"] for margin in (0.0, 0.1, 0.5)]
     assert n_fit[0] > n_fit[1] > n_fit[2]

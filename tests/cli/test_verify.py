@@ -81,6 +81,7 @@ def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
     assert "cut to 3 layers" in result.output
 
 
+@prove
 def test_a_pipeline_is_among_what_is_switched_off(run_file: Path, monkeypatch: pytest.MonkeyPatch):
     with_bug(monkeypatch, TWICE)
     pipeline = ("--set", "layout.pp=2", "--set", "layout.schedule=zb-v", "--set", "layout.dp_shard=2")

@@ -98,6 +98,7 @@ def test_every_axis_with_all_three_is_equal_to_one_process(layout: str):
     assert "equal: " in shardwright("verify", RUN, *options)
 
 
+@prove
 def test_they_are_trained_and_resumed(where: tuple[Path, tuple[str, ...]]):
     out, options = where
     shardwright("train", RUN, *options)

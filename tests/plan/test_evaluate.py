@@ -83,6 +83,7 @@ def test_peak_memory_of_megatrons_own_tests():
     assert {row.measured.usable for row in found.skipped} == {"no"}
 
 
+@prove
 def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: Evaluation):
     fitted = [each for each in published.summaries if each.left_out is not None]
     assert {each.source for each in fitted} == set(LEFT_OUT)

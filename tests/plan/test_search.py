@@ -27,7 +27,7 @@ from shardwright.plan.search import Plan, fits, limit_bytes, search, survey
 from shardwright.plan.space import groups
 from shardwright.plan.words import also_fast, left_out
 from shardwright.units import GiB
-from tests.marks import prove
+from tests.marks import prove, rest_prove
 
 DEEP = replace(PRESETS["debug"], n_layers=6, d_model=512, n_heads=8, head_dim=64, d_ffn=1536)
 MIXED = replace(PRESETS["debug-moe"], n_layers=6, d_model=512)
@@ -102,13 +102,17 @@ def check_against_brute_force(asked: Job, top: int) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "hardware", "global_batch", "memory_gib"),
-    [
-        (DEEP, "h100:4/4", 16, None),
-        (DEEP, "a100:8/4", 8, 0.35),
+    rest_prove(
+        [
+            (DEEP, "h100:4/4", 16, None),
+            (DEEP, "a100:8/4", 8, 0.35),
+            (MIXED, "h100:4/2", 8, None),
+            (DEEP, "h100:6/2", 12, 0.5),
+            (DEEP, "h100:4/4", 16, 0.01),
+        ],
         (MIXED, "h100:4/2", 8, None),
-        (DEEP, "h100:6/2", 12, 0.5),
         (DEEP, "h100:4/4", 16, 0.01),
-    ],
+    ),
 )
 def test_a_search_finds_what_brute_force_finds(
     spec: ModelSpec, hardware: str, global_batch: int, memory_gib: float | None
@@ -116,6 +120,7 @@ def test_a_search_finds_what_brute_force_finds(
     check_against_brute_force(job(spec, hardware, global_batch, 256, memory_gib), top=7)
 
 
+@prove
 @settings(max_examples=12, deadline=None)
 @given(
     hardware=st.sampled_from(["h100:2/2", "h100:4/2", "a100:3/1", "h100:4/4", "b200:6/3"]),

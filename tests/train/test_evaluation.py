@@ -92,12 +92,15 @@ def evaluation_disturbs(layout: Layout) -> list[str]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(pp=2, schedule="dualpipe"),
-        Layout(pp=2, schedule="zb-h1", dp_replicate=2),
+    rest_prove(
+        [
+            Layout(pp=2, schedule="dualpipe"),
+            Layout(pp=2, schedule="zb-h1", dp_replicate=2),
+            Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3),
+            Layout(pp=2, schedule="1f1b", dp_shard=2, zero=2),
+        ],
         Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3),
-        Layout(pp=2, schedule="1f1b", dp_shard=2, zero=2),
-    ],
+    ),
     ids=str,
 )
 def test_steps_of_a_pipeline_are_the_same_bits_with_and_without_evaluations(layout: Layout):

@@ -22,7 +22,7 @@ from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.transformer import Transformer
-from shardwright.verify import Case, Verifier, cut
+from shardwright.verify import Case, Verifier, case_of, cut
 from shardwright.verify.rank import build_trainer, local_batch
 from shardwright.verify.reference import SGD_RATE
 from tests.distributed import run_ranks
@@ -216,7 +216,7 @@ def test_latent_attention_in_a_dense_model_trains_as_one_process_does(verifier: 
 def test_presets_cut_to_test_size_train_as_one_process_does(verifier: Verifier, preset: str, layout: Layout):
     table = {"out": "x", "steps": 1, "data": {"path": "x"}, "model": {"preset": preset}}
     config = parse(table | {"batch": {"seq_len": 256, "global_batch": 8}})
-    check(verifier, cut(config, [layout], steps=2), layout)
+    check(verifier, cut(case_of(config, steps=2), [layout]), layout)
 
 
 # After the first step a bias of 100 rules: those below the mean load get everything.

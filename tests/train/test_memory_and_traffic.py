@@ -17,6 +17,7 @@ from shardwright.layout import Layout
 from shardwright.model.modules import end_rows
 from shardwright.parallel.run import OneByOne
 from tests.distributed import run_ranks
+from tests.marks import rest_prove
 from tests.traffic import Traffic
 from tests.train.worlds import RATE, SPEC, build, local_batch
 
@@ -36,6 +37,7 @@ LAYOUTS = {
     "zero 2, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2),
     "zero 3, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=3),
 }
+QUICK = ("zero 0", "zero 1", "zero 2", "zero 3, hybrid")
 
 
 def traffic_of_a_step(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
@@ -70,7 +72,7 @@ def expected_traffic(layout: Layout) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, *QUICK))
 def test_a_step_sends_what_the_table_says(name: str):
     for calls, sent in run_ranks(traffic_of_a_step, 4, LAYOUTS[name]):
         found = {kind: (calls[kind], sent[kind]) for kind in calls if kind != "small"}
@@ -133,7 +135,7 @@ def expected_held(layout: Layout) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, *QUICK))
 def test_a_rank_holds_what_the_table_says(name: str):
     for held in run_ranks(held_bytes, 4, LAYOUTS[name]):
         expected = expected_held(LAYOUTS[name])

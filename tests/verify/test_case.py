@@ -18,7 +18,7 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.split import stages
 from shardwright.split.rules import problems
-from shardwright.verify import Case, Verifier, cut
+from shardwright.verify import Case, Verifier, case_of, cut
 from shardwright.verify.case import cut_layout, cut_spec
 from shardwright.verify.matrix import layouts
 from tests.train.worlds import SPEC
@@ -30,7 +30,7 @@ def config(preset: str = "llama-3.1-8b", seq_len: int = 4096, **batch: int) -> R
 
 
 def test_an_8b_model_is_cut_to_kilobytes():
-    case = cut(config(), [Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=False)])
+    case = cut(case_of(config()), [Layout(dp_shard=2, tp=2, zero=3, sequence_parallel=False)])
     assert case.spec.n_parameters < 50_000
     assert (case.spec.n_heads, case.spec.n_kv_heads, case.seq_len) == (8, 4, 16)
     assert case.spec.vocab_size % 2, "an even vocabulary would hide what is wrong with uneven ones"
@@ -111,7 +111,7 @@ def test_any_experts_that_can_be_are_cut_to_some_that_can_be(size: int, groups: 
 def test_the_cut_model_has_the_layouts_of_the_true_one(preset: str, world_size: int):
     seq_len = min(1024, PRESETS[preset].max_seq_len)
     true = layouts(PRESETS[preset], world_size, seq_len)
-    case = cut(config(preset, seq_len), true)
+    case = cut(case_of(config(preset, seq_len)), true)
     assert set(layouts(case.spec, world_size, case.seq_len)) == set(true)
 
 
@@ -134,7 +134,7 @@ def test_what_is_possible_at_the_true_size_is_possible_at_the_cut_one(
             "batch": {"seq_len": seq_len, "global_batch": 8},
         }
     )
-    case = cut(whole, [Layout(dp_replicate=8)])
+    case = cut(case_of(whole), [Layout(dp_replicate=8)])
     for tp, cp, method in itertools.product((1, 2, 4), (1, 2), ("zigzag", "ring", "ulysses")):
         layout = Layout(tp=tp, cp=cp, cp_method=method, sequence_parallel=True)
         found = bool(problems(case.spec, layout, case.seq_len))
@@ -155,8 +155,8 @@ def test_batches_are_ragged_and_a_function_of_seed_and_step():
 
 def test_a_run_without_accumulation_is_compared_with_it_where_the_batch_allows():
     layout = Layout(dp_replicate=4)
-    assert cut(config(micro_batch=16), [layout]).accumulation(layout) == 2
-    assert cut(config(global_batch=4), [layout]).accumulation(layout) == 1
+    assert cut(case_of(config(micro_batch=16)), [layout]).accumulation(layout) == 2
+    assert cut(case_of(config(global_batch=4)), [layout]).accumulation(layout) == 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_run_without_accumulation_is_compared_with_it_where_the_batch_allows()
     ids=str,
 )
 def test_a_pipeline_has_uneven_stages_and_is_filled(layout: Layout, n_layers: int, accumulation: int):
-    case = cut(config(), [layout])
+    case = cut(case_of(config()), [layout])
     assert (case.spec.n_layers, case.accumulation(layout)) == (n_layers, accumulation)
     assert not problems(case.spec, layout, case.seq_len)
     counts = {len(layers) for layers in stages.stage_layers(case.spec, layout, case.seq_len)}
@@ -180,19 +180,19 @@ def test_a_pipeline_has_uneven_stages_and_is_filled(layout: Layout, n_layers: in
 
 def test_layers_and_microbatches_that_are_not_there_are_not_made_up():
     layout = Layout(pp=4)
-    case = cut(config("debug", 128, global_batch=3), [layout])  # a model of 4 layers
+    case = cut(case_of(config("debug", 128, global_batch=3)), [layout])  # a model of 4 layers
     assert (case.spec.n_layers, case.accumulation(layout)) == (4, 3)
 
 
 def test_without_a_pipeline_nothing_has_become_larger():
-    case = cut(config(), [Layout(dp_shard=2, zero=3)])
+    case = cut(case_of(config()), [Layout(dp_shard=2, zero=3)])
     assert (case.spec.n_layers, case.global_batch) == (2, 4)
 
 
 def test_stages_without_a_layer_are_refused_in_the_same_words_as_at_the_true_size():
     for layout in (Layout(pp=5), Layout(pp=3, schedule="dualpipe-v"), Layout(pp=6, schedule="dualpipe")):
         whole = config("debug", 128)
-        case = cut(whole, [layout, Layout(pp=2)])
+        case = cut(case_of(whole), [layout, Layout(pp=2)])
         assert list(stages.problems(case.spec, layout)) == list(stages.problems(whole.model.spec(), layout)) != []
 
 
@@ -202,8 +202,8 @@ def cut_stage_layers(*given: tuple[int, ...]) -> list[tuple[int, ...] | None]:
         update={"model": config().model.model_copy(update={"n_layers": sum(given[0])})}
     )
     layouts = [Layout(pp=len(counts), stage_layers=counts) for counts in given]
-    case = cut(whole, layouts)
-    found = [cut_layout(layout, whole, case).stage_layers for layout in layouts]
+    case = cut(case_of(whole), layouts)
+    found = [cut_layout(layout, case_of(whole), case).stage_layers for layout in layouts]
     if all(sum(counts) == sum(given[0]) for counts in given):
         assert {sum(counts or ()) for counts in found} == {case.spec.n_layers}
     return found
@@ -237,8 +237,8 @@ def test_any_stage_layers_keep_their_order(counts: tuple[int, ...], random: Rand
 
 def test_stage_layers_that_are_not_those_of_the_model_are_refused_and_not_mended():
     whole, layout = config("debug", 128), Layout(pp=2, stage_layers=(1, 2))
-    case = cut(whole, [layout])
-    same = cut_layout(layout, whole, case)
+    case = cut(case_of(whole), [layout])
+    same = cut_layout(layout, case_of(whole), case)
     assert same == layout
     with pytest.raises(LayoutError, match=r"are 2 stages of 3 layers.*the model has 4 layers"), Verifier() as verifier:
         verifier.parity(case, same)

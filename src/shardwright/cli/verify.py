@@ -91,7 +91,7 @@ def verify(options: Options) -> None:
 def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case], list[Layout]]":
     """What is trained, for each run file, and the layouts that are verified: one for each run file, or the matrix."""
     from shardwright.verify import cut
-    from shardwright.verify.case import cut_layout, whole
+    from shardwright.verify.case import case_of, cut_layout
     from shardwright.verify.matrix import layouts
 
     config, full, matrix = configs[0], options.full, options.matrix
@@ -99,20 +99,21 @@ def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case],
     if matrix is not None:
         chosen = layouts(config.model.spec(), matrix, config.batch.seq_len)
         if full:
-            true_case = whole(config)
+            true_case = case_of(config)
             chosen = [each for each in chosen if true_case.shares(each)]
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
     steps, dtype = options.steps, options.dtype
     # Both sides train on one global batch: it is cut for the side with the larger microbatches.
     coarse = max(configs, key=lambda each: each.batch.micro_batch)
-    case = whole(coarse, steps=steps, dtype=dtype) if full else cut(coarse, chosen, steps=steps, dtype=dtype)
+    true = case_of(coarse, steps=steps, dtype=dtype)
+    case = true if full else cut(true, chosen)
     cases = [
         replace(case, micro_batch=each.batch.micro_batch if full else min(each.batch.micro_batch, case.micro_batch))
         for each in configs
     ]
     if not full:
-        chosen = [cut_layout(layout, config, case) for layout in chosen]
+        chosen = [cut_layout(layout, true, case) for layout in chosen]
     return cases, chosen
 
 

@@ -61,8 +61,8 @@ class ParallelModel:
         block is gathered, `named_parameters()` of a part gives the whole tensors in their place."""
         self.plain_parameters = first_of_each(plain)
         """Where the parts work with plain tensors in the place of DTensors: those, over the same memory."""
-        self.all_names = frozenset(holders)
-        """Names of the parameters of the whole model, on whatever rank."""
+        self.held_on = holders
+        """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
         self.losses = LossScale(parts)
@@ -130,7 +130,8 @@ class ParallelModel:
         """Let the gradients go, or zero those whose memory is kept."""
         if self.runner.keeps_gradients:
             held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.seconds]
-            torch._foreach_zero_([parameter.grad for parameter in held if parameter.grad is not None])
+            if gradients := [parameter.grad for parameter in held if parameter.grad is not None]:
+                torch._foreach_zero_(gradients)
             return
         for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.seconds):
             parameter.grad = None

@@ -10,6 +10,7 @@ from shardwright.cost.estimate import Estimate
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError
+from shardwright.layout import Layout
 from shardwright.plan.choice import Choice, choice_at
 from shardwright.plan.distinct import distinct
 from shardwright.plan.pool import Condition, Pool
@@ -27,6 +28,16 @@ class Priced(Estimate):
     """One layout of the space with what it costs."""
 
     choice: Choice
+
+    @property
+    def layout(self) -> Layout:
+        """Degrees and what goes with them."""
+        return self.choice.layout
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences a rank runs at a time."""
+        return self.choice.micro_batch
 
     @staticmethod
     def of(job: Job, choice: Choice) -> "Priced":

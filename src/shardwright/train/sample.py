@@ -10,10 +10,9 @@ from shardwright.config import load as load_run_file
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import CheckpointError, DataError
-from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
-from shardwright.train.checkpoint.manifest import Manifest, read_manifest
+from shardwright.train.checkpoint.manifest import read_manifest
 from shardwright.train.checkpoint.state import read_into
 
 
@@ -47,12 +46,7 @@ class Sampler:
 
 def open_sampler(run_dir: Path) -> Sampler:
     """The newest checkpoint of a run, ready to write. Raises CheckpointError or DataError if something is missing."""
-    saved = published(run_dir / CHECKPOINTS)
-    if not saved:
-        raise CheckpointError(
-            f"{run_dir} has no checkpoint; train first: shardwright train RUN.toml --set out={run_dir}"
-        )
-    checkpoint = saved[-1]
+    checkpoint = newest_checkpoint(run_dir)
     manifest = read_manifest(checkpoint)
     config = load_run_file(checkpoint / RUN_FILE)
     tokenizer = Path(config.data.path) / TOKENIZER
@@ -62,13 +56,27 @@ def open_sampler(run_dir: Path) -> Sampler:
             f"{config.data.path} holds other data now than the run was trained on, so its tokenizer may be another; "
             f"prepare it again as it was"
         )
-    model = _restore(checkpoint, manifest, config.model.spec())
-    return Sampler(model, Tokenizer.from_file(str(tokenizer)), config.batch.seq_len)
+    return Sampler(restore(checkpoint), Tokenizer.from_file(str(tokenizer)), config.batch.seq_len)
 
 
-def _restore(checkpoint: Path, manifest: Manifest, spec: ModelSpec) -> Transformer:
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest checkpoint of a run. Raises CheckpointError if there is none."""
+    saved = published(run_dir / CHECKPOINTS)
+    if not saved:
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint; train first: shardwright train RUN.toml --set out={run_dir}"
+        )
+    return saved[-1]
+
+
+def restore(checkpoint: Path) -> Transformer:
+    """The whole model of a checkpoint, on the CPU, in evaluation mode, in the type it was trained in.
+
+    Raises CheckpointError for one that is not there or damaged.
+    """
+    manifest = read_manifest(checkpoint)
     with torch.device("meta"):
-        model = Transformer(spec)
+        model = Transformer(load_run_file(checkpoint / RUN_FILE).model.spec())
     dtype = manifest.tensors["model/embedding.weight"].dtype
     model = model.to(getattr(torch, dtype)).to_empty(device="cpu").eval()
     read_into(checkpoint, manifest, {f"model/{name}": p.data for name, p in model.named_parameters()})

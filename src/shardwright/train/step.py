@@ -47,47 +47,14 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     )
 
 
-class Trainer:
-    """A model and its optimizer, and the step they take together."""
+class ForwardBackward:
+    """The loss of a global batch and its gradient, by whatever layout the model has."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: Optimizer,
-        *,
-        device: torch.device,
-        seed: int,
-        clip_norm: float = 0.0,
-        compile_loss: bool = False,
-    ) -> None:
+    def __init__(self, model: ParallelModel, *, device: torch.device, seed: int, compile_loss: bool = False) -> None:
         self.model = model
-        self.optimizer = optimizer
         self.device = device
         self.seed = seed
-        self.clip_norm = clip_norm
-        self.clock = Clock(device)
         self.loss_sum = self._loss_sum(compile_loss)
-
-    def step(self, batch: Batch, step: int, rate: float) -> StepResult:
-        """Take optimizer step number `step` at learning rate `rate` on this rank's share of the global batch."""
-        loss_part, n_targets = self.forward_backward(batch, step)
-        self.clock.mark("forward_backward")
-        norm = self.update(rate)
-        self.clock.mark("optimizer")
-        return StepResult(loss_part, norm, n_targets)
-
-    def update(self, rate: float) -> Tensor:
-        """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
-        parameters = self.model.named_parameters.values()
-        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp)
-        if self.clip_norm:
-            clip_gradients(parameters, norm, self.clip_norm)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.model.learn_from_load()
-        self.model.after_change()
-        self.model.forget_gradients()
-        return norm
 
     def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """Leave the gradient of the global batch in the parameters' `.grad`; this rank's part of the loss, and N."""
@@ -147,3 +114,43 @@ class Trainer:
         self.model.runner.release()
         self.model.sum_over_losses(sums)
         return sums[0] / sums[1].clamp(min=1)
+
+
+class Trainer(ForwardBackward):
+    """A model and its optimizer, and the step they take together."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        seed: int,
+        clip_norm: float = 0.0,
+        compile_loss: bool = False,
+    ) -> None:
+        super().__init__(model, device=device, seed=seed, compile_loss=compile_loss)
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.clock = Clock(device)
+
+    def step(self, batch: Batch, step: int, rate: float) -> StepResult:
+        """Take optimizer step number `step` at learning rate `rate` on this rank's share of the global batch."""
+        loss_part, n_targets = self.forward_backward(batch, step)
+        self.clock.mark("forward_backward")
+        norm = self.update(rate)
+        self.clock.mark("optimizer")
+        return StepResult(loss_part, norm, n_targets)
+
+    def update(self, rate: float) -> Tensor:
+        """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
+        parameters = self.model.named_parameters.values()
+        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp)
+        if self.clip_norm:
+            clip_gradients(parameters, norm, self.clip_norm)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.model.learn_from_load()
+        self.model.after_change()
+        self.model.forget_gradients()
+        return norm

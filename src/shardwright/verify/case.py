@@ -111,7 +111,7 @@ class Case:
         return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
 
 
-def whole(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
+def case_of(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
     """The case of a run file with its true sizes."""
     return Case(
         spec=config.model.spec(),
@@ -125,8 +125,8 @@ def whole(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
     )
 
 
-def cut(config: RunConfig, layouts: Iterable[Layout], *, steps: int = 3, dtype: str = "float64") -> Case:
-    """The case of a run file at test size.
+def cut(case: Case, layouts: Iterable[Layout]) -> Case:
+    """A case at test size.
 
     The model is as possible, or impossible, on `layouts` as the true one, those that say `stage_layers` by
     `cut_layout`; the batch is made so that all of them can share it.
@@ -134,29 +134,25 @@ def cut(config: RunConfig, layouts: Iterable[Layout], *, steps: int = 3, dtype: 
     layouts = list(layouts)
     world_size = max(layout.world_size for layout in layouts)
     data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
-    whole = config.model.spec()
-    spec = cut_spec(whole, world_size, _layers(whole, layouts))
-    seq_len = _like(config.batch.seq_len, _TOKENS, 2 * world_size)
-    each = max(1, config.batch.global_batch // data_ranks)  # sequences of a data rank
-    micro_batch = 2 if config.batch.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
-    return Case(
-        spec=replace(spec, max_seq_len=seq_len),
+    seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
+    each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
+    micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    return replace(
+        case,
+        spec=replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len),
         seq_len=seq_len,
-        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, config.batch.global_batch),
+        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch),
         micro_batch=micro_batch,
-        seed=config.seed,
-        optimizer=config.optimizer,
-        steps=steps,
-        dtype=dtype,
     )
 
 
-def cut_layout(layout: Layout, config: RunConfig, case: Case) -> Layout:
-    """A layout of a run file as it is for a case cut from it: `stage_layers` cut as the layers are, in the same order.
+def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
+    """A layout of `true` as it is for the case that is cut from it: `stage_layers` cut as the layers are, in the same
+    order.
 
     Those that do not fit the true model are left as they are, to be refused.
     """
-    counts = _cut_stages(layout, config.model.spec().n_layers, case.spec.n_layers)
+    counts = _cut_stages(layout, true.spec.n_layers, case.spec.n_layers)
     return replace(layout, stage_layers=counts) if counts else layout
 
 

@@ -68,6 +68,14 @@ class Report:
     culprit: str = ""
     """Where it is not equal: the smallest layout that still is not, and what is left in it."""
 
+    def __str__(self) -> str:
+        verdict = "equal" if self.equal else "NOT EQUAL"
+        (kind, training, step), name = self.worst.quantity, self.worst.name
+        where = " ".join(filter(None, (kind, name and f"of {name}", f"after step {step} with {training}")))
+        return (
+            f"{self.layout} against {self.against}: {verdict}; largest relative error {self.worst.error:.1e}, {where}"
+        )
+
     @property
     def equal(self) -> bool:
         """Nothing is beyond its tolerance, and copies have the same bits."""

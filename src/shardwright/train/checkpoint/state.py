@@ -136,7 +136,7 @@ def _differences(
     differing = []
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
-        if here is None and name.rpartition("/")[2] in trainer.model.all_names:
+        if here is None and name.rpartition("/")[2] in trainer.model.held_on:
             continue  # of another pipeline stage
         if saved is None or here is None:
             differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
