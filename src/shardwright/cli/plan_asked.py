@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Extensions
+from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
 from shardwright.errors import ConfigError, InputError, nearest
 
 if TYPE_CHECKING:
@@ -121,11 +121,7 @@ def ask(options: Options) -> Asked:
     if cluster is None:
         wrong.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
-    if target is None:
-        wrong += [f"{option} is missing; give a number, 1 or more" for option, n in sizes.items() if n is None]
-    wrong += [
-        f"{option} {n}: a number of 1 or more is needed" for option, n in sizes.items() if n is not None and n < 1
-    ]
+    wrong += wrong_sizes(sizes, needed=sizes if target is None else ())
     if precision not in PRECISIONS:
         what = "precision.compute=" if config is not None and config.precision.compute == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
@@ -194,22 +190,14 @@ def check(options: Options, job: "Job") -> None:
         limit_bytes(job, options.memory_margin)
     except InputError as error:
         wrong += error.problems
-    if options.top < 1:
-        wrong.append(f"--top {options.top}: a number of 1 or more is needed")
+    wrong += wrong_sizes({"--top": options.top})
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
         wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
     if options.explain is not None and html is not None:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if write is not None and job.precision not in WRITTEN:
         wrong.append(f"--write with --precision {job.precision}: train computes in {' or '.join(WRITTEN)}")
-    for option, path, suffix in (("--write", write, ".toml"), ("--html", html, ".html")):
-        if path is None:
-            continue
-        if path.suffix.lower() != suffix:
-            wrong.append(f"{option} {path}: it is named *{suffix}")
-        elif not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: there is no folder {path.parent}; make it first")
-        elif path.is_dir():
-            wrong.append(f"{option} {path}: that is a folder; name a file in it")
+    wrong += wrong_place("--write", write, {".toml": "it is named"})
+    wrong += wrong_place("--html", html, {".html": "it is named"})
     if wrong:
         raise InputError(*wrong)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.common import print_json, verb
+from shardwright.cli.common import AsJson, print_json, verb
 from shardwright.cli.common import say as tell
 from shardwright.config import RunConfig, load
 from shardwright.errors import DataError
@@ -77,23 +77,10 @@ VOCAB_SIZE = 512
 class Places:
     """Where quickstart puts what it makes."""
 
-    root: Path
-
-    @property
-    def corpus(self) -> Path:
-        return self.root / "corpus"
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def run_file(self) -> Path:
-        return self.root / "quickstart.toml"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
+    corpus: Path
+    data: Path
+    run_file: Path
+    run: Path
 
 
 @verb
@@ -102,7 +89,7 @@ def quickstart(
         "quickstart"
     ),
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = STEPS,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document at the end, and nothing else")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train a small model on real text found on this machine, and show what it learned.
 
@@ -110,8 +97,8 @@ def quickstart(
     shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on files it has
     not seen, draws the curves and lets the model write. Run again it reuses what is there; interrupted, it goes on.
     """
-    places = Places(out)
-    say = _silent if json else tell
+    places = Places(corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run")
+    say = (lambda text: None) if json else tell
     began = time.monotonic()
     _gather(places.corpus, say)
     vocab_size = _tokenise(places, say)
@@ -124,10 +111,6 @@ def quickstart(
         print_json(answer)
     else:
         _next_steps(answer, places, time.monotonic() - began)
-
-
-def _silent(text: str) -> None:
-    pass
 
 
 def _gather(corpus: Path, say: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shardwright.cli.common import console, print_json, say, verb
+from shardwright.cli.common import AsJson, console, print_json, say, verb
 from shardwright.errors import InputError
 from shardwright.report.curves import draw_curves
 from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
@@ -40,9 +40,7 @@ def report(
             "RUN_DIR/timeline.svg if not given",
         ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="print the numbers as one JSON document, and nothing else")
-    ] = False,
+    json: AsJson = False,
 ) -> None:
     """Show what a run came to: its numbers, its curves, and one page to keep or to send.
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import print_json, verb
+from shardwright.cli.common import AsJson, print_json, verb
 
 
 @verb
@@ -16,7 +16,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is wilder")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="draw from this many likeliest tokens")] = 40,
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+    json: AsJson = False,
 ) -> None:
     """Write text with the newest checkpoint of a run, on one process.
 

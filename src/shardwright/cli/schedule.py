@@ -9,7 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Extensions, columns, console, load_extensions, print_json, say, verb
+from shardwright.cli.common import (
+    AsJson,
+    Extensions,
+    columns,
+    console,
+    load_extensions,
+    print_json,
+    say,
+    verb,
+    wrong_place,
+    wrong_sizes,
+)
 from shardwright.cli.timeline import timeline_text
 from shardwright.errors import InputError, ScheduleError
 from shardwright.schedule.actions import Schedule
@@ -22,8 +33,6 @@ from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
-
-PICTURES = (".svg", ".json")
 
 
 @dataclass(frozen=True)
@@ -143,15 +152,8 @@ def _check(options: Options) -> None:
     sizes = {"--pp": options.pp, "--microbatches": options.microbatches, "--virtual-stages": options.virtual_stages}
     if options.read is not None:
         wrong += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
-    else:
-        wrong += [
-            f"{option} is missing; give a number, 1 or more" for option in list(sizes)[:2] if sizes[option] is None
-        ]
-    wrong += [
-        f"{option} {n}: a number of 1 or more is needed"
-        for option, n in {**sizes, "--limit": options.limit}.items()
-        if n is not None and n < 1
-    ]
+    needed = ("--pp", "--microbatches") if options.read is None else ()
+    wrong += wrong_sizes({**sizes, "--limit": options.limit}, needed)
     if options.limit is not None and options.name in names() and not find(options.name).searched:
         searched = ", ".join(each for each in names() if find(each).searched)
         wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
@@ -159,11 +161,8 @@ def _check(options: Options) -> None:
         wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
     if options.compare_all and options.csv is not None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
-    if options.drawing is not None and options.drawing.suffix.lower() not in PICTURES:
-        wrong.append(f"--draw {options.drawing}: a picture is named *.svg, a trace *.json")
-    for option, path in {"--draw": options.drawing, "--csv": options.csv}.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: there is no folder {path.parent}; make it first")
+    wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
+    wrong += wrong_place("--csv", options.csv)
     if wrong:
         raise InputError(*wrong)
 

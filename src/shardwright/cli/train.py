@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shardwright.cli.common import Overrides, console, print_json, verb
+from shardwright.cli.common import AsJson, Overrides, console, print_json, verb
 from shardwright.config import load
 from shardwright.reference import keys
 
@@ -24,7 +24,7 @@ def train(
     list_keys: Annotated[
         bool, typer.Option("--keys", help="list every key a run file can have, with its default, and leave")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document at the end, and nothing else")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train a model as a run file says.
 
