@@ -134,7 +134,7 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(t
 def test_tensorboard_gets_every_number(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writers = open_writers(config(tmp_path, tensorboard=True), 0, lambda record: None)
+    writers = open_writers(config(tmp_path, tensorboard=True), 0)
     for writer in writers:
         writer.write(RECORD)
         writer.close()
@@ -151,7 +151,7 @@ def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake = types.ModuleType("wandb")
     fake.init = lambda **settings: run if settings["project"] == "mine" else None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for writer in open_writers(config(tmp_path, wandb_project="mine"), 0, lambda record: None):
+    for writer in open_writers(config(tmp_path, wandb_project="mine"), 0):
         writer.write(RECORD)
         writer.close()
     values, step = told[0]
@@ -177,7 +177,7 @@ def test_an_extra_that_is_not_installed_is_named_with_its_command(
 def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for module in ("torch.utils.tensorboard.writer", "tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
-    for writer in open_writers(config(tmp_path), 0, lambda record: None):
+    for writer in open_writers(config(tmp_path), 0):
         writer.close()
 
 

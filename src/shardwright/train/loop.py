@@ -117,7 +117,7 @@ class _Run:
             # Only now: a run that is refused must not write over the run file of the one that is there.
             write_whole(Path(config.out) / RUN_FILE, resolved_toml(config).encode())
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
-        writers = open_writers(config, start.step, screen.show) if self.place.rank == 0 else []
+        writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
         batches = Batches(
             self.samples,
@@ -160,7 +160,7 @@ class _Run:
             rate = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
             result = trainer.step(batch, step, rate)
             step += 1
-            screen.advance(step)
+            screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
                 self._log(step, step - logged, rate, result, writers)

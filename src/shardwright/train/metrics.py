@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -93,23 +92,15 @@ def _numbers(record: Record) -> Record:
     return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
 
 
-def open_writers(config: RunConfig, resumed_step: int, show: Callable[[Record], None]) -> list[Writer]:
-    """The writers a run asks for; `show` is what puts a record on the screen."""
+def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
+    """The writers to files and services that a run asks for."""
     out = Path(config.out)
-    writers: list[Writer] = [JsonLines(out / METRICS, resumed_step), _Screen(show)]
+    writers: list[Writer] = [JsonLines(out / METRICS, resumed_step)]
     if config.metrics.tensorboard:
         writers.append(TensorBoard(out / TENSORBOARD))
     if config.metrics.wandb_project:
         writers.append(WeightsAndBiases(config.metrics.wandb_project, config))
     return writers
-
-
-class _Screen:
-    def __init__(self, show: Callable[[Record], None]) -> None:
-        self.write = show
-
-    def close(self) -> None:
-        pass
 
 
 def line(record: Record, steps: int) -> str:
