@@ -397,12 +397,11 @@ def _sentence(entry: Any) -> str:
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden":
-        owner: Any = RunConfig
-        for part in path[:-1]:
-            owner = model_of(owner.model_fields[part].annotation)
-        return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
+        return f"{key}: there is no such key; {nearest(path[-1], _owner(path).model_fields)}"
     if entry["type"] == "missing":
-        return f"{key}: missing, and there is no default; it is {_description(path)}"
+        field = _owner(path).model_fields[path[-1]]
+        it = field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
+        return f"{key}: missing, and there is no default; it is {it}"
     if entry["type"] in ("model_type", "model_attributes_type"):
         return f"{key}={entry['input']!r}: this is a section, written [{key}]"
     said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
@@ -418,12 +417,12 @@ def model_of(annotation: Any) -> Any:
     return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
 
 
-def _description(path: Sequence[str]) -> str:
+def _owner(path: Sequence[str]) -> Any:
+    """The section that the last of these names is a key of."""
     owner: Any = RunConfig
     for part in path[:-1]:
         owner = model_of(owner.model_fields[part].annotation)
-    field = owner.model_fields[path[-1]]
-    return field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
+    return owner
 
 
 def resolved_toml(config: RunConfig) -> str:

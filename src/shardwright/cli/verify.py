@@ -155,14 +155,13 @@ def _one(
     json: bool,
     sizes: str,
 ) -> None:
-    from shardwright.verify.compare import with_culprit
     from shardwright.verify.culprit import find_culprit
 
     with error_console.status(f"running {layout.world_size} ranks and the reference"):
         report = verifier.parity(case, layout, against)
     if not report.equal:
         with error_console.status("looking for the culprit") as status:
-            report = with_culprit(report, find_culprit(verifier, report, status.update))
+            report = replace(report, culprit=find_culprit(verifier, report, status.update))
     if json:
         print_json(report.document())
     else:

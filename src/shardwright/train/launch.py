@@ -98,9 +98,5 @@ def _forward_signals(workers: list[Worker]) -> Iterator[_Asked]:
             if worker.exit_code() is None:
                 os.kill(worker.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with processes.on_signals(forward):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.data.batches import Batches, evaluation_batches
-from shardwright.data.samples import Samples, cut_samples
-from shardwright.data.shards import TokenSplit, open_split
+from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
@@ -73,16 +72,14 @@ class _Run:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet
         self.layout = config.layout.layout()
         self.spec = config.model.spec()
-        self.train_split = open_split(config.data.path, "train")
-        self.train_split.manifest.check_vocabulary(self.spec.vocab_size)
+        self.samples = open_samples(config, "train")
         self.data = {
-            "fingerprint": self.train_split.manifest.fingerprint,
+            "fingerprint": self.samples.split.manifest.fingerprint,
             "seq_len": config.batch.seq_len,
             "sequences": config.data.sequences,
         }
-        self.samples = self._samples(self.train_split)
         # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
-        self.held_out = self._samples(open_split(config.data.path, "validation")) if config.evaluation.samples else None
+        self.held_out = open_samples(config, "validation") if config.evaluation.samples else None
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
         model = apply(
@@ -239,10 +236,6 @@ class _Run:
         progress = Progress(step, samples, self.config.seed)
         save(self.store, self.trainer, progress, self.data, resolved_toml(self.config))
         self.trainer.clock.mark("checkpoint")
-
-    def _samples(self, split: TokenSplit) -> Samples:
-        data = self.config.data
-        return cut_samples(split, self.config.batch.seq_len, data.sequences, data.mask_boundaries)
 
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""

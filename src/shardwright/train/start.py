@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config import RunConfig
-from shardwright.data.samples import cut_samples
-from shardwright.data.shards import open_split
+from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.processes import formatted, is_lost_peer
 from shardwright.report.headline import headline
@@ -116,9 +115,7 @@ def _check(config: RunConfig) -> None:
     problems = missing_extras(config)
     try:
         for name in ("train", "validation") if config.evaluation.samples else ("train",):
-            split = open_split(config.data.path, name)
-            split.manifest.check_vocabulary(config.model.spec().vocab_size)
-            cut_samples(split, config.batch.seq_len, config.data.sequences, config.data.mask_boundaries)
+            open_samples(config, name)
     except InputError as error:
         problems += error.problems
     out = Path(config.out)

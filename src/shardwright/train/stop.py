@@ -10,6 +10,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from shardwright.processes import on_signals
+
 SAME_KEYPRESS_S = 2.0
 
 
@@ -53,9 +55,5 @@ class StopRequest:
             asked_s = min(asked_s, time.monotonic())
             self.asked = True
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with on_signals(ask):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -7,7 +7,7 @@ gradient that is zero by mathematics, as that of a key's bias, is rounding and n
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.layout import Layout
@@ -299,7 +299,7 @@ def rows(found: Errors, tolerance: Tolerance, kind: str | None = None) -> list[R
     """Errors beside their tolerances; `kind` replaces that of the quantities."""
     return [
         Row(
-            quantity if kind is None else replace_kind(quantity, kind),
+            quantity._replace(kind=kind or quantity.kind),
             name,
             error,
             tolerance.limit(quantity, name),
@@ -307,11 +307,6 @@ def rows(found: Errors, tolerance: Tolerance, kind: str | None = None) -> list[R
         )
         for (quantity, name), error in found.items()
     ]
-
-
-def replace_kind(quantity: Quantity, kind: str) -> Quantity:
-    """The same training and step."""
-    return quantity._replace(kind=kind)
 
 
 def differing_copies(trace: Trace) -> tuple[int, list[str]]:
@@ -324,11 +319,6 @@ def differing_copies(trace: Trace) -> tuple[int, list[str]]:
             what = f"{quantity.kind} {name}".strip()
             found.append(f"{what}, {quantity.training}, step {quantity.step}: not the same bits on ranks {ranks}")
     return count, found
-
-
-def with_culprit(report: Report, culprit: str) -> Report:
-    """The report with the end of the search in it."""
-    return replace(report, culprit=culprit)
 
 
 def _longest_sum(case: Case) -> int:

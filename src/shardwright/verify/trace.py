@@ -5,7 +5,6 @@ first rank that holds them. So copies can be compared bit for bit, and whole ten
 time, by offsets alone: nothing of what is being verified is asked to gather them.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.parallel.initialise import local_box
+from shardwright.train.checkpoint.storage import sha256_of
 
 
 class Quantity(NamedTuple):
@@ -81,17 +81,13 @@ class Recorder:
             for name, box in boxes.items()
         }
         self.trace.pieces[quantity] = {
-            name: Piece(box, _digest(local[name]), written[name]) for name, box in boxes.items()
+            name: Piece(box, sha256_of(local[name]), written[name]) for name, box in boxes.items()
         }
         save_file({name: part for name, part in local.items() if written[name]}, _file(self.folder, quantity, rank))
 
 
 def _file(folder: Path, quantity: Quantity, rank: int) -> Path:
     return folder / f"{'-'.join(map(str, quantity)).replace(' ', '-')}-{rank}.safetensors"
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 class Trace:

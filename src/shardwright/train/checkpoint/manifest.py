@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from shardwright.errors import CheckpointError, DamagedError
 
 FORMAT = 1
@@ -90,21 +92,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{path} is damaged: its content does not have the sha256 that it ends with")
     if table.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is of another version of shardwright; this one reads format {FORMAT}")
-    tensors = {
-        name: TensorRecord(
-            tuple(entry["shape"]),
-            entry["dtype"],
-            tuple(
-                ShardRecord(tuple(s["offsets"]), tuple(s["shape"]), s["file"], s["key"], s["sha256"])
-                for s in entry["shards"]
-            ),
-        )
-        for name, entry in table.pop("tensors").items()
-    }
-    for name, tensor in tensors.items():
+    manifest = TypeAdapter(Manifest).validate_python(table)
+    for name, tensor in manifest.tensors.items():
         if not tensor.is_whole:
             raise DamagedError(f"{path} does not have every shard of {name}")
-    return Manifest(progress=Progress(**table.pop("progress")), tensors=tensors, **table)
+    return manifest
 
 
 def _sha256_of(table: dict[str, Any]) -> str:
