@@ -3,6 +3,7 @@
 import shlex
 import sys
 import time
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import typer
@@ -48,10 +49,8 @@ def plan(options: Options) -> None:
 
 
 def _evaluate(options: Options) -> None:
-    names = "model", "cluster", "global_batch", "seq_len", "precision", "hardware", "explain", "budget_tokens"
-    given = [name for name in (*names, "write", "html") if getattr(options, name) is not None]
-    if given:
-        others = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    if others := ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in ("target", "runs", "json")):
         raise InputError(f"plan evaluate takes a table and --json alone; leave out {others}")
     from shardwright.plan.evaluate import MEASURED_RUNS, evaluate, report_lines
 

@@ -190,7 +190,8 @@ class _Run:
             if self.layout.ep > 1:
                 experts["expert_sent_bytes"] = sent_bytes // n_steps
         phases = self.trainer.clock.read()
-        step_s = sum(phases[phase] for phase in PHASES) / n_steps
+        phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
+        step_s = sum(phase_means_s.values())
         batch = self.config.batch
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
         flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(batch.seq_len)
@@ -207,9 +208,7 @@ class _Run:
             mfu=None if peak is None else flops_per_s / peak,
             memory_bytes=peak_memory_bytes(self.device),
             step_s=step_s,
-            data_s=phases["data"] / n_steps,
-            forward_backward_s=phases["forward_backward"] / n_steps,
-            optimizer_s=phases["optimizer"] / n_steps,
+            **phase_means_s,
             **experts,
         )
         for writer in writers:
