@@ -26,12 +26,10 @@ Extensions = Annotated[
         "--extension",
         metavar="FILE.py",
         help="a Python file or module that registers schedules or models of your own; may be repeated",
-        show_default=False,
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated")
 ]
 
 

@@ -26,7 +26,6 @@ class Options:
             metavar="RUN.toml|evaluate",
             help="a run file, whose model, batch and precision are taken; or the word evaluate, to compare predictions "
             "with the measured runs of a table",
-            show_default=False,
         ),
     ] = None
     runs: Annotated[
@@ -34,33 +33,24 @@ class Options:
         typer.Argument(
             metavar="RUNS.csv",
             help="evaluate only: a table of measured runs; those that come with shardwright if not given",
-            show_default=False,
         ),
     ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b", show_default=False)
-    ] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b")] = None
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="NAME:COUNT",
             help="accelerators and how many, such as h100:64; h100:64/4@800Gb: 4 a node, 800 Gbit/s each to the others",
-            show_default=False,
         ),
     ] = None
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks", show_default=False)
-    ] = None
-    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence", show_default=False)] = None
+    global_batch: Annotated[int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks")] = None
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
     precision: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given", show_default=False
-        ),
+        typer.Option(metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given"),
     ] = None
     hardware: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters", show_default=False),
+        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
     memory_margin: Annotated[
         float, typer.Option(metavar="X", help="share of the accelerator's memory to keep free")
@@ -72,7 +62,6 @@ class Options:
             metavar="LAYOUT",
             help="instead of searching, show every formula for this layout, such as "
             "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1; keys of a run file's layout section",
-            show_default=False,
         ),
     ] = None
     budget_tokens: Annotated[
@@ -80,12 +69,9 @@ class Options:
         typer.Option(metavar="N", help="tokens of the whole run, such as 15e12: adds days and accelerator-hours"),
     ] = None
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify"),
+        Path | None, typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify")
     ] = None
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures", show_default=False)
-    ] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
     extension: Extensions = None
     json: AsJson = False
 

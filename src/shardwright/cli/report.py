@@ -21,15 +21,12 @@ from shardwright.units import format_seconds
 
 @verb
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on", show_default=False)
-    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="the page; RUN_DIR/report.html if not given")
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png|svg", help="the curves alone; RUN_DIR/curves.png if not given"),
+        Path | None, typer.Option(metavar="FILE.png|svg", help="the curves alone; RUN_DIR/curves.png if not given")
     ] = None,
     timeline: Annotated[
         Path | None,

@@ -10,7 +10,7 @@ from shardwright.cli.common import AsJson, print_json, verb
 
 @verb
 def sample(
-    run_dir: Annotated[Path, typer.Argument(help="the folder of a run (`out` of its run file)", show_default=False)],
+    run_dir: Annotated[Path, typer.Argument(help="the folder of a run (`out` of its run file)")],
     prompt: Annotated[str, typer.Option(help="the text to go on from")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to write")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is wilder")] = 0.8,

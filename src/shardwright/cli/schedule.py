@@ -39,16 +39,11 @@ from shardwright.schedule.validate import problems
 class Options:
     """Arguments and options of the verb."""
 
-    name: Annotated[
-        str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()), show_default=False)
-    ] = None
-    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline", show_default=False)] = None
-    microbatches: Annotated[
-        int | None, typer.Option(metavar="M", help="microbatches of a step", show_default=False)
-    ] = None
+    name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
+    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline")] = None
+    microbatches: Annotated[int | None, typer.Option(metavar="M", help="microbatches of a step")] = None
     virtual_stages: Annotated[
-        int | None,
-        typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open", show_default=False),
+        int | None, typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open")
     ] = None
     times: Annotated[
         str,
@@ -62,9 +57,7 @@ class Options:
     limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given",
-            show_default=False,
+            metavar="N", help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given"
         ),
     ] = None
     kept_for_weight: Annotated[
@@ -75,26 +68,17 @@ class Options:
         ),
     ] = KEPT_FOR_WEIGHT
     compare_all: Annotated[
-        bool,
-        typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank"),
+        bool, typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank")
     ] = False
     read: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.csv",
-            help="a schedule from PyTorch's compute-only CSV, in place of --schedule",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE.csv", help="a schedule from PyTorch's compute-only CSV, in place of --schedule"),
     ] = None
     csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV", show_default=False),
+        Path | None, typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV")
     ] = None
     drawing: Annotated[
-        Path | None,
-        typer.Option(
-            "--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev", show_default=False
-        ),
+        Path | None, typer.Option("--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev")
     ] = None
     extension: Extensions = None
     json: AsJson = False

@@ -13,9 +13,7 @@ from shardwright.reference import keys
 
 @verb
 def train(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="the run file, TOML; see examples/", show_default=False)
-    ] = None,
+    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None,
     overrides: Overrides = None,
     resume: Annotated[
         bool,

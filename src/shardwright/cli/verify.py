@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Options:
     """Arguments and options of the verb."""
 
-    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/", show_default=False)]
+    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/")]
     overrides: Overrides = None
     against: Annotated[
         str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
@@ -32,7 +32,6 @@ class Options:
             metavar="KEY=VALUE",
             help="compare with a second layout instead: the run file with these changes (of layout.* and "
             "batch.micro_batch) on top of those of --set; may be repeated",
-            show_default=False,
         ),
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 3
