@@ -10,7 +10,7 @@ from rich.markup import escape
 from shardwright.cli.common import AsJson, console, print_json, say, verb
 from shardwright.errors import InputError
 from shardwright.report.curves import draw_curves
-from shardwright.report.headline import headline, layout_in_words, model_in_words
+from shardwright.report.headline import headline, title_of
 from shardwright.report.page import write_page
 from shardwright.report.run import RunRecord, read_run
 from shardwright.run_folder import CURVES, PAGE, TIMELINE
@@ -60,7 +60,7 @@ def report(
     if json:
         print_json({**dataclasses.asdict(told), **files})
         return
-    console.print(f"[bold]{escape(model_in_words(run))}, on {escape(layout_in_words(run.config.layout.layout()))}[/]")
+    console.print(f"[bold]{escape(title_of(run))}[/]")
     rows = told.rows()
     if told.first_non_finite_step is not None:
         rows.append(("not finite", f"{told.first_non_finite_step:,}", "the first step with such a loss"))

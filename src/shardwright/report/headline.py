@@ -112,6 +112,11 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def title_of(run: RunRecord) -> str:
+    """`smollm2-135m, 135M parameters, on 8 ranks with ZeRO-3`."""
+    return f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+
+
 def model_in_words(run: RunRecord) -> str:
     """`smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` where the run file changes its sizes; of a
     mixture of experts also how many of them a token uses."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, table
-from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words
+from shardwright.report.headline import Headline, headline, layout_in_words, title_of
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
 from shardwright.run_folder import CHECKPOINTS
@@ -22,7 +22,7 @@ def write_page(run: RunRecord, path: str | Path) -> None:
 
 def _page(run: RunRecord) -> str:
     told = headline(run)
-    title = f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+    title = title_of(run)
     body = f"""<header>
 <h1>{escape(title)}</h1>
 <p class="quiet"><code>{escape(str(run.folder))}</code></p>

@@ -36,7 +36,24 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-class SafetensorsWriter(StorageWriter):
+class _AsPlanned:
+    """What PyTorch asks of a storage and ours leaves as it is: its plans, and the name of the checkpoint."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class SafetensorsWriter(_AsPlanned, StorageWriter):
     """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with the
     records."""
 
@@ -52,18 +69,9 @@ class SafetensorsWriter(StorageWriter):
         self._prepare = prepare
         self._publish = publish
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             self._prepare()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not self.folder.is_dir():
@@ -104,12 +112,8 @@ class SafetensorsWriter(StorageWriter):
             assert records[name].is_whole, f"{name} would be saved with a gap"
         self._publish(records)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
-
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(_AsPlanned, StorageReader):
     """Reads the shards a rank needs, each whole and checked against its sha256 before any of it is used."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -120,9 +124,6 @@ class SafetensorsReader(StorageReader):
             for name, tensor in manifest.tensors.items()
             for shard in tensor.shards
         }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
@@ -138,12 +139,6 @@ class SafetensorsReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted = defaultdict(list)
@@ -162,10 +157,6 @@ class SafetensorsReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def read_shard(folder: Path, record: ShardRecord) -> Tensor:
