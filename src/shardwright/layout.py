@@ -37,7 +37,6 @@ from shardwright.schedule.registry import Kind, find, names
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
-DATA_AXES = ("dp_replicate", "dp_shard")
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 
 _ZERO_WORDS = (
@@ -341,8 +340,8 @@ class Layout:
         """The ways microbatches take through the pipeline: for each, the rank of `pp` of every stage in order."""
         return self.kind.ways(self.pp, self.virtual_stages)
 
-    def held_by(self, pp_rank: int) -> list[tuple[int, int]]:
-        """What a rank of `pp` holds, as (way, stage), in the order of ways and stages."""
+    def held_by(self, pp_rank: int) -> list[int]:
+        """The stages that a rank of `pp` holds, those of one way after another."""
         return held_by(self.ways, pp_rank)
 
     @property
