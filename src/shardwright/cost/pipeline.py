@@ -90,10 +90,7 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
         block: np.array([len(set(those) & set(each)) for each in layers], dtype=np.int64)
         for block, those in blocks(model).items()
     }
-    of_rank = np.array(
-        [sorted(stage for _, stage in layout.held_by(rank)) for rank in range(layout.pp)],
-        dtype=np.int64,
-    )
+    of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
     return Stages(layers, of_kind, of_rank)
 
 
