@@ -146,6 +146,7 @@ _FUNCTIONS = {
     "max": lambda *args: reduce(np.maximum, args),
     "min": lambda *args: reduce(np.minimum, args),
     "log2": np.log2,
+    "ceil": np.ceil,
     "__builtins__": {},
 }
 
