@@ -94,8 +94,8 @@ def ours(kind: str, data: Path, steps: int) -> list[tuple[float, float]]:
 
     from shardwright.config import parse
     from shardwright.data.batches import Batches
-    from shardwright.train import loop
-    from shardwright.train.ranks import Place, place_from_environment
+    from shardwright.training import loop
+    from shardwright.training.ranks import Place, place_from_environment
 
     stamps: list[tuple[float, float]] = []
 

@@ -52,9 +52,9 @@ def _signature(name: str, function: Any) -> str:
     elif parameters and parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
         words.insert(0, "*")
     returns = _annotation(signature.return_annotation)
-    line = f"{name}({', '.join(words)}) -> {returns}"
+    line = f"def {name}({', '.join(words)}) -> {returns}: ..."
     if len(line) > 110:
-        line = f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f") -> {returns}"
+        line = f"def {name}(\n" + "".join(f"    {word},\n" for word in words) + f") -> {returns}: ..."
     return f"```python\n{line}\n```\n"
 
 

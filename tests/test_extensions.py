@@ -11,8 +11,8 @@ from shardwright.config import load, resolved_toml
 from shardwright.errors import ConfigError
 from shardwright.layout import Layout
 from shardwright.schedule.registry import names
-from shardwright.verify import Case, Verifier
-from tests.train.worlds import SPEC
+from shardwright.verification import Case, Verifier
+from tests.training.worlds import SPEC
 
 SCHEDULE = '''
 from shardwright.schedule.actions import Action, make

@@ -11,11 +11,11 @@ from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes
 from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.presets import PRESETS
-from shardwright.plan.choice import Choice, choice_at, read
-from shardwright.plan.distinct import CHOICES
+from shardwright.planner.choice import Choice, choice_at, read
+from shardwright.planner.distinct import CHOICES
 from shardwright.reference import keys as run_file_keys
-from shardwright.verify.culprit import _fewer
-from shardwright.verify.matrix import layouts
+from shardwright.verification.culprit import _fewer
+from shardwright.verification.matrix import layouts
 
 SIZES = Sizes(n_layers=8, n_experts=4, seq_len=128, node_size=8)
 LARGE = Layout(

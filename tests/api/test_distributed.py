@@ -15,7 +15,7 @@ from shardwright.model.spec import ModelSpec
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
-from tests.train.worlds import SPEC
+from tests.training.worlds import SPEC
 
 DEEP = replace(SPEC, n_layers=4, n_heads=4, n_kv_heads=2, tied_embedding=True)
 EXPERTS = replace(SPEC, n_layers=2, moe=MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.1))

@@ -1,6 +1,5 @@
 """Proves that the verbs do from Python what they do from the command line, and that the examples run as they say."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +41,10 @@ def test_a_plan_needs_no_torch_and_names_a_layout():
 def test_a_layout_is_verified():
     report = shardwright.verify(shardwright.Layout(dp_replicate=2), steps=1)
     assert report.equal
-    assert "dp_replicate 2 against one process: equal; largest relative error" in str(report)
+    assert "dp_replicate 2, zero 0 against one process: equal; largest relative error" in str(report)
     between = shardwright.verify(shardwright.Layout(tp=2), steps=1, against=shardwright.Layout(cp=2))
     assert between.equal
-    assert between.against == "cp 2"
+    assert between.against.startswith("cp 2")
     with pytest.raises(LayoutError, match="tp=3"):
         shardwright.verify(shardwright.Layout(tp=3))
 
@@ -107,13 +106,6 @@ def test_the_model_of_the_example_is_trained():
     assert float(ran(*TORCHRUN, "examples/own_model.py", "train").split("loss ")[1]) < 4.5
 
 
-def test_the_page_shows_the_loop_of_the_example_and_the_reference_is_that_of_the_docstrings():
-    docs = EXAMPLES.parent / "docs"
+def test_the_page_shows_the_loop_of_the_example():
     loop = (EXAMPLES / "own_loop.py").read_text().partition('"""\n\n')[2]
-    assert f"```python\n{loop}```" in (docs / "python.md").read_text()
-    spec = importlib.util.spec_from_file_location("make_api", docs / "make_api.py")
-    assert spec is not None
-    assert spec.loader is not None
-    make_api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_api)
-    assert (docs / "api.md").read_text() == make_api.page(), "run python docs/make_api.py"
+    assert f"```python\n{loop}```" in (EXAMPLES.parent / "docs" / "python.md").read_text()

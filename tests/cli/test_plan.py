@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import VERBS, app
 from shardwright.config import load
-from shardwright.plan.choice import read
+from shardwright.planner.choice import read
 
 SMALL = ("--model", "debug", "--cluster", "h100:8", "--global-batch", 16, "--seq-len", 128)
 REAL = ("--model", "llama-3.1-8b", "--cluster", "h100:8", "--global-batch", 128, "--seq-len", 8192)

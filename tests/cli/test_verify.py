@@ -14,12 +14,12 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.layout import Layout
-from shardwright.verify import Case, Verifier
-from shardwright.verify.trace import RankTrace
+from shardwright.verification import Case, Verifier
+from shardwright.verification.trace import RankTrace
 from tests.marks import prove
 from tests.mutation import Mutation
-from tests.train.runs import is_alive
-from tests.train.worlds import train_mutated
+from tests.training.runs import is_alive
+from tests.training.worlds import train_mutated
 
 RUN = """
 out = "nowhere"

@@ -21,7 +21,7 @@ from shardwright.model.transformer import Transformer
 from shardwright.units import GiB
 from tests.cost.layouts import GPT, job, one
 
-CSV = Path(__file__).parents[2] / "src/shardwright/plan/measured/korthikanti_activation_memory.csv"
+CSV = Path(__file__).parents[2] / "src/shardwright/planner/measured/korthikanti_activation_memory.csv"
 S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
 SQUARE = 5 * A * S / H
 

@@ -23,7 +23,7 @@ from shardwright.split.stages import stage_layers
 from shardwright.split.tensor import kv_copies, vocabulary_rows
 from tests.cost.layouts import job
 from tests.distributed import run_ranks
-from tests.train.worlds import build
+from tests.training.worlds import build
 
 LAYOUTS = [
     Layout(),

@@ -17,8 +17,8 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.verify import Case
-from shardwright.verify.rank import build_trainer, local_batch
+from shardwright.verification import Case
+from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 

@@ -1,7 +1,7 @@
 """Proves what a rank of a pipeline holds, computes, keeps and sends, against what its schedule says.
 
-What it computes is proven by tests/train/test_pipeline.py, what ZeRO adds by test_stage_data.py. On gloo, worlds of 2
-and 4, float64.
+What it computes is proven by tests/training/test_pipeline.py, what ZeRO adds by test_stage_data.py. On gloo, worlds of
+2 and 4, float64.
 
 B, T, D as in the model; X bytes of what goes between two stages.
 """
@@ -29,11 +29,11 @@ from shardwright.schedule.build import build as build_schedule
 from shardwright.schedule.messages import Exchange, with_messages
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.split.stages import stage_layers
-from shardwright.train.step import Trainer
+from shardwright.training.step import Trainer
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.traffic import Traffic
-from tests.train.worlds import GLOBAL_BATCH, RATE, SEQ_LEN, SPEC, build, local_batch
+from tests.training.worlds import GLOBAL_BATCH, RATE, SEQ_LEN, SPEC, build, local_batch
 
 EVEN = replace(SPEC, n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, d_ffn=48, vocab_size=32)
 MICROBATCHES = 6

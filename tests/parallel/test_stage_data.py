@@ -1,5 +1,5 @@
 """Proves what data parallelism of pipeline stages gathers, reduces and holds, against the table in
-parallel/data.py. That gradients are right: tests/train/test_pipeline.py.
+parallel/data.py. That gradients are right: tests/training/test_pipeline.py.
 
 P, G are the bytes of a stage's parameters and gradients, A its microbatches in a step, K its groups of parameters, of
 which L are layers.
@@ -25,7 +25,7 @@ from shardwright.split.stages import stage_layers
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.traffic import Traffic
-from tests.train.worlds import RATE, SEQ_LEN, SPEC, build, local_batch
+from tests.training.worlds import RATE, SEQ_LEN, SPEC, build, local_batch
 
 # Every dim that FSDP cuts is even, so that nothing is padded.
 EVEN = replace(SPEC, n_layers=4, d_model=32, n_heads=4, n_kv_heads=2, d_ffn=48, vocab_size=32)

@@ -16,7 +16,7 @@ from shardwright.run_folder import timeline_path
 from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
-from shardwright.train.timeline import KEPT_STEPS
+from shardwright.training.timeline import KEPT_STEPS
 from tests.report.runs import (
     EPOCH_S,
     PIPELINE,
@@ -27,7 +27,7 @@ from tests.report.runs import (
     write_run,
     write_timeline,
 )
-from tests.train.runs import train, write_run_file
+from tests.training.runs import train, write_run_file
 
 
 def pipeline_of(folder: Path) -> PipelineRecord:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import problems, schedule_problems, stage_layers, stage_times
-from tests.train.worlds import SPEC
+from tests.training.worlds import SPEC
 
 EIGHT = replace(SPEC, n_layers=8, vocab_size=64)
 LARGE_HEAD = replace(EIGHT, vocab_size=2048)

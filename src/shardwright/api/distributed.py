@@ -23,9 +23,9 @@ from shardwright.parallel.initialise import local_box
 from shardwright.parallel.norm import clip_gradients, gradient_norm
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
-from shardwright.train.optimizer import parameter_groups
-from shardwright.train.ranks import Place, pick_device, place_from_environment, process_group
-from shardwright.train.step import ForwardBackward
+from shardwright.training.optimizer import parameter_groups
+from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.step import ForwardBackward
 
 
 class DistributedModel:

@@ -15,9 +15,9 @@ from shardwright.run_folder import CHECKPOINTS, published
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.model.transformer import Transformer
-    from shardwright.plan.search import Plan
+    from shardwright.planner.search import Plan
     from shardwright.report.run import RunRecord
-    from shardwright.verify import Report
+    from shardwright.verification import Report
 
 
 def extend(name: str | Path) -> None:
@@ -50,7 +50,7 @@ def plan(
     """
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
-    from shardwright.plan.search import search
+    from shardwright.planner.search import search
 
     job = Job(
         model=resolve(model) if isinstance(model, str) else model,
@@ -86,8 +86,8 @@ def verify(
     Returns a Report: `equal`, `worst_error`, and `rows`, a comparison each. Raises LayoutError where the layout does
     not fit the model or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
     """
-    from shardwright.verify import Case, Verifier
-    from shardwright.verify.case import cut, cut_layout
+    from shardwright.verification import Case, Verifier
+    from shardwright.verification.case import cut, cut_layout
 
     spec = resolve(model) if isinstance(model, str) else model
     case = true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
@@ -112,7 +112,7 @@ def train(
     training fails.
     """
     from shardwright.config import as_toml, load, parse
-    from shardwright.train.start import start
+    from shardwright.training.start import start
 
     overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
     config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
@@ -164,6 +164,6 @@ class Run:
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
         """The whole model of a checkpoint, the newest if none is named, on one process: on the CPU, in evaluation mode,
         in the type it was trained in. Raises CheckpointError where there is none, or it is damaged."""
-        from shardwright.train.sample import newest_checkpoint, restore
+        from shardwright.training.sample import newest_checkpoint, restore
 
         return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

@@ -165,8 +165,8 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
 
 def check(options: Options, job: "Job") -> None:
     """Raises InputError, before anything is searched, for options that cannot be used."""
-    from shardwright.plan.run_file import PRECISIONS as WRITTEN
-    from shardwright.plan.search import limit_bytes
+    from shardwright.planner.run_file import PRECISIONS as WRITTEN
+    from shardwright.planner.search import limit_bytes
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
     if write is not None and target is not None and write.resolve() == Path(target).resolve():

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.cli.common import columns, console, say
 from shardwright.cost.job import Job
-from shardwright.plan.alternatives import Alternative
-from shardwright.plan.headline import accelerator_hours, days, headline
-from shardwright.plan.nearest import Remedy
-from shardwright.plan.search import Plan, Priced
-from shardwright.plan.warnings import of_job, warnings
-from shardwright.plan.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
+from shardwright.planner.alternatives import Alternative
+from shardwright.planner.headline import accelerator_hours, days, headline
+from shardwright.planner.nearest import Remedy
+from shardwright.planner.search import Plan, Priced
+from shardwright.planner.warnings import of_job, warnings
+from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
 
 ROUNDING = 1e-9

@@ -186,8 +186,8 @@ def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
 
 def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     """Whether all steps are done; they are not where a signal asked to stop."""
-    from shardwright.train.checkpoint.store import CheckpointStore
-    from shardwright.train.start import start
+    from shardwright.training.checkpoint.store import CheckpointStore
+    from shardwright.training.start import start
 
     spec, layout = config.model.spec(), config.layout.layout()
     store = CheckpointStore(places.run / CHECKPOINTS)
@@ -210,8 +210,8 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     from shardwright.report.curves import draw_curves
     from shardwright.report.page import write_page
     from shardwright.report.run import read_run
-    from shardwright.train.sample import open_sampler
-    from shardwright.train.start import summary
+    from shardwright.training.sample import open_sampler
+    from shardwright.training.start import summary
 
     answer = summary(places.run)
     run = read_run(places.run)

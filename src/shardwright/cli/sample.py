@@ -22,7 +22,7 @@ def sample(
 
     shardwright sample quickstart/run --prompt "import os"
     """
-    from shardwright.train.sample import open_sampler
+    from shardwright.training.sample import open_sampler
 
     text = open_sampler(run_dir).complete(prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
     if json:

@@ -42,7 +42,7 @@ def train(
         return
     if run_file is None:
         raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
-    from shardwright.train.start import start
+    from shardwright.training.start import start
 
     extra = ['checkpoint.resume="auto"'] if resume else []
     summary = start(load(run_file, [*(overrides or []), *extra]), quiet=json)

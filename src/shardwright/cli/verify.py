@@ -13,7 +13,7 @@ from shardwright.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
-    from shardwright.verify import Case, Report, Verifier
+    from shardwright.verification import Case, Report, Verifier
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def verify(options: Options) -> None:
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
     configs = _configs(options)
-    from shardwright.verify import Verifier
+    from shardwright.verification import Verifier
 
     cases, chosen = _cases(configs, options)
     with Verifier(timeout_s=options.timeout_s) as verifier:
@@ -89,9 +89,9 @@ def verify(options: Options) -> None:
 
 def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case], list[Layout]]":
     """What is trained, for each run file, and the layouts that are verified: one for each run file, or the matrix."""
-    from shardwright.verify import cut
-    from shardwright.verify.case import case_of, cut_layout
-    from shardwright.verify.matrix import layouts
+    from shardwright.verification import cut
+    from shardwright.verification.case import case_of, cut_layout
+    from shardwright.verification.matrix import layouts
 
     config, full, matrix = configs[0], options.full, options.matrix
     chosen = [each.layout.layout() for each in configs]
@@ -154,7 +154,7 @@ def _one(
     json: bool,
     sizes: str,
 ) -> None:
-    from shardwright.verify.culprit import find_culprit
+    from shardwright.verification.culprit import find_culprit
 
     with error_console.status(f"running {layout.world_size} ranks and the reference"):
         report = verifier.parity(case, layout, against)

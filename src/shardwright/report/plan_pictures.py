@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwright.plan.headline import headline
-from shardwright.plan.search import Priced
-from shardwright.plan.sweep import Point
+from shardwright.planner.headline import headline
+from shardwright.planner.search import Priced
+from shardwright.planner.sweep import Point
 from shardwright.report.style import COLOURS, rendered
 from shardwright.units import GiB, format_bytes, format_count
 
