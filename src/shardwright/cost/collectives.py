@@ -18,6 +18,7 @@ adds that), the topology above the nodes (a full fat tree is assumed), straggler
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,15 +76,15 @@ def all_reduce(
     """
     at = Placement.of(cluster, size, stride)
     symbols = _symbols(cluster, at, n_bytes)
-    if np.all(at.size == 1):
-        return np.zeros_like(symbols["S"])
+    if at.size.max() == 1:
+        return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     k, switch = at.nodes, cluster.inside.switch_bytes_per_s
     steps = "messages_in = 2 * (n - k); messages_across = 2 * (k - 1); V = 2 * S * (n - 1) / n"
     ways = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
-    if np.any(k > 1):
+    if k.max() > 1:
         steps = "messages_in = 2 * (g - 1); messages_across = 2 * ceil(log2(k)); V = 2 * S"
         ways["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
-    if switch and np.any(k == 1):
+    if switch and k.min() == 1:
         formula = f"start_s + 2 * ceil(log2(n)) * latency_in_s + {_full_rate_bytes('S', 'in')} / switch"
         switched = ledger.compute(f"{what}, in the switch", formula, **symbols, switch=switch)
         ways["in the switch"] = np.where(k == 1, switched, np.inf)
@@ -133,32 +134,33 @@ def point_to_point(
     Across nodes as soon as one pair is, each sender through its own port.
     """
     at = Placement.of(cluster, size, stride)
+    found = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
+    if at.size.max() == 1:
+        return found
     symbols = _symbols(cluster, at, n_bytes) | {"bandwidth_in": _bandwidth(cluster.inside, np.asarray(2))}
-    if np.all(at.size == 1):
-        return np.zeros_like(symbols["S"])
-    found = np.zeros_like(symbols["S"])
     for side, there in (("in", (at.size > 1) & (at.nodes == 1)), ("across", at.nodes > 1)):
-        if np.any(there):
+        if there.any():
             formula = f"start_s + latency_{side}_s + {_full_rate_bytes('S', side)} / bandwidth_{side}"
             found = np.where(there, ledger.compute(what, formula, **symbols), found)
     return found
 
 
 def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike) -> dict[str, Any]:
-    """What the formulas of messages between some groups are given; S has the shape of the result."""
-    inside, across = cluster.inside, cluster.across
+    """What the formulas of messages between some groups are given. Over a link that a group does not use, bytes take no
+    time: its bandwidth is infinite."""
+    inside, across, leaves = cluster.inside, cluster.across, at.nodes > 1
     return {
-        "start_s": np.where(at.nodes > 1, across.start_s, inside.start_s),
-        "S": np.asarray(n_bytes, dtype=np.float64) + np.zeros(at.size.shape),
+        "start_s": np.where(leaves, across.start_s, inside.start_s),
+        "S": np.asarray(n_bytes, dtype=np.float64),
         "n": at.size,
         "g": at.per_node,
         "k": at.nodes,
         "latency_in_s": inside.latency_s,
         "half_in": inside.half_bytes,
-        "bandwidth_in": _bandwidth(inside, at.per_node),
+        "bandwidth_in": np.where(at.per_node > 1, _bandwidth(inside, at.per_node), np.inf),
         "latency_across_s": across.latency_s,
         "half_across": across.half_bytes,
-        "bandwidth_across": across.bytes_per_s,
+        "bandwidth_across": np.where(leaves, across.bytes_per_s, np.inf),
     }
 
 
@@ -167,30 +169,31 @@ def _one_algorithm(
 ) -> Floats:
     at = Placement.of(cluster, size, stride)
     symbols = _symbols(cluster, at, n_bytes)
-    if np.all(at.size == 1):
-        return np.zeros_like(symbols["S"])
-    return np.where(at.size > 1, _links_s(what, at, steps, symbols), 0.0)
+    if at.size.max() == 1:
+        return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
+    found = _links_s(what, at, steps, symbols)
+    return found if at.size.min() > 1 else np.where(at.size > 1, found, 0.0)
 
 
 def _links_s(what: str, at: Placement, steps: str, symbols: dict[str, Any]) -> Floats:
     """Messages one after another, and what an accelerator sends over both kinds of link at once, of which the slower
     bounds. `steps`: messages and bytes (V, and V_across if not V / g) from n, g, k and S."""
-    terms, sent = ["start_s"], []
-    for side, n_bytes, messages, several, text in (
-        ("in", "V", at.size > at.nodes, at.per_node > 1, "g > 1"),
-        ("across", "V_across", at.nodes > 1, at.nodes > 1, "k > 1"),
-    ):
-        if np.any(messages):
-            terms.append(f"messages_{side} * latency_{side}_s")
-        if np.any(several):
-            sent.append(
-                f"{_full_rate_bytes(n_bytes, side)} / bandwidth_{side}" + f" * ({text})" * (not np.all(several))
-            )
-    terms.append(f"max({', '.join(sent)})" if len(sent) > 1 else sent[0])
-    formula = " + ".join(terms)
-    every = [*steps.split("; "), *["V_across = V / g"] * ("V_across" not in steps)]
-    used = [step for step in every if step.partition(" = ")[0] in formula]
-    return ledger.compute(what, "; ".join([*used, formula]), "s", "cost/collectives.py", **symbols)
+    shares, leaves = bool(at.per_node.max() > 1), bool(at.nodes.max() > 1)
+    formula = _formula(steps, shares or bool((at.size > at.nodes).any()), shares, leaves)
+    return ledger.compute(what, formula, "s", "cost/collectives.py", **symbols)
+
+
+@cache
+def _formula(steps: str, messages_in: bool, shares: bool, leaves: bool) -> str:
+    """With those terms alone that some group needs; for the other groups they are 0."""
+    terms = ["start_s"] + ["messages_in * latency_in_s"] * messages_in + ["messages_across * latency_across_s"] * leaves
+    sent = [f"{_full_rate_bytes('V', 'in')} / bandwidth_in"] * shares
+    sent += [f"{_full_rate_bytes('V_across', 'across')} / bandwidth_across"] * leaves
+    formula = " + ".join([*terms, f"max({', '.join(sent)})" if len(sent) > 1 else sent[0]])
+    if "V_across" not in steps:
+        steps += "; V_across = V / g"
+    used = [step for step in steps.split("; ") if step.partition(" = ")[0] in formula]
+    return "; ".join([*used, formula])
 
 
 def _full_rate_bytes(sent: str, side: str) -> str:
@@ -201,6 +204,6 @@ def _full_rate_bytes(sent: str, side: str) -> str:
 def _bandwidth(link: Link, members: Ints) -> Floats:
     """Bytes/s of an accelerator among so many members; where each pair has its own wire, few members use few wires."""
     if not link.peer_bytes_per_s:
-        return np.full(members.shape, link.bytes_per_s)
+        return np.asarray(link.bytes_per_s)
     wires: Floats = link.peer_bytes_per_s * np.maximum(members - 1, 1)
     return np.minimum(link.bytes_per_s, wires)

@@ -64,10 +64,10 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
         parts["optimizer"] = optimizer(job, of, held)
         rest = StepTime(parts).total_s
         share = stragglers(job, of)
-        parts["stragglers"] = share * rest
-        ledger.total("all but stragglers", parts | {"stragglers": np.zeros(1)}, value=rest)
-        ledger.note("stragglers", "share_of_stragglers * all_but_stragglers", parts["stragglers"],
-                    share_of_stragglers=share, all_but_stragglers=rest)  # fmt: skip
+        ledger.total("all but stragglers", parts, value=rest)
+        parts["stragglers"] = ledger.compute(
+            "stragglers", "share_of_stragglers * all_but_stragglers", share_of_stragglers=share, all_but_stragglers=rest
+        )
         ledger.total("step", parts)
     return StepTime(parts)
 
