@@ -27,7 +27,7 @@ LAYOUTS = [
     Layout(dp_shard=2, zero=3),
     Layout(tp=2),
     Layout(cp=2),
-    Layout(pp=2, schedule="zb-v"),
+    Layout(pp=2, pp_schedule="zb-v"),
     Layout(pp=2, dp_replicate=2),
     Layout(dp_shard=2, tp=2),
 ]
@@ -130,7 +130,7 @@ BUGS = {
         Mutation("shardwright.parallel.data:Replicated.before_backward", "parameter.grad is None", "False"),
     ),
     "the second copy of a tied embedding keeps its old values": (
-        Layout(pp=2, schedule="zb-v"),
+        Layout(pp=2, pp_schedule="zb-v"),
         Mutation("shardwright.parallel.model:ParallelModel.after_change", "self.tied.follow()", "pass"),
     ),
     "gradients of the step before are kept": (

@@ -244,7 +244,7 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--html", "no/such/plan.html"], ["no folder no/such", "make it first"]),
         ([*SMALL, "--precision", "fp16", "--write", "run.toml"], ["fp16", "fp32 or bf16"]),
         ([*SMALL, "--explain", "tp=2", "--html", "a.html"], ["--html", "--explain", "leave one out"]),
-        ([*SMALL, "--explain", "pp=4,schedule=auto,dp_shard=2"], ["schedule=auto", "no price"]),
+        ([*SMALL, "--explain", "pp=4,pp_schedule=auto,dp_shard=2"], ["pp_schedule=auto", "no price"]),
         ([*SMALL, "--explain", "tpp=8"], ["tpp=8", "did you mean 'tp'?"]),
         ([*SMALL, "--explain", "tp=2"], ["= 2 ranks", "h100:8 has 8 accelerators"]),
         ([*SMALL, "--explain", "tp=4,dp_shard=2,micro_batch=3"], ["global_batch=16", "nearest"]),

@@ -83,7 +83,7 @@ def test_memory_is_that_of_figure_1_of_korthikanti(row: dict[str, str]):
         "selective" if lean else "none",
         tp=8,
         pp=pp,
-        schedule=schedule,
+        pp_schedule=schedule,
         virtual_stages=virtual,
         stage_layers=layers,
         sequence_parallel=lean,

@@ -30,7 +30,7 @@ LAYOUTS = [
     Layout(tp=2, sequence_parallel=True),
     Layout(tp=8, sequence_parallel=True),
     Layout(pp=2),
-    Layout(pp=2, schedule="zb-v", tp=4, sequence_parallel=True),
+    Layout(pp=2, pp_schedule="zb-v", tp=4, sequence_parallel=True),
     Layout(dp_shard=8, zero=3, ep=8),
     Layout(dp_shard=8, zero=1, tp=2, sequence_parallel=True, ep=16, pp=2),
 ]

@@ -100,8 +100,8 @@ def calls_of_a_step(case: Case, layout: Layout) -> Counter[str]:
 
 LAYOUTS = [
     Layout(tp=2, sequence_parallel=False),
-    Layout(pp=2, schedule="zb-h1"),
-    Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=True),
+    Layout(pp=2, pp_schedule="zb-h1"),
+    Layout(pp=2, tp=2, pp_schedule="zb-h1", sequence_parallel=True),
 ]
 
 

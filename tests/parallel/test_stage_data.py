@@ -80,13 +80,13 @@ def expected(layout: Layout, pp_rank: int) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("schedule", rest_prove(["1f1b", "interleaved-1f1b"], "interleaved-1f1b"))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_gathers_and_reduces_what_the_table_says_for_each_stage(engine: str, schedule: str):
-    layout = Layout(pp=2, schedule=schedule, **ENGINES[engine])
+    layout = Layout(pp=2, pp_schedule=schedule, **ENGINES[engine])
     for rank, (first, second) in enumerate(run_ranks(collectives_of_steps, 4, layout, A)):
         assert first == second == expected(layout, layout.coordinates(rank)["pp"])
 
 
 def test_where_weights_come_later_norms_may_be_reduced_with_those_of_another_microbatch():
-    layout = Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=2)
+    layout = Layout(pp=2, pp_schedule="zb-h1", dp_shard=2, zero=2)
     first, last = (expected(layout, pp_rank) for pp_rank in (0, 1))
     found = run_ranks(collectives_of_steps, 4, layout, A)
     assert found[0][0] == first  # whose W follow their I
@@ -97,7 +97,7 @@ def test_where_weights_come_later_norms_may_be_reduced_with_those_of_another_mic
 
 
 def test_replicas_of_shards_are_summed_once_a_step():
-    layout = Layout(pp=2, schedule="zb-h1", dp_replicate=2, dp_shard=2, zero=2)
+    layout = Layout(pp=2, pp_schedule="zb-h1", dp_replicate=2, dp_shard=2, zero=2)
     single = replace(layout, dp_replicate=1)
     for rank, (found, _) in enumerate(run_ranks(collectives_of_steps, 8, layout, A)):
         table = expected(single, layout.coordinates(rank)["pp"])
@@ -141,7 +141,7 @@ def gathered_layers(layout: Layout) -> tuple[list[int], int]:
     ("engine", "between"), [("zero 1", 2), ("zero 2", 2), ("zero 3, step", 2), ("zero 3, microbatch", 0)]
 )
 def test_layers_are_whole_until_the_last_backward_pass_or_never_between_two(engine: str, between: int):
-    layout = Layout(pp=2, schedule="zb-h1", **ENGINES[engine])
+    layout = Layout(pp=2, pp_schedule="zb-h1", **ENGINES[engine])
     for counts, after in run_ranks(gathered_layers, 4, layout):
         assert counts == [between] * (len(counts) - 1) + [0]
         assert len(counts) == 3 * A

@@ -20,14 +20,14 @@ from shardwright.planner.search import Priced
 
 LAYOUTS = [
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1"),
-    ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,schedule=interleaved-1f1b,virtual_stages=2,dp_shard=2,zero=3"),
+    ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,pp_schedule=interleaved-1f1b,virtual_stages=2,dp_shard=2,zero=3"),
     ("llama-3.1-8b", "h100:8", 8192, "dp_shard=8,zero=3,recompute=full,micro_batch=2"),
     ("llama-3.1-8b", "a100:16", 8192, "tp=2,cp=2,dp_replicate=2,dp_shard=2,zero=2"),
     ("llama-3.1-8b", "h100:16", 8192, "cp=2,cp_method=ulysses,dp_replicate=8,zero=0"),
     ("llama-3.1-8b", "h100:16", 8192, "cp=4,cp_method=allgather,tp=2,dp_shard=2,zero=1"),
     ("llama-3.1-8b", "h100:16", 65536, "cp=8,cp_method=ring,dp_shard=2,zero=3"),
-    ("deepseek-v3", "h100:256", 4096, "pp=16,schedule=dualpipe,dp_shard=16,ep=16,zero=1"),
-    ("deepseek-v3", "h100:256", 4096, "pp=8,schedule=zb-v,dp_shard=32,ep=32,zero=3,zero_pp_gather=microbatch"),
+    ("deepseek-v3", "h100:256", 4096, "pp=16,pp_schedule=dualpipe,dp_shard=16,ep=16,zero=1"),
+    ("deepseek-v3", "h100:256", 4096, "pp=8,pp_schedule=zb-v,dp_shard=32,ep=32,zero=3,zero_pp_gather=microbatch"),
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,recompute=full"),
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,sequence_parallel=false"),
     ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=full"),

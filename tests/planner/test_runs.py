@@ -25,7 +25,7 @@ def test_a_published_row_becomes_the_job_and_layout_that_it_describes():
     )
     assert (row.job.cluster.size, row.job.cluster.node_bytes_per_s, row.job.precision) == (1920, 200e9, "fp16")
     of = row.candidates
-    assert (of.pp, of.shared.schedule, of.shared.virtual_stages, of.shared.stage_layers) == (
+    assert (of.pp, of.shared.pp_schedule, of.shared.virtual_stages, of.shared.stage_layers) == (
         16,
         "interleaved-1f1b",
         2,

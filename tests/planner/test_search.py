@@ -90,7 +90,7 @@ def check_against_brute_force(asked: Job, top: int) -> None:
     best = found.best[0].choice.layout
     for other in runners_up(found):
         side = other.name.removeprefix("another ")
-        if side in ("schedule", "micro_batch"):
+        if side in ("pp_schedule", "micro_batch"):
             continue
         times = [time for time, choice in everything if getattr(choice.layout, side) != getattr(best, side)]
         if times:

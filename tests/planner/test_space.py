@@ -63,7 +63,7 @@ def pipelines(pp: int) -> Iterator[dict[str, Any]]:
         if not find(name).priced:
             continue
         for virtual_stages in (2, 3, 4, 6, 8) if name == "interleaved-1f1b" else (1,):
-            yield {"schedule": name, "virtual_stages": virtual_stages}
+            yield {"pp_schedule": name, "virtual_stages": virtual_stages}
 
 
 def with_batch(job: Job, values: dict[str, Any]) -> Iterator[Choice]:
@@ -85,7 +85,7 @@ def with_batch(job: Job, values: dict[str, Any]) -> Iterator[Choice]:
 def test_two_ranks_with_one_sequence_share_a_model_in_these_ways():
     words = {str(choice) for choice in found(job(replace(SMALL, n_layers=2), 2, 1, 128))}
     cut = [f"cp=2,{method}zero={zero}" for method in ("", "cp_method=ulysses,") for zero in range(4)]
-    pipes = [f"pp=2{schedule}" for schedule in ("", *(f",schedule={name}" for name in ("afab", "zb-h1", "zb-h2")))]
+    pipes = [f"pp=2{schedule}" for schedule in ("", *(f",pp_schedule={name}" for name in ("afab", "zb-h1", "zb-h2")))]
     plain = {f"{each},micro_batch=1" for each in ("tp=2", *cut, *pipes)}
     assert words == plain | {each.replace(",micro_batch", ",recompute=full,micro_batch") for each in plain}
 

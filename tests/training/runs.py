@@ -34,7 +34,7 @@ max_seq_len = 16, dropout = 0.1 }}
 data = {{ path = "{tokens}" }}
 batch = {{ seq_len = 16, global_batch = 4 }}
 layout = {{ dp_shard = 2 }}
-schedule = {{ shape = "constant" }}
+lr_schedule = {{ shape = "constant" }}
 checkpoint = {{ every = 5 }}
 metrics = {{ every = 1 }}
 evaluation = {{ samples = 0 }}

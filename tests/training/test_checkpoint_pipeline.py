@@ -27,23 +27,23 @@ DEEP = replace(SPEC, n_layers=4, n_heads=4, n_kv_heads=2)
 TIED = replace(DEEP, tied_embedding=True)
 STAGED = [
     Layout(pp=2),
-    Layout(pp=4, schedule="zb-h1"),
+    Layout(pp=4, pp_schedule="zb-h1"),
     ONE,
-    Layout(pp=2, schedule="zb-v", dp_shard=2, zero=3),
+    Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3),
     Layout(pp=2, stage_layers=(3, 1), tp=2, sequence_parallel=True),
-    Layout(pp=2, schedule="dualpipe"),
+    Layout(pp=2, pp_schedule="dualpipe"),
     ZERO_3,
-    Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2),
     Layout(pp=2, cp=2, cp_method="ring", zero=3, zero_pp_gather="microbatch"),
     Layout(pp=2),
 ]
 STAGED_AND_TIED = [
     Layout(pp=2),
-    Layout(pp=2, schedule="zb-v", dp_shard=2, zero=3),
+    Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3),
     ONE,
-    Layout(pp=2, schedule="dualpipe", dp_replicate=2),
+    Layout(pp=2, pp_schedule="dualpipe", dp_replicate=2),
     Layout(pp=2, tp=2, sequence_parallel=False),
-    Layout(pp=2, schedule="zb-v"),
+    Layout(pp=2, pp_schedule="zb-v"),
     ONE,
 ]
 
@@ -106,8 +106,8 @@ def resumed_and_not(folder: Path, layout: Layout) -> tuple[Logical, Logical]:
     "layout",
     [
         pytest.param(Layout(pp=2), marks=prove),
-        Layout(pp=2, schedule="zb-v"),
-        pytest.param(Layout(pp=2, schedule="zb-v", dp_shard=2, zero=3), marks=prove),
+        Layout(pp=2, pp_schedule="zb-v"),
+        pytest.param(Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3), marks=prove),
     ],
     ids=str,
 )

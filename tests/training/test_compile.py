@@ -40,7 +40,7 @@ def losses(layout: Layout, compiled: bool) -> list[float]:
         Layout(tp=2, sequence_parallel=True),
         Layout(cp=2, cp_method="ring", recompute="full"),
         Layout(pp=2),
-        Layout(pp=2, schedule="zb-h1"),
+        Layout(pp=2, pp_schedule="zb-h1"),
     ],
     ids=["zero 3", "tp2 sp", "cp2, recomputed", "pp2 1f1b", "pp2 zb-h1"],
 )

@@ -46,7 +46,7 @@ CASE = Case(MODEL, seq_len=8, global_batch=8, seed=5, optimizer=OPTIMIZER, steps
 EP = Layout(dp_shard=2, zero=2, ep=2)
 SP = Layout(tp=2, sequence_parallel=True, ep=2)
 PP = Layout(pp=2, dp_shard=2, zero=1, ep=2)
-ZERO_BUBBLE = replace(PP, schedule="zb-h1")
+ZERO_BUBBLE = replace(PP, pp_schedule="zb-h1")
 LAYOUTS = [
     Layout(dp_replicate=2),
     Layout(dp_shard=2, zero=1, ep=2),
@@ -65,19 +65,19 @@ LAYOUTS = [
     Layout(tp=2, sequence_parallel=True, cp=2, zero=1, ep=4),
     Layout(pp=2, dp_replicate=2),
     PP,
-    Layout(pp=2, dp_shard=2, zero=3, ep=2, zero_pp_gather="microbatch", schedule="zb-h1"),
+    Layout(pp=2, dp_shard=2, zero=3, ep=2, zero_pp_gather="microbatch", pp_schedule="zb-h1"),
     ZERO_BUBBLE,
     replace(ZERO_BUBBLE, recompute="full"),
-    Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2, ep=2, schedule="zb-h1"),
+    Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2, ep=2, pp_schedule="zb-h1"),
 ]
 DEEP = [
-    Layout(pp=2, cp=2, ep=2, schedule="zb-v"),
-    Layout(pp=2, dp_shard=2, zero=2, ep=2, schedule="dualpipe"),
-    Layout(pp=2, tp=2, sequence_parallel=True, ep=2, schedule="interleaved-1f1b", virtual_stages=2),
+    Layout(pp=2, cp=2, ep=2, pp_schedule="zb-v"),
+    Layout(pp=2, dp_shard=2, zero=2, ep=2, pp_schedule="dualpipe"),
+    Layout(pp=2, tp=2, sequence_parallel=True, ep=2, pp_schedule="interleaved-1f1b", virtual_stages=2),
 ]
 ON_EIGHT = [
     Layout(pp=2, dp_shard=2, tp=2, sequence_parallel=True, zero=3, ep=2),
-    Layout(pp=2, dp_shard=2, tp=2, sequence_parallel=True, zero=1, ep=4, schedule="zb-h1"),
+    Layout(pp=2, dp_shard=2, tp=2, sequence_parallel=True, zero=1, ep=4, pp_schedule="zb-h1"),
 ]
 
 
@@ -138,7 +138,7 @@ def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name:
             EP,
             Layout(dp_replicate=2),
             PP,
-            Layout(pp=2, schedule="zb-h1"),
+            Layout(pp=2, pp_schedule="zb-h1"),
             Layout(cp=2),  # a rank holds two pieces of a sequence that lie apart
             Layout(cp=2, cp_method="ring", zero=3, ep=2),
             Layout(cp=4, cp_method="allgather", recompute="full"),
@@ -147,7 +147,7 @@ def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name:
             SP,
             Layout(tp=4, sequence_parallel=True, ep=2),
             Layout(cp=2, tp=2, sequence_parallel=True, zero=3, ep=4),
-            Layout(pp=2, cp=2, ep=2, schedule="zb-h1"),
+            Layout(pp=2, cp=2, ep=2, pp_schedule="zb-h1"),
         ],
         EP,
         Layout(cp=2),
@@ -181,7 +181,7 @@ WITH_LATENT = replace(CASE, spec=replace(MODEL, n_kv_heads=4, latent_attention=L
             Layout(tp=4, sequence_parallel=True, recompute="full"),
             Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=1, ep=2),
             Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3, ep=4),
-            Layout(pp=2, tp=2, sequence_parallel=True, ep=2, schedule="zb-h1"),
+            Layout(pp=2, tp=2, sequence_parallel=True, ep=2, pp_schedule="zb-h1"),
             Layout(cp=2, ep=2),
             Layout(cp=2, cp_method="ulysses", tp=2, sequence_parallel=True, zero=3, ep=2),
         ],
@@ -201,7 +201,7 @@ def test_latent_attention_beside_experts_trains_as_one_process_does(verifier: Ve
         Layout(tp=2, sequence_parallel=False),
         Layout(tp=2, sequence_parallel=True),
         Layout(tp=2, dp_shard=2, zero=3, sequence_parallel=False),
-        Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=False),
+        Layout(pp=2, tp=2, pp_schedule="zb-h1", sequence_parallel=False),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ TP, SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2, sequence_parallel=T
 ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="ulysses")
 
 STAGE, TIED = "shardwright.parallel.pipeline.runner:_Step", "shardwright.parallel.pipeline.tied:TiedParameters"
-PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, schedule=name) for name in ("1f1b", "zb-h1", "zb-v", "dualpipe"))
+PP, ZB, ZB_V, DUALPIPE = (Layout(pp=2, pp_schedule=name) for name in ("1f1b", "zb-h1", "zb-v", "dualpipe"))
 
 EP, EP_OF_4 = Layout(dp_shard=2, zero=2, ep=2), Layout(dp_shard=4, zero=1, ep=2)
 SP_EP = Layout(tp=2, sequence_parallel=True, ep=2)
@@ -113,7 +113,7 @@ BUGS = {
             "dist.all_reduce(bucket, group=self.group, async_op=True)",
             "dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self.group, async_op=True)",
         ),
-        [ZERO_0, Layout(pp=2, dp_replicate=2, schedule="zb-h1")],
+        [ZERO_0, Layout(pp=2, dp_replicate=2, pp_schedule="zb-h1")],
     ),
     "6: only the outermost group is told to sum": Bug(
         Mutation(
@@ -217,7 +217,7 @@ BUGS = {
     ),
     "12: the balance losses are those of one microbatch": Bug(
         Mutation(f"{MODEL}.set_batch", "n_microbatches * ranks", "ranks"),
-        [ZERO_0, Layout(pp=2, schedule="zb-h1")],
+        [ZERO_0, Layout(pp=2, pp_schedule="zb-h1")],
         spec={"moe": EXPERTS},
     ),
     "12: the balance losses are dropped": Bug(
@@ -320,7 +320,7 @@ BUGS = {
     ),
     "26: the last microbatch does not reshard": Bug(
         Mutation(f"{DATA}:Sharded._set", "last or self.regathers", "self.regathers"),
-        [ZERO_1, ZERO_2, Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1")],
+        [ZERO_1, ZERO_2, Layout(pp=2, dp_shard=2, zero=1), Layout(pp=2, dp_shard=2, zero=3, pp_schedule="zb-h1")],
     ),
     "biases of routers go by the tokens of the own rank": Bug(
         Mutation(

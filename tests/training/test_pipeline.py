@@ -45,7 +45,7 @@ def check(verifier: Verifier, case: Case, layout: Layout, limit: float = LIMIT) 
 @pytest.mark.parametrize("accumulation", rest_prove([6, 2], 6))
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str, accumulation: int):
-    layout = Layout(pp=2, schedule=schedule)
+    layout = Layout(pp=2, pp_schedule=schedule)
     check(verifier, of(layout, accumulation), layout)
 
 
@@ -54,21 +54,21 @@ def test_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str,
 def test_two_ranks_of_two_stages_train_as_one_process_does(
     verifier: Verifier, schedule: str, virtual_stages: int, accumulation: int
 ):
-    layout = Layout(pp=2, schedule=schedule, virtual_stages=virtual_stages)
+    layout = Layout(pp=2, pp_schedule=schedule, virtual_stages=virtual_stages)
     check(verifier, of(layout, accumulation), layout)
 
 
 @prove
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_four_stages_train_as_one_process_does(verifier: Verifier, schedule: str):
-    layout = Layout(pp=4, schedule=schedule)
+    layout = Layout(pp=4, pp_schedule=schedule)
     check(verifier, of(layout, 6), layout)
 
 
 @prove
 @pytest.mark.parametrize(("schedule", "virtual_stages"), TWO_STAGES)
 def test_four_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str, virtual_stages: int):
-    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual_stages)
+    layout = Layout(pp=4, pp_schedule=schedule, virtual_stages=virtual_stages)
     check(verifier, of(layout, 6, n_layers=8), layout)
 
 
@@ -78,9 +78,9 @@ def test_four_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, 
     ("layout", "accumulation"),
     [
         (Layout(pp=4), 1),
-        (Layout(pp=4, schedule="zb-h2"), 3),
-        (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2), 3),
-        (Layout(pp=2, schedule="dualpipe-v"), 1),
+        (Layout(pp=4, pp_schedule="zb-h2"), 3),
+        (Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2), 3),
+        (Layout(pp=2, pp_schedule="dualpipe-v"), 1),
     ],
     ids=str,
 )
@@ -95,8 +95,8 @@ def test_fewer_microbatches_than_ranks_and_odd_numbers_of_them_train_as_one_proc
     rest_prove(
         [
             Layout(pp=2, stage_layers=(3, 1)),
-            Layout(pp=2, schedule="zb-h1", stage_layers=(1, 3), dp_shard=2, zero=3),
-            Layout(pp=2, schedule="dualpipe", stage_layers=(1, 3)),
+            Layout(pp=2, pp_schedule="zb-h1", stage_layers=(1, 3), dp_shard=2, zero=3),
+            Layout(pp=2, pp_schedule="dualpipe", stage_layers=(1, 3)),
         ],
         Layout(pp=2, stage_layers=(3, 1)),
     ),
@@ -108,13 +108,13 @@ def test_uneven_stages_train_as_one_process_does(verifier: Verifier, layout: Lay
 
 TIED = [
     Layout(pp=2),  # the copies are on two ranks
-    Layout(pp=2, schedule="zb-h1", dp_shard=2, zero=3),
-    Layout(pp=2, tp=2, schedule="1f1b", sequence_parallel=True),
-    Layout(pp=2, schedule="zb-v"),  # on one
-    Layout(pp=2, schedule="zb-v", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
-    Layout(pp=2, tp=2, schedule="dualpipe-v", sequence_parallel=False),
-    Layout(pp=2, schedule="dualpipe"),  # two on each of two
-    Layout(pp=2, schedule="dualpipe", dp_shard=2, zero=2),
+    Layout(pp=2, pp_schedule="zb-h1", dp_shard=2, zero=3),
+    Layout(pp=2, tp=2, pp_schedule="1f1b", sequence_parallel=True),
+    Layout(pp=2, pp_schedule="zb-v"),  # on one
+    Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
+    Layout(pp=2, tp=2, pp_schedule="dualpipe-v", sequence_parallel=False),
+    Layout(pp=2, pp_schedule="dualpipe"),  # two on each of two
+    Layout(pp=2, pp_schedule="dualpipe", dp_shard=2, zero=2),
 ]
 
 
@@ -124,7 +124,7 @@ def test_a_tied_embedding_trains_as_one_process_does(verifier: Verifier, layout:
 
 
 def test_learned_positions_biases_and_layer_norms_train_as_one_process_does(verifier: Verifier):
-    layout = Layout(pp=2, schedule="zb-h1")
+    layout = Layout(pp=2, pp_schedule="zb-h1")
     spec = {
         "norm": "layernorm",
         "activation": "gelu_tanh",
@@ -140,12 +140,12 @@ def test_learned_positions_biases_and_layer_norms_train_as_one_process_does(veri
     "layout",
     rest_prove(
         [
-            Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2),
-            Layout(pp=2, schedule="zb-v", recompute="full"),
-            Layout(pp=2, schedule="dualpipe"),
-            Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=True),
+            Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2),
+            Layout(pp=2, pp_schedule="zb-v", recompute="full"),
+            Layout(pp=2, pp_schedule="dualpipe"),
+            Layout(pp=2, tp=2, pp_schedule="zb-h1", sequence_parallel=True),
         ],
-        Layout(pp=2, schedule="zb-v", recompute="full"),
+        Layout(pp=2, pp_schedule="zb-v", recompute="full"),
     ),
     ids=str,
 )
@@ -158,8 +158,8 @@ def test_dropout_is_that_of_one_process(verifier: Verifier, layout: Layout):
     rest_prove(
         [
             Layout(pp=2, recompute="full"),
-            Layout(pp=2, tp=2, schedule="zb-h1", recompute="full", sequence_parallel=False),
-            Layout(pp=2, dp_shard=2, zero=3, schedule="zb-h1", recompute="full"),
+            Layout(pp=2, tp=2, pp_schedule="zb-h1", recompute="full", sequence_parallel=False),
+            Layout(pp=2, dp_shard=2, zero=3, pp_schedule="zb-h1", recompute="full"),
         ],
         Layout(pp=2, recompute="full"),
     ),
@@ -187,7 +187,7 @@ def test_blocks_computed_again_train_as_one_process_does(verifier: Verifier, lay
 def test_a_pipeline_on_two_data_ranks_trains_as_one_process_does(
     verifier: Verifier, data: dict[str, Any], schedule: str
 ):
-    layout = Layout(pp=2, schedule=schedule, **data)
+    layout = Layout(pp=2, pp_schedule=schedule, **data)
     check(verifier, of(layout, 4), layout)
 
 
@@ -195,15 +195,15 @@ def test_a_pipeline_on_two_data_ranks_trains_as_one_process_does(
     "layout",
     rest_prove(
         [
-            Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, dp_shard=2, zero=2),
-            Layout(pp=2, schedule="zb-v", dp_shard=2, zero=3),
-            Layout(pp=2, schedule="dualpipe", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
-            Layout(pp=2, schedule="dualpipe", dp_replicate=2),
-            Layout(pp=2, schedule="zb-v", tp=2, sequence_parallel=True),
-            Layout(pp=2, schedule="1f1b", cp=2, cp_method="ulysses", zero=3),
-            Layout(pp=2, schedule="zb-v", cp=2, cp_method="ring"),
+            Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2, dp_shard=2, zero=2),
+            Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3),
+            Layout(pp=2, pp_schedule="dualpipe", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
+            Layout(pp=2, pp_schedule="dualpipe", dp_replicate=2),
+            Layout(pp=2, pp_schedule="zb-v", tp=2, sequence_parallel=True),
+            Layout(pp=2, pp_schedule="1f1b", cp=2, cp_method="ulysses", zero=3),
+            Layout(pp=2, pp_schedule="zb-v", cp=2, cp_method="ring"),
         ],
-        Layout(pp=2, schedule="zb-v", tp=2, sequence_parallel=True),
+        Layout(pp=2, pp_schedule="zb-v", tp=2, sequence_parallel=True),
     ),
     ids=str,
 )
@@ -215,11 +215,11 @@ def test_a_pipeline_on_four_ranks_with_another_axis_trains_as_one_process_does(v
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(pp=2, dp_shard=2, tp=2, zero=3, sequence_parallel=True, schedule="zb-h1"),
+        Layout(pp=2, dp_shard=2, tp=2, zero=3, sequence_parallel=True, pp_schedule="zb-h1"),
         Layout(pp=4, dp_shard=2, zero=3),
-        Layout(pp=2, cp=2, tp=2, schedule="zb-h1", sequence_parallel=True),
+        Layout(pp=2, cp=2, tp=2, pp_schedule="zb-h1", sequence_parallel=True),
         Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2),
-        Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2, schedule="zb-h1"),
+        Layout(pp=2, dp_replicate=2, dp_shard=2, zero=2, pp_schedule="zb-h1"),
     ],
     ids=str,
 )
@@ -231,13 +231,13 @@ def test_a_pipeline_on_eight_ranks_trains_as_one_process_does(verifier: Verifier
     ("layout", "dtype"),
     rest_prove(
         [
-            (Layout(pp=4, schedule="zb-h1"), "float32"),
+            (Layout(pp=4, pp_schedule="zb-h1"), "float32"),
             (Layout(pp=2, dp_shard=2, zero=2), "float32"),
-            (Layout(pp=2, schedule="zb-h1"), "bfloat16"),
+            (Layout(pp=2, pp_schedule="zb-h1"), "bfloat16"),
             (Layout(pp=2, dp_shard=2, zero=3), "bfloat16"),
-            (Layout(pp=2, dp_shard=2, zero=2, schedule="zb-h1"), "bfloat16"),
+            (Layout(pp=2, dp_shard=2, zero=2, pp_schedule="zb-h1"), "bfloat16"),
         ],
-        (Layout(pp=2, schedule="zb-h1"), "bfloat16"),
+        (Layout(pp=2, pp_schedule="zb-h1"), "bfloat16"),
     ),
     ids=str,
 )
@@ -248,7 +248,7 @@ def test_other_types_are_as_near_as_one_process_is(verifier: Verifier, layout: L
 
 
 def test_losses_norms_and_what_stages_share_are_compared_bit_for_bit(verifier: Verifier):
-    layout = Layout(pp=2, schedule="dualpipe")
+    layout = Layout(pp=2, pp_schedule="dualpipe")
     report = verifier.parity(of(layout, 4), layout)
     # Both ranks hold every parameter: their initial values, and gradients and values in the end of each training.
     assert report.n_copies == 2 * PIPED.steps * 2 + N_PARAMETERS * (1 + 2 * (PIPED.steps + 1))

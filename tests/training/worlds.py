@@ -1,4 +1,4 @@
-"""A tiny model and a ragged batch that tests train for a few steps, on any layout, through `shardwright.verification`."""
+"""A tiny model and a ragged batch that tests train for a few steps, on any layout."""
 
 import tempfile
 from dataclasses import dataclass, replace

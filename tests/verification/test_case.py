@@ -164,9 +164,9 @@ def test_a_run_without_accumulation_is_compared_with_it_where_the_batch_allows()
     [
         (Layout(pp=2), 3, 3),
         (Layout(pp=4, dp_shard=2, zero=2), 5, 5),
-        (Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=3), 7, 7),
-        (Layout(pp=4, schedule="zb-v"), 9, 9),
-        (Layout(pp=4, schedule="dualpipe"), 5, 6),  # half of them enter at each end
+        (Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=3), 7, 7),
+        (Layout(pp=4, pp_schedule="zb-v"), 9, 9),
+        (Layout(pp=4, pp_schedule="dualpipe"), 5, 6),  # half of them enter at each end
     ],
     ids=str,
 )
@@ -190,7 +190,7 @@ def test_without_a_pipeline_nothing_has_become_larger():
 
 
 def test_stages_without_a_layer_are_refused_in_the_same_words_as_at_the_true_size():
-    for layout in (Layout(pp=5), Layout(pp=3, schedule="dualpipe-v"), Layout(pp=6, schedule="dualpipe")):
+    for layout in (Layout(pp=5), Layout(pp=3, pp_schedule="dualpipe-v"), Layout(pp=6, pp_schedule="dualpipe")):
         whole = config("debug", 128)
         case = cut(case_of(whole), [layout, Layout(pp=2)])
         assert list(stages.problems(case.spec, layout)) == list(stages.problems(whole.model.spec(), layout)) != []

@@ -83,10 +83,10 @@ def test_two_comparisons_give_the_same_bits():
         (Layout(tp=2, sequence_parallel=False), "tp 2, sequence_parallel false"),
         (Layout(pp=2), "pp 2"),
         (Layout(dp_shard=2, cp=2, zero=1, ep=4), "cp 2, ep 4, dp_shard 2, zero 1"),
-        (Layout(pp=2, schedule="zb-h1"), "pp 2, schedule zb-h1"),
+        (Layout(pp=2, pp_schedule="zb-h1"), "pp 2, pp_schedule zb-h1"),
         (
-            Layout(pp=2, cp=2, schedule="interleaved-1f1b", virtual_stages=2),
-            "pp 2, schedule interleaved-1f1b, virtual_stages 2, cp 2, zero 0",
+            Layout(pp=2, cp=2, pp_schedule="interleaved-1f1b", virtual_stages=2),
+            "pp 2, pp_schedule interleaved-1f1b, virtual_stages 2, cp 2, zero 0",
         ),
         (Layout(pp=2, stage_layers=(1, 2)), "pp 2, stage_layers 1+2"),
         (

@@ -20,7 +20,7 @@ LARGE = Layout(
     tp=2,
     zero=3,
     sequence_parallel=True,
-    schedule="interleaved-1f1b",
+    pp_schedule="interleaved-1f1b",
     virtual_stages=3,
     zero_pp_gather="microbatch",
     recompute="full",
@@ -52,21 +52,21 @@ def test_what_fails_in_every_pipeline_is_found_in_the_plainest_one():
     [
         (
             lambda layout: layout.kind.splits_backward,
-            {"schedule": "zb-h1", "virtual_stages": 1},
-            "pp 2, schedule zb-h1 (2 ranks)",
-            ["pp=2", "schedule=zb-h1"],
+            {"pp_schedule": "zb-h1", "virtual_stages": 1},
+            "pp 2, pp_schedule zb-h1 (2 ranks)",
+            ["pp=2", "pp_schedule=zb-h1"],
         ),
         (
             lambda layout: layout.virtual_stages > 1,
             {},
-            "pp 2, schedule interleaved-1f1b, virtual_stages 2 (2 ranks)",
-            ["pp=2", "schedule=interleaved-1f1b"],
+            "pp 2, pp_schedule interleaved-1f1b, virtual_stages 2 (2 ranks)",
+            ["pp=2", "pp_schedule=interleaved-1f1b"],
         ),
         (
             lambda layout: layout.virtual_stages > 2,
             {},
-            "pp 2, schedule interleaved-1f1b, virtual_stages 3 (2 ranks)",
-            ["pp=2", "schedule=interleaved-1f1b", "virtual_stages=3"],
+            "pp 2, pp_schedule interleaved-1f1b, virtual_stages 3 (2 ranks)",
+            ["pp=2", "pp_schedule=interleaved-1f1b", "virtual_stages=3"],
         ),
         (
             lambda layout: layout.pp > 1 and layout.regathers,
@@ -76,9 +76,9 @@ def test_what_fails_in_every_pipeline_is_found_in_the_plainest_one():
         ),
         (
             lambda layout: layout.stage_layers is not None,
-            {"schedule": "zb-v", "virtual_stages": 1, "stage_layers": (1, 1, 1, 2)},
-            "pp 2, schedule zb-v, stage_layers 1+1+1+2 (2 ranks)",
-            ["pp=2", "schedule=zb-v", "stage_layers=1+1+1+2"],
+            {"pp_schedule": "zb-v", "virtual_stages": 1, "stage_layers": (1, 1, 1, 2)},
+            "pp 2, pp_schedule zb-v, stage_layers 1+1+1+2 (2 ranks)",
+            ["pp=2", "pp_schedule=zb-v", "stage_layers=1+1+1+2"],
         ),
         (
             lambda layout: layout.ep > 1 and layout.zero > 1,
@@ -111,8 +111,8 @@ def test_weight_gradients_that_are_overwritten_are_found_to_need_a_split_backwar
         "shardwright.model.matmul:weight_gradient", "add_to.addmm_(dy_FN, x_ND)", "add_to.copy_(dy_FN @ x_ND)"
     )
     with Verifier(partial(train_mutated, (wiped,)), timeout_s=60) as verifier:
-        report = verifier.parity(CASE, Layout(pp=2, dp_replicate=2, schedule="zb-h2"))
+        report = verifier.parity(CASE, Layout(pp=2, dp_replicate=2, pp_schedule="zb-h2"))
         assert not report.equal
         found = find_culprit(verifier, report)
-    assert "differs: pp 2, schedule zb-h2, accumulation 4 (2 ranks)" in found
-    assert found.endswith("equal without pp=2 and without schedule=zb-h2 and without accumulation")
+    assert "differs: pp 2, pp_schedule zb-h2, accumulation 4 (2 ranks)" in found
+    assert found.endswith("equal without pp=2 and without pp_schedule=zb-h2 and without accumulation")

@@ -31,8 +31,8 @@ ON_EIGHT = [
     Layout(cp=4, tp=2, cp_method="usp", ulysses_degree=2, zero=3, sequence_parallel=False),
     Layout(dp_replicate=2, cp=2, tp=2, cp_method="ring", sequence_parallel=False),
     Layout(dp_shard=2, tp=4, zero=1, sequence_parallel=True),  # two kv heads on four ranks: copies
-    Layout(pp=2, dp_shard=2, tp=2, zero=3, zero_pp_gather="microbatch", sequence_parallel=True, schedule="zb-h1"),
-    Layout(pp=2, dp_replicate=2, cp=2, schedule="dualpipe", zero=1),
+    Layout(pp=2, dp_shard=2, tp=2, zero=3, zero_pp_gather="microbatch", sequence_parallel=True, pp_schedule="zb-h1"),
+    Layout(pp=2, dp_replicate=2, cp=2, pp_schedule="dualpipe", zero=1),
 ]
 
 
@@ -53,10 +53,10 @@ def test_the_layouts_of_two_ranks_are_these():
         Layout(tp=2, sequence_parallel=False),
         Layout(tp=2, sequence_parallel=True),
     ]
-    pipelines = [layout.schedule for layout in found if layout.pp == 2]
+    pipelines = [layout.pp_schedule for layout in found if layout.pp == 2]
     assert pipelines == ["afab", "1f1b", "zb-h1", "zb-h2", "dualpipe", "auto"], "two layers are two stages"
     assert len(found) == 4 + 16 + 2 + 6
-    assert [layout.schedule for layout in layouts(DEEP, 2, 16) if layout.pp == 2] == list(names())
+    assert [layout.pp_schedule for layout in layouts(DEEP, 2, 16) if layout.pp == 2] == list(names())
 
 
 @pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 22, 9), (4, 97, 114), (8, 239, 396)])
@@ -96,7 +96,7 @@ def every_pipeline(world_size: int, seq_len: int) -> Iterator[Layout]:
                 or (sequence_parallel and tp == 1)
                 or (method == "usp" and ulysses == cp)
             )
-            choices = dict(schedule=schedule, zero=zero, zero_pp_gather=gather, sequence_parallel=sequence_parallel)
+            choices = dict(pp_schedule=schedule, zero=zero, zero_pp_gather=gather, sequence_parallel=sequence_parallel)
             virtual = {"virtual_stages": 2} if schedule == "interleaved-1f1b" else {}
             try:
                 layout = Layout(**values, **choices, **virtual, cp_method=method, ulysses_degree=ulysses)
@@ -109,7 +109,7 @@ def every_pipeline(world_size: int, seq_len: int) -> Iterator[Layout]:
 def pairs(layout: Layout) -> set:
     """Every two choices of a layout, with its degrees."""
     choices = (
-        ("schedule", layout.schedule, layout.virtual_stages),
+        ("pp_schedule", layout.pp_schedule, layout.virtual_stages),
         ("zero", layout.zero, layout.zero_pp_gather),
         ("tokens", layout.sequence_parallel),
         ("context", layout.cp_method, layout.ulysses_degree),
@@ -167,7 +167,7 @@ def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int
     case = replace(CASE, spec=DEEP)
     pipelines = [layout for layout in layouts(DEEP, world_size, case.seq_len) if layout.pp > 1]
     chosen = pipelines[::one_of]
-    assert {layout.schedule for layout in chosen} == set(names())
+    assert {layout.pp_schedule for layout in chosen} == set(names())
     for layout in chosen:
         check(verifier, case, layout)
 
@@ -176,11 +176,11 @@ def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int
     "layout",
     rest_prove(
         [
-            Layout(pp=2, schedule="zb-v"),
-            Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=2, stage_layers=(2, 1, 1, 1)),
-            Layout(pp=2, tp=2, schedule="dualpipe", sequence_parallel=True),
+            Layout(pp=2, pp_schedule="zb-v"),
+            Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2, stage_layers=(2, 1, 1, 1)),
+            Layout(pp=2, tp=2, pp_schedule="dualpipe", sequence_parallel=True),
         ],
-        Layout(pp=2, schedule="zb-v"),
+        Layout(pp=2, pp_schedule="zb-v"),
     ),
     ids=str,
 )

@@ -37,17 +37,25 @@ class DistributedModel:
         model.clip_grad_norm(1.0)
         optimizer.step()
 
-    Attributes: `spec`, `layout`, `device`; `rank` and `data_rank` of this process. Ranks of one data rank (those of
-    tp, cp and pp) are given the same sequences; ranks of different data ranks are given different ones.
+    Attributes: `spec`, `layout`, `device`. Ranks of one data rank (those of tp, cp and pp) are given the same
+    sequences; ranks of different data ranks are given different ones.
     """
 
     def __init__(self, work: ForwardBackward) -> None:
         """`work` has the parallel model, on its device."""
         self._work, self._model = work, work.model
         self.spec, self.layout, self.device = self._model.spec, self._model.layout, work.device
-        self.rank = dist.get_rank()
-        self.data_rank = self.layout.data_rank(self.rank)
         self._steps = 0
+
+    @property
+    def rank(self) -> int:
+        """This process among all of the layout."""
+        return dist.get_rank()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `layout.data_ranks` parts of a global batch this rank is to read."""
+        return self.layout.data_rank(self.rank)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, parameter) of what this rank holds: a shard, as a DTensor, or all of it."""

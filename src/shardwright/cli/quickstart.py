@@ -57,7 +57,7 @@ zero = 2
 [optimizer]
 lr = 3e-3
 
-[schedule]
+[lr_schedule]
 warmup_steps = {warmup}
 
 [checkpoint]

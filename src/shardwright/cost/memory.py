@@ -245,7 +245,7 @@ class _Step:
 
 def _few_microbatches(job: Job, of: Candidates) -> Ints:
     distinct, back = np.unique(of.microbatches(job.global_batch), return_inverse=True)
-    few = [pipeline.representative(of.shared.schedule, of.pp, int(m)) for m in distinct]
+    few = [pipeline.representative(of.shared.pp_schedule, of.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
     return found
 

@@ -55,7 +55,9 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
             stages.note(int(most[0]), m, {kind: seconds for kind, seconds in parts.items() if kind != "pipeline"})
             ledger.total("work", parts | {"pipeline": np.zeros(1)}, value=mine)
             if of.pp > 1:
-                ledger.note("makespan", "", span, "s", f"{of.shared.schedule} simulated with these times; cost/idle.py")
+                ledger.note(
+                    "makespan", "", span, "s", f"{of.shared.pp_schedule} simulated with these times; cost/idle.py"
+                )
                 ledger.note("pipeline", "makespan - work", span - mine, "s", "waiting", makespan=span, work=mine)
     held = rank_parameters(job, of)
     with ledger.section("Data parallel, rank with most parameters"):

@@ -122,14 +122,14 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
             (of.tp == node)
             & (of.cp == 1)
             & (of.zero <= 1)
-            & (of.pp > 1 and of.shared.schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
+            & (of.pp > 1 and of.shared.pp_schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
         ),
     )
     yield "tp across nodes", lambda of: of.tp > node
     yield "no recomputation", lambda of: of.recompute == 0
     yield "full recomputation", lambda of: of.recompute > 0
     yield "no pipeline", lambda of: np.full(len(of), of.pp == 1)
-    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.shared.schedule == ONE_F_ONE_B.name)
+    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.shared.pp_schedule == ONE_F_ONE_B.name)
 
 
 def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:

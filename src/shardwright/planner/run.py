@@ -72,7 +72,7 @@ def prepared(line: int, row: Measured) -> Run | Skipped:
     try:
         # Schedules with a fixed number of stages do not name it.
         virtual = row.virtual_stages if find(row.schedule).virtual_stages_tried else None
-        piped = Layout(pp=row.pp, schedule=row.schedule).changed(virtual_stages=virtual)
+        piped = Layout(pp=row.pp, pp_schedule=row.schedule).changed(virtual_stages=virtual)
         job = Job(
             model=_model(row),
             cluster=_cluster(row),

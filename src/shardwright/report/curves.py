@@ -187,7 +187,7 @@ def _rate(ax: "Axes", run: RunRecord) -> None:
     steps = [record.step for record in run.train]
     ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **dots(len(rates)))
     ax.set_ylim(0, 1.12 * max(rates) / 10.0**power or 1)
-    schedule = run.config.schedule
+    schedule = run.config.lr_schedule
     warmup = f" after {schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else ""
     header(ax, f"Learning rate, {TIMES} {power_of_ten(power)}", note=f"{schedule.shape}{warmup}")
 

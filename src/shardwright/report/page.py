@@ -122,7 +122,7 @@ def _layout(run: RunRecord) -> str:
     )
     cut, its = "", ""
     if layout.pp > 1:
-        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.schedule}. ", " of its stages"
+        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.pp_schedule}. ", " of its stages"
     held = {
         0: f"Every rank holds the whole state{its}.",
         1: f"The optimizer state is sharded; every rank holds all parameters and gradients{its}.",

@@ -154,7 +154,7 @@ class _Run:
         while step < config.steps and not stop.everyone():
             batch = next(batches)
             trainer.clock.mark("data")
-            rate = learning_rate(step, config.steps, config.optimizer.lr, config.schedule)
+            rate = learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)
             result = trainer.step(batch, step, rate)
             step += 1
             screen.at(step)
