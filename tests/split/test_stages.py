@@ -113,8 +113,8 @@ def test_weights_cost_as_much_in_each_pass_and_attention_twice_as_much_in_the_ba
         ),
         (
             Layout(pp=2, stage_layers=(8, 0)),
-            "layout.stage_layers=[8, 0] are 2 stages of 8 layers; layout.pp=2, layout.pp_schedule='1f1b' make 2 stages, "
-            "of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
+            "layout.stage_layers=[8, 0] are 2 stages of 8 layers; layout.pp=2, layout.pp_schedule='1f1b' make 2 "
+            "stages, of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
         ),
     ],
 )
