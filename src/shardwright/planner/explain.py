@@ -93,26 +93,24 @@ def _batch(priced: Priced) -> None:
     job, of = priced.job, priced.choice.candidates
     tokens, m = of.tokens(job.seq_len), of.microbatches(job.global_batch)
     sizes: ledger.Inputs = {
+        **{name: getattr(of, name) for name in ("micro_batch", "cp", "tp", "ep", "dp_replicate", "dp_shard")},
         "global_batch": job.global_batch,
         "s": job.seq_len,
-        "micro_batch": of.micro_batch,
-        "cp": of.cp,
-        "tp": of.tp,
+        "data_ranks": of.data_ranks,
+        "T": tokens,
+        "token_shards": of.token_shards,
     }
     with ledger.section("Batch"):
         ledger.note("tokens of a step", "global_batch * s", job.tokens, "tokens", **sizes)
-        ledger.note("data ranks", "dp_replicate * dp_shard", of.data_ranks, "ranks", dp_replicate=of.dp_replicate,
-                    dp_shard=of.dp_shard)  # fmt: skip
-        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "microbatches", data_ranks=of.data_ranks,
-                    **sizes)  # fmt: skip
+        ledger.note("data ranks", "dp_replicate * dp_shard", of.data_ranks, "ranks", **sizes)
+        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "microbatches", **sizes)
         ledger.note("T", "micro_batch * s / cp", tokens, "tokens", "of a microbatch on a rank", **sizes)
-        ledger.note("T_shard", "T / token_shards", tokens / of.token_shards, "tokens", "between matmuls", T=tokens,
-                    token_shards=of.token_shards)  # fmt: skip
+        ledger.note("T_shard", "T / token_shards", tokens / of.token_shards, "tokens", "between matmuls", **sizes)
         if of.zero[0]:
-            ledger.note("shards", "dp_shard * cp", of.shards, "ranks", "that share P", dp_shard=of.dp_shard, **sizes)
+            ledger.note("shards", "dp_shard * cp", of.shards, "ranks", "that share P", **sizes)
         if of.zero[0] and job.model.moe is not None:
-            ledger.note("expert shards", "max(dp_shard * cp * tp // ep, 1)", of.expert_shards, "ranks", "that share Q",
-                        dp_shard=of.dp_shard, ep=of.ep, **sizes)  # fmt: skip
+            formula = "max(dp_shard * cp * tp // ep, 1)"
+            ledger.note("expert shards", formula, of.expert_shards, "ranks", "that share Q", **sizes)
 
 
 def _parameters(priced: Priced) -> None:
