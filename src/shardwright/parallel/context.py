@@ -38,9 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.layout import CP_METHODS
 from shardwright.model.attention import causal_attention
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
-from shardwright.layout import CP_METHODS
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.ring import RingAttention
 from shardwright.parallel.ulysses import HeadsToTokens, TokensToHeads
