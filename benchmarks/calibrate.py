@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from shardwright.cost.calibration import PACKAGED, Calibration
-from shardwright.plan.evaluate import MEASURED_RUNS, step_seconds
-from shardwright.plan.run import Run
-from shardwright.plan.runs import read_runs
+from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds
+from shardwright.planner.run import Run
+from shardwright.planner.runs import read_runs
 
 MOST_ROWS = 20
 """Rows of a source that count; a longer table has each row count for less."""

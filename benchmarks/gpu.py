@@ -25,8 +25,8 @@ from shardwright.config import parse
 from shardwright.data.prepare import prepare
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
-from shardwright.train.loop import run
-from shardwright.train.ranks import Place
+from shardwright.training.loop import run
+from shardwright.training.ranks import Place
 from shardwright.units import GiB
 
 PRESETS = ["smollm2-1.7b", "llama-3.2-1b"]

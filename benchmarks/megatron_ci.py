@@ -1,6 +1,6 @@
 """Convert the peaks that Megatron-LM's functional tests recorded to the columns of a table of measured runs.
 
-    python benchmarks/megatron_ci.py RAW.csv > src/shardwright/plan/measured/megatron_ci.csv
+    python benchmarks/megatron_ci.py RAW.csv > src/shardwright/planner/measured/megatron_ci.csv
 
 RAW.csv has one row for each file of golden values, with the flags of its test's recipe. A peak is that of the last rank
 of the world, which writes the log: in a pipeline the last rank of `pp`. What the raw table leaves empty is a default of
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwright.plan.run_columns import columns
+from shardwright.planner.run_columns import columns
 
 Cells = Mapping[str, str]
 

@@ -45,9 +45,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-allgather": {"cp": 2, "cp_method": "allgather"},
     "cp2-ulysses": {"cp": 2, "cp_method": "ulysses"},
     "dp2-tp2": {"dp_replicate": 2, "tp": 2, "sequence_parallel": False},
-    "pp2-afab": {"pp": 2, "schedule": "afab"},
-    "pp2-1f1b": {"pp": 2, "schedule": "1f1b"},
-    "pp2-zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "pp2-afab": {"pp": 2, "pp_schedule": "afab"},
+    "pp2-1f1b": {"pp": 2, "pp_schedule": "1f1b"},
+    "pp2-zb-h1": {"pp": 2, "pp_schedule": "zb-h1"},
     "moe": {},
     "moe-ep2": {"dp_shard": 2, "ep": 2, "zero": 1},
 }
@@ -83,7 +83,7 @@ def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
         },
         "layout": LAYOUTS[kind],
         "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
-        "schedule": {"shape": "constant"},
+        "lr_schedule": {"shape": "constant"},
         "evaluation": {"samples": 0},
     }
 
@@ -94,8 +94,8 @@ def ours(kind: str, data: Path, steps: int) -> list[tuple[float, float]]:
 
     from shardwright.config import parse
     from shardwright.data.batches import Batches
-    from shardwright.train import loop
-    from shardwright.train.ranks import Place, place_from_environment
+    from shardwright.training import loop
+    from shardwright.training.ranks import Place, place_from_environment
 
     stamps: list[tuple[float, float]] = []
 

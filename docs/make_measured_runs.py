@@ -1,4 +1,4 @@
-"""Fills the tables of columns in docs/measured-runs.md from src/shardwright/plan/run_columns.py.
+"""Fills the tables of columns in docs/measured-runs.md from src/shardwright/planner/run_columns.py.
 
 python docs/make_measured_runs.py
 """
@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from shardwright.plan.run_columns import columns
+from shardwright.planner.run_columns import columns
 
 PAGE = Path(__file__).with_name("measured-runs.md")
 FIRST = ("id", "model_kind", "accelerator", "stack", "tp", "step_time_s")

@@ -2,12 +2,12 @@
 
     python -m docs.measure_zero
 
-To be run in the root of the repository. The measuring is that of tests/train/test_memory_and_traffic.py: every tensor
-alive on a rank is counted, and every collective of one step.
+To be run in the root of the repository. The measuring is that of tests/training/test_memory_and_traffic.py: every
+tensor alive on a rank is counted, and every collective of one step.
 """
 
 from tests.distributed import run_ranks
-from tests.train.test_memory_and_traffic import ACCUMULATION, LAYOUTS, P, held_bytes, traffic_of_a_step
+from tests.training.test_memory_and_traffic import ACCUMULATION, LAYOUTS, P, held_bytes, traffic_of_a_step
 
 NAMES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter", "allreduce": "all-reduce"}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
-from shardwright.verify import Verifier
+from shardwright.verification import Verifier
 
 # A busy machine is no reason for a property to fail; pytest's own timeout ends what hangs.
 settings.register_profile("house", deadline=None)

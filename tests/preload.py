@@ -2,7 +2,7 @@
 
 import signal
 
-import tests.train.worlds  # noqa: F401
+import tests.training.worlds  # noqa: F401
 
-# Ranks leave Ctrl-C to their parent, but the whole runs of tests/train/runs.py have to answer it themselves.
+# Ranks leave Ctrl-C to their parent, but the whole runs of tests/training/runs.py have to answer it themselves.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -11,8 +11,8 @@ from shardwright.config import load, resolved_toml
 from shardwright.errors import ConfigError
 from shardwright.layout import Layout
 from shardwright.schedule.registry import names
-from shardwright.verify import Case, Verifier
-from tests.train.worlds import SPEC
+from shardwright.verification import Case, Verifier
+from tests.training.worlds import SPEC
 
 SCHEDULE = '''
 from shardwright.schedule.actions import Action, make
@@ -60,19 +60,19 @@ def run_file(folder: Path, **layout: object) -> Path:
 
 def test_a_schedule_of_a_run_files_extension_is_a_choice_of_the_layout(tmp_path: Path):
     written(tmp_path, SCHEDULE)
-    config = load(run_file(tmp_path, pp=2, schedule="mine"))
+    config = load(run_file(tmp_path, pp=2, pp_schedule="mine"))
     assert names()[-1] == "mine"
-    assert config.layout.layout() == Layout(pp=2, schedule="mine")
+    assert config.layout.layout() == Layout(pp=2, pp_schedule="mine")
     assert f'extensions = ["{tmp_path}/mine.py"]' in resolved_toml(config), "it means the same in another folder"
     assert load(tmp_path / "run.toml").extensions == config.extensions, "a second time nothing is registered twice"
 
 
 def test_verify_loads_it_in_its_ranks(tmp_path: Path):
     written(tmp_path, SCHEDULE)
-    load(run_file(tmp_path, pp=2, schedule="mine"))
+    load(run_file(tmp_path, pp=2, pp_schedule="mine"))
     case = Case(SPEC, seq_len=16, global_batch=4, steps=1)
     with Verifier() as verifier:
-        assert verifier.parity(case, Layout(pp=2, schedule="mine")).equal
+        assert verifier.parity(case, Layout(pp=2, pp_schedule="mine")).equal
 
 
 def test_the_planner_prices_it_and_the_schedule_verb_draws_it(tmp_path: Path):
@@ -83,10 +83,10 @@ def test_the_planner_prices_it_and_the_schedule_verb_draws_it(tmp_path: Path):
     assert drawn.exit_code == 0, drawn.output
     assert '"schedule": "mine"' in drawn.output
     job = ["--model", "debug", "--cluster", "h100:2/2", "--global-batch", "8", "--seq-len", "64", "--precision", "bf16"]
-    line = ["--explain", "pp=2,schedule=mine", "--json", "--extension", str(path)]
+    line = ["--explain", "pp=2,pp_schedule=mine", "--json", "--extension", str(path)]
     priced = CliRunner().invoke(app, ["plan", *job, *line])
     assert priced.exit_code == 0, priced.output
-    assert "schedule=mine" in priced.output
+    assert "pp_schedule=mine" in priced.output
 
 
 def test_a_row_that_promises_what_its_builder_does_not_do_is_refused(tmp_path: Path):

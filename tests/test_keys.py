@@ -11,17 +11,17 @@ from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes
 from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.presets import PRESETS
-from shardwright.plan.choice import Choice, choice_at, read
-from shardwright.plan.distinct import CHOICES
+from shardwright.planner.choice import Choice, choice_at, read
+from shardwright.planner.distinct import CHOICES
 from shardwright.reference import keys as run_file_keys
-from shardwright.verify.culprit import _fewer
-from shardwright.verify.matrix import layouts
+from shardwright.verification.culprit import _fewer
+from shardwright.verification.matrix import layouts
 
 SIZES = Sizes(n_layers=8, n_experts=4, seq_len=128, node_size=8)
 LARGE = Layout(
     tp=2,
     pp=2,
-    schedule="interleaved-1f1b",
+    pp_schedule="interleaved-1f1b",
     virtual_stages=3,
     stage_layers=(1, 1, 1, 1, 1, 3),
     cp=4,
@@ -59,7 +59,7 @@ def test_every_key_is_in_the_run_file_with_the_default_of_python():
             except LayoutError:
                 continue
             assert parse(RUN | {"layout": section}).layout.layout() == alone
-    for degrees in ({"tp": 2}, {"dp_shard": 2}, {"pp": 2, "schedule": "zb-v"}, {"cp": 2}):
+    for degrees in ({"tp": 2}, {"dp_shard": 2}, {"pp": 2, "pp_schedule": "zb-v"}, {"cp": 2}):
         assert parse(RUN | {"layout": degrees}).layout.layout() == Layout(**degrees)
 
 
@@ -109,7 +109,7 @@ def test_the_defaults_of_keys_that_go_with_others_are_derived():
     assert Layout(tp=2).sequence_parallel
     assert not Layout().sequence_parallel
     assert (Layout(dp_shard=2).zero, Layout(dp_replicate=2).zero, Layout(cp=2).zero) == (3, 0, 0)
-    assert [Layout(pp=2, schedule=name).virtual_stages for name in ("1f1b", "interleaved-1f1b", "zb-v")] == [1, 2, 2]
+    assert [Layout(pp=2, pp_schedule=name).virtual_stages for name in ("1f1b", "interleaved-1f1b", "zb-v")] == [1, 2, 2]
 
 
 def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
@@ -119,7 +119,9 @@ def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
     )  # fmt: skip
     assert Layout(dp_shard=2, cp=2, tp=2, ep=8).changed(tp=1) == Layout(dp_shard=2, cp=2, ep=4)
     assert Layout(dp_shard=2, zero=2).changed(dp_shard=1) == Layout()
-    assert Layout(pp=2, schedule="interleaved-1f1b", virtual_stages=4).changed(schedule="zb-v").virtual_stages == 2
+    assert (
+        Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=4).changed(pp_schedule="zb-v").virtual_stages == 2
+    )
 
 
 def test_a_new_key_needs_its_field_alone(monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,58 @@
-"""Shardwright trains large models across many accelerators, and proves that it computes what one device does."""
+"""Shardwright trains large models across many accelerators, and proves that it computes what one device does.
+
+import shardwright
+
+found = shardwright.plan("llama-3.1-70b", "h100:64", global_batch=1024, seq_len=8192)
+report = shardwright.verify(shardwright.Layout(tp=2, dp_shard=2))
+run = shardwright.train("examples/debug.toml", {"steps": 50})
+model = shardwright.parallelize("debug", shardwright.Layout(dp_shard=2))
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from shardwright.layout import Layout
 
-__all__ = ["Layout"]
+if TYPE_CHECKING:
+    from shardwright.api.distributed import DistributedModel, parallelize
+    from shardwright.api.verbs import Run, extend, load_run, plan, train, verify
+    from shardwright.model.spec import ModelSpec
+    from shardwright.model.transformer import Transformer
+
 __version__ = "0.1.0"
+__all__ = [
+    "DistributedModel",
+    "Layout",
+    "ModelSpec",
+    "Run",
+    "Transformer",
+    "extend",
+    "load_run",
+    "parallelize",
+    "plan",
+    "train",
+    "verify",
+]
+_FROM = {
+    "DistributedModel": "api.distributed",
+    "ModelSpec": "model.spec",
+    "Run": "api.verbs",
+    "extend": "api.verbs",
+    "Transformer": "model.transformer",
+    "load_run": "api.verbs",
+    "parallelize": "api.distributed",
+    "plan": "api.verbs",
+    "train": "api.verbs",
+    "verify": "api.verbs",
+}
+"""The module of each name; imported when the name is used, so that `plan` starts without PyTorch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module 'shardwright' has no attribute {name!r}")
+    return getattr(import_module(f"shardwright.{_FROM[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_FROM]

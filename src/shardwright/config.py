@@ -275,7 +275,7 @@ class RunConfig(Section):
     batch: BatchSection
     layout: LayoutSection = Field(default_factory=LayoutSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    lr_schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
@@ -316,14 +316,14 @@ class RunConfig(Section):
         return found
 
     def _schedule_problems(self) -> list[str]:
-        s = self.schedule
+        s = self.lr_schedule
         if s.shape != "wsd" and s.decay_steps:
-            return [f"schedule.decay_steps={s.decay_steps} is for schedule.shape='wsd'; shape is {s.shape!r}"]
+            return [f"lr_schedule.decay_steps={s.decay_steps} is for lr_schedule.shape='wsd'; shape is {s.shape!r}"]
         if s.shape == "wsd" and not s.decay_steps:
-            return ["schedule.decay_steps=0 with schedule.shape='wsd' never falls; give the steps of its fall"]
+            return ["lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls; give the steps of its fall"]
         if s.warmup_steps + s.decay_steps > self.steps:
             return [
-                f"schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
+                f"lr_schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
                 f"steps={self.steps} of the run"
             ]
         return []
@@ -392,17 +392,22 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
     return []
 
 
+RENAMED = {"schedule": "lr_schedule", "layout.schedule": "layout.pp_schedule"}
+"""Old names of keys and sections, and what they are called now."""
+
+
 def _sentence(entry: Any) -> str:
     """One of pydantic's complaints in the words of the house."""
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
+    if entry["type"] == "extra_forbidden" and key in RENAMED:
+        return f"{key} is called {RENAMED[key]} now; rename it"
     if entry["type"] == "extra_forbidden":
-        owner: Any = RunConfig
-        for part in path[:-1]:
-            owner = model_of(owner.model_fields[part].annotation)
-        return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
+        return f"{key}: there is no such key; {nearest(path[-1], _owner(path).model_fields)}"
     if entry["type"] == "missing":
-        return f"{key}: missing, and there is no default; it is {_description(path)}"
+        field = _owner(path).model_fields[path[-1]]
+        it = field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
+        return f"{key}: missing, and there is no default; it is {it}"
     if entry["type"] in ("model_type", "model_attributes_type"):
         return f"{key}={entry['input']!r}: this is a section, written [{key}]"
     said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
@@ -418,12 +423,12 @@ def model_of(annotation: Any) -> Any:
     return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
 
 
-def _description(path: Sequence[str]) -> str:
+def _owner(path: Sequence[str]) -> Any:
+    """The section that the last of these names is a key of."""
     owner: Any = RunConfig
     for part in path[:-1]:
         owner = model_of(owner.model_fields[part].annotation)
-    field = owner.model_fields[path[-1]]
-    return field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
+    return owner
 
 
 def resolved_toml(config: RunConfig) -> str:

@@ -37,7 +37,6 @@ from shardwright.schedule.registry import Kind, find, names
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
-DATA_AXES = ("dp_replicate", "dp_shard")
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 
 _ZERO_WORDS = (
@@ -84,7 +83,7 @@ class Layout:
         lambda layout, sizes: f"ranks hold {sizes.n_layers} layers in {layout.n_stages} stages",
         runner_up=True,
     )
-    schedule: str = _key(
+    pp_schedule: str = _key(
         ONE_F_ONE_B.name,
         help="pp only: the order of forward and backward passes; `shardwright schedule` draws it",
         words=lambda layout, sizes: layout.kind.help,
@@ -104,7 +103,7 @@ class Layout:
         used=lambda layout: layout.pp > 1 and bool(layout.kind.virtual_stages_tried),
         needs="pp above 1 and a schedule that leaves it open",
         said=True,
-        group="schedule",
+        group="pp_schedule",
         off=lambda layout: {"virtual_stages": None, "stage_layers": None},
         planned=lambda layout: layout.kind.virtual_stages_tried,
         unverified="a rank runs three stages by the same code as two; --set layout.virtual_stages verifies it",
@@ -213,9 +212,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name, key in KEYS.items():
-            if getattr(self, name) is None and key.derived and self.schedule in names():
+            if getattr(self, name) is None and key.derived and self.pp_schedule in names():
                 object.__setattr__(self, name, key.derived(self))
-        if self.schedule in names():
+        if self.pp_schedule in names():
             object.__setattr__(self, "virtual_stages", self.kind.stages_per_rank(self.virtual_stages))
         if problems := self.problems():
             raise LayoutError(*problems)
@@ -269,8 +268,8 @@ class Layout:
     def _schedule_problems(self) -> Iterator[str]:
         # The number of microbatches, which a layout does not know, is one that every schedule takes.
         if self.pp > 1:
-            for problem in build.problems(self.schedule, self.pp, 2 * self.pp, self.virtual_stages):
-                yield f"layout.schedule: {problem}"
+            for problem in build.problems(self.pp_schedule, self.pp, 2 * self.pp, self.virtual_stages):
+                yield f"layout.pp_schedule: {problem}"
 
     def settings(self) -> dict[str, Any]:
         """The keys that have to be written down for this layout: those that are not at their default, and those that
@@ -293,7 +292,7 @@ class Layout:
 
         Raises LayoutError where the changes themselves do not fit.
         """
-        if changes.get("schedule", self.schedule) != self.schedule:
+        if changes.get("pp_schedule", self.pp_schedule) != self.pp_schedule:
             changes = {"virtual_stages": None, "stage_layers": None} | changes
         wanted = {name: changes.get(name, getattr(self, name)) for name in KEYS}
         wanted["ep"] = gcd(wanted["ep"], wanted["dp_shard"] * wanted["cp"] * wanted["tp"])
@@ -334,15 +333,15 @@ class Layout:
     @property
     def kind(self) -> Kind:
         """What is registered under the name of the schedule."""
-        return find(self.schedule)
+        return find(self.pp_schedule)
 
     @property
     def ways(self) -> Ways:
         """The ways microbatches take through the pipeline: for each, the rank of `pp` of every stage in order."""
         return self.kind.ways(self.pp, self.virtual_stages)
 
-    def held_by(self, pp_rank: int) -> list[tuple[int, int]]:
-        """What a rank of `pp` holds, as (way, stage), in the order of ways and stages."""
+    def held_by(self, pp_rank: int) -> list[int]:
+        """The stages that a rank of `pp` holds, those of one way after another."""
         return held_by(self.ways, pp_rank)
 
     @property

@@ -65,6 +65,6 @@ register(
         },
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
-        make="shardwright.train.optimizer:adamw",
+        make="shardwright.training.optimizer:adamw",
     )
 )

@@ -12,12 +12,13 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shardwright import extensions
@@ -128,6 +129,17 @@ def threads_of_a_rank(world_size: int) -> int:
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() else max(1, (os.cpu_count() or 1) // world_size)
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `handler` called for SIGINT and SIGTERM while inside."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def formatted(error: BaseException) -> str:

@@ -13,9 +13,11 @@ report.html curves.png timeline.svg     what `shardwright report` writes unless 
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from shardwright.errors import InputError
 
@@ -85,6 +87,7 @@ class Evaluated:
 
 
 _KINDS: dict[str, type[Logged] | type[Evaluated]] = {"train": Logged, "evaluation": Evaluated}
+_READERS: dict[str, TypeAdapter[Logged | Evaluated]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
 def as_record(told: Logged | Evaluated) -> Record:
@@ -98,21 +101,8 @@ def as_record(told: Logged | Evaluated) -> Record:
 def read_metrics(path: Path) -> Iterator[Logged | Evaluated]:
     """The records of metrics.jsonl. Raises InputError for one that is damaged."""
     kinds = " or ".join(map(repr, _KINDS))
-    return _read_lines(path, _from_record, "a record of a run", f"a record is a JSON object of kind {kinds}")
-
-
-def _from_record(values: Record) -> Logged | Evaluated:
-    kind = _KINDS[values["kind"]]
-    told = [field for field in fields(kind) if field.name in values or field.default is MISSING]
-    return kind(**{field.name: _value(values[field.name], field) for field in told})
-
-
-def _value(value: Any, field: "Field[Any]") -> Any:
-    if isinstance(value, int | float) or (value is None and field.name == "mfu"):
-        return value
-    if field.default == () and isinstance(value, list) and all(isinstance(each, int | float) for each in value):
-        return tuple(value)
-    raise TypeError(f"{field.name}={value!r} is not a number")
+    way_out = f"a record is a JSON object of kind {kinds}"
+    return _read_lines(path, lambda line: _READERS[json.loads(line)["kind"]], "a record of a run", way_out)
 
 
 @dataclass(frozen=True)
@@ -136,12 +126,9 @@ class PipelineStep:
 def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
     """The steps in the file of one rank, if there is one. Raises InputError for a line that is damaged."""
 
-    def step(line: Record) -> PipelineStep:
-        actions = tuple((str(name), float(start), float(end)) for name, start, end in line["actions"])
-        return PipelineStep(int(line["step"]), int(line["rank"]), float(line["zero_s"]), actions)
-
+    reader = TypeAdapter(PipelineStep)
     way_out = "remove the file, it is written anew at the next logged step"
-    return _read_lines(path, step, "a step of a pipeline", way_out)
+    return _read_lines(path, lambda line: reader, "a step of a pipeline", way_out)
 
 
 def whole_lines(path: Path) -> list[str]:
@@ -151,11 +138,13 @@ def whole_lines(path: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _read_lines(path: Path, read: Callable[[Record], T], what: str, way_out: str) -> Iterator[T]:
+def _read_lines(path: Path, reader_of: Callable[[str], TypeAdapter[T]], what: str, way_out: str) -> Iterator[T]:
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            yield read(json.loads(line))
+            yield reader_of(line).validate_json(line, strict=True)
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"{path}, line {number} is not {what} ({type(error).__name__}: {error}): {line[:60]!r}; {way_out}"
-            ) from None
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise InputError(f"{path}, line {number} is not {what} ({told}): {line[:60]!r}; {way_out}") from None

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import VERBS, app
 from shardwright.config import load
-from shardwright.plan.choice import read
+from shardwright.planner.choice import read
 
 SMALL = ("--model", "debug", "--cluster", "h100:8", "--global-batch", 16, "--seq-len", 128)
 REAL = ("--model", "llama-3.1-8b", "--cluster", "h100:8", "--global-batch", 128, "--seq-len", 8192)
@@ -96,6 +96,7 @@ def test_one_sequence_is_one_and_the_peak_of_fp32_is_that_of_tf32_and_every_part
     assert all(kind in result.output for kind, seconds in parts.items() if seconds > 1e-6)
 
 
+@pytest.mark.prove
 def test_a_layout_that_is_as_fast_is_named_in_one_line():
     asked = ("--model", "llama-3.1-70b", "--cluster", "h100:64", "--global-batch", 1024, "--seq-len", 8192)
     result = plan(*asked, "--top", 4, columns=400)
@@ -108,6 +109,7 @@ def test_top_is_how_many_are_listed():
     assert len(document(*SMALL, "--top", 3)["best"]) == 3
 
 
+@pytest.mark.prove
 def test_a_larger_margin_leaves_less():
     n_fit = [document(*REAL, "--top", 1, "--memory-margin", margin)["n_fit"] for margin in (0.0, 0.1, 0.5)]
     assert n_fit[0] > n_fit[1] > n_fit[2]
@@ -242,7 +244,7 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--html", "no/such/plan.html"], ["no folder no/such", "make it first"]),
         ([*SMALL, "--precision", "fp16", "--write", "run.toml"], ["fp16", "fp32 or bf16"]),
         ([*SMALL, "--explain", "tp=2", "--html", "a.html"], ["--html", "--explain", "leave one out"]),
-        ([*SMALL, "--explain", "pp=4,schedule=auto,dp_shard=2"], ["schedule=auto", "no price"]),
+        ([*SMALL, "--explain", "pp=4,pp_schedule=auto,dp_shard=2"], ["pp_schedule=auto", "no price"]),
         ([*SMALL, "--explain", "tpp=8"], ["tpp=8", "did you mean 'tp'?"]),
         ([*SMALL, "--explain", "tp=2"], ["= 2 ranks", "h100:8 has 8 accelerators"]),
         ([*SMALL, "--explain", "tp=4,dp_shard=2,micro_batch=3"], ["global_batch=16", "nearest"]),

@@ -67,7 +67,10 @@ def test_a_misspelt_key_names_the_one_that_was_meant(run_file: Path):
         (["layout.dp_shard=2", "layout.zero=0"], ["set zero to 1, 2 or 3"]),
         (["data.path=/nowhere"], ["/nowhere", "shardwright data prepare"]),
         (["checkpoint.resume=/nowhere"], ["is not a folder"]),
-        (["batch.global_batch=9", "batch.micro_batch=2", "schedule.warmup_steps=9"], ["nearest: 8 or 10", "steps=4"]),
+        (
+            ["batch.global_batch=9", "batch.micro_batch=2", "lr_schedule.warmup_steps=9"],
+            ["nearest: 8 or 10", "steps=4"],
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(run_file: Path, overrides: list[str], said: list[str]):

@@ -14,12 +14,12 @@ from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
 from shardwright.layout import Layout
-from shardwright.verify import Case, Verifier
-from shardwright.verify.trace import RankTrace
+from shardwright.verification import Case, Verifier
+from shardwright.verification.trace import RankTrace
 from tests.marks import prove
 from tests.mutation import Mutation
-from tests.train.runs import is_alive
-from tests.train.worlds import train_mutated
+from tests.training.runs import is_alive
+from tests.training.worlds import train_mutated
 
 RUN = """
 out = "nowhere"
@@ -75,15 +75,16 @@ def test_a_layout_that_is_not_is_a_no_with_the_culprit(run_file: Path, monkeypat
 
 def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
     stages = ("--set", "model.n_layers=32", "--set", "layout.pp=2", "--set", "layout.stage_layers=[12,20]")
-    result = verify(run_file, *stages, "--set", "layout.schedule=zb-h1")
+    result = verify(run_file, *stages, "--set", "layout.pp_schedule=zb-h1")
     assert result.exit_code == 0, result.output
-    assert "pp 2, schedule zb-h1, stage_layers 1+2 against one process" in result.output
+    assert "pp 2, pp_schedule zb-h1, stage_layers 1+2 against one process" in result.output
     assert "cut to 3 layers" in result.output
 
 
+@prove
 def test_a_pipeline_is_among_what_is_switched_off(run_file: Path, monkeypatch: pytest.MonkeyPatch):
     with_bug(monkeypatch, TWICE)
-    pipeline = ("--set", "layout.pp=2", "--set", "layout.schedule=zb-v", "--set", "layout.dp_shard=2")
+    pipeline = ("--set", "layout.pp=2", "--set", "layout.pp_schedule=zb-v", "--set", "layout.dp_shard=2")
     result = verify(run_file, *pipeline, "--steps", "1", "--json")
     assert result.exit_code == 1, result.output
     assert "differs: dp_shard 2, zero 1 (2 ranks)" in json.loads(result.stdout)["culprit"]
@@ -124,23 +125,30 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
         (["--set", "layout.tp=3"], ["tp=3", "4", "valid: 1, 2, 4"]),
         (["--set", "layout.pp=8"], ["pp=8", "8 stages, more than the 4 layers", "pp from 1 to 4"]),
         (
-            ["--set", "layout.pp=2", "--set", "layout.schedule=interleaved-1f1b", "--set", "layout.virtual_stages=3"],
+            [
+                "--set",
+                "layout.pp=2",
+                "--set",
+                "layout.pp_schedule=interleaved-1f1b",
+                "--set",
+                "layout.virtual_stages=3",
+            ],
             ["virtual_stages=3 make 6 stages, more than the 4 layers", "valid: layout.pp=1, or up to 4 with"],
         ),
         (
-            ["--set", "layout.pp=3", "--set", "layout.schedule=dualpipe"],
+            ["--set", "layout.pp=3", "--set", "layout.pp_schedule=dualpipe"],
             ["pp=3 is odd", "nearest: 2 or 4", "dualpipe-v"],
         ),
         (["--set", "layout.pp=2", "--set", "layout.virtual_stages=2"], ["1f1b: virtual_stages=2", "interleaved-1f1b"]),
         (["--set", "layout.pp=2", "--set", "layout.stage_layers=[1,2]"], ["2 stages of 3 layers", "valid: [2, 2]"]),
         (["--set", "layout.pp=2", "--set", "layout.stage_layers=[4]"], ["1 stages of 4 layers", "valid: [2, 2]"]),
         (
-            ["--set", "layout.pp=2", "--set", "layout.schedule=zb-1"],
+            ["--set", "layout.pp=2", "--set", "layout.pp_schedule=zb-1"],
             ["'zb-1'", "did you mean"],
         ),
-        (["--set", "layout.schedule=zb-h1"], ["layout.schedule='zb-h1' needs pp above 1"]),
+        (["--set", "layout.pp_schedule=zb-h1"], ["layout.pp_schedule='zb-h1' needs pp above 1"]),
         (
-            ["--set", "layout.pp=2", "--set", "layout.schedule=dualpipe", "--set", "batch.global_batch=5"],
+            ["--set", "layout.pp=2", "--set", "layout.pp_schedule=dualpipe", "--set", "batch.global_batch=5"],
             ["microbatches=5 is odd", "nearest: 4 or 6", "batch.micro_batch"],
         ),
         (["--steps", "0"], ["--steps"]),

@@ -49,7 +49,7 @@ def layouts(draw: st.DrawFn, world: int = 64) -> Candidates:
     data = rest // cp
     return candidates(
         pp=pp,
-        schedule=schedule,
+        pp_schedule=schedule,
         virtual_stages=2 if schedule == "interleaved-1f1b" else 1,
         dp_replicate=1 if zero else data,
         dp_shard=data if zero else 1,

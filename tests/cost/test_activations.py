@@ -21,7 +21,7 @@ from shardwright.model.transformer import Transformer
 from shardwright.units import GiB
 from tests.cost.layouts import GPT, job, one
 
-CSV = Path(__file__).parents[2] / "src/shardwright/plan/measured/korthikanti_activation_memory.csv"
+CSV = Path(__file__).parents[2] / "src/shardwright/planner/measured/korthikanti_activation_memory.csv"
 S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
 SQUARE = 5 * A * S / H
 
@@ -83,7 +83,7 @@ def test_memory_is_that_of_figure_1_of_korthikanti(row: dict[str, str]):
         "selective" if lean else "none",
         tp=8,
         pp=pp,
-        schedule=schedule,
+        pp_schedule=schedule,
         virtual_stages=virtual,
         stage_layers=layers,
         sequence_parallel=lean,

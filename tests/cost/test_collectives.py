@@ -5,6 +5,7 @@ a node, NVIDIA/nccl issue 1411 for RoCE, Hetu-Galvatron hardware_configs for the
 """
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -160,10 +161,10 @@ def test_groups_that_stride_over_two_nodes_share_its_network_as_measured():
         assert 2 * (size - 1) / size * GiB / seconds == pytest.approx(busbw * GB_PER_S, rel=0.25), (size, stride)
 
 
-degrees = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16])
+boxes = st.tuples(*[st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16])] * 4).filter(lambda degrees: prod(degrees) <= 1024)
 
 
-@given(st.tuples(degrees, degrees, degrees, degrees), st.sampled_from([1, 2, 4, 6, 8, 72]), st.integers(2, 40))
+@given(boxes, st.sampled_from([1, 2, 4, 6, 8, 72]), st.integers(2, 40))
 def test_members_of_a_node_are_never_overcounted(box: tuple[int, int, int, int], node_size: int, nodes: int):
     """Against the groups of a layout, dealt over nodes rank by rank; exact where nodes and groups nest."""
     pp, dp, cp, tp = box

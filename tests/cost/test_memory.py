@@ -69,7 +69,7 @@ def test_experts_are_shared_out_over_the_ranks_that_hold_the_same():
 
 
 def test_kinds_add_up_and_the_fullest_rank_is_the_peak():
-    found = memory.of(job(), one(1, pp=4, dp_shard=2, zero=1, schedule="zb-v"))
+    found = memory.of(job(), one(1, pp=4, dp_shard=2, zero=1, pp_schedule="zb-v"))
     assert set(found.kinds) == set(KINDS)
     assert all((values >= 0).all() for values in found.kinds.values())
     assert found.peak_bytes[0] == found.rank_bytes[0].max() == sum(found.kinds.values()).max()
@@ -164,7 +164,7 @@ def test_a_larger_microbatch_never_takes_less(layout: dict[str, int | str]):
 
 @pytest.mark.parametrize("schedule", [name for name in names() if not find(name).searched])
 def test_the_curve_of_a_step_rises_to_the_peak_and_no_further(schedule: str):
-    candidates = one(1, pp=4, schedule=schedule, virtual_stages=2 if schedule == "interleaved-1f1b" else 1)
+    candidates = one(1, pp=4, pp_schedule=schedule, virtual_stages=2 if schedule == "interleaved-1f1b" else 1)
     of = job(global_batch=48)
     peaks = memory.of(of, candidates).rank_bytes[0]
     for rank in range(4):

@@ -23,14 +23,14 @@ from shardwright.split.stages import stage_layers
 from shardwright.split.tensor import kv_copies, vocabulary_rows
 from tests.cost.layouts import job
 from tests.distributed import run_ranks
-from tests.train.worlds import build
+from tests.training.worlds import build
 
 LAYOUTS = [
     Layout(),
     Layout(tp=2, sequence_parallel=True),
     Layout(tp=8, sequence_parallel=True),
     Layout(pp=2),
-    Layout(pp=2, schedule="zb-v", tp=4, sequence_parallel=True),
+    Layout(pp=2, pp_schedule="zb-v", tp=4, sequence_parallel=True),
     Layout(dp_shard=8, zero=3, ep=8),
     Layout(dp_shard=8, zero=1, tp=2, sequence_parallel=True, ep=16, pp=2),
 ]

@@ -13,7 +13,7 @@ from tests.cost.layouts import job, one
 
 def most(schedule: str, pp: int, microbatches: int, virtual_stages: int = 1) -> np.ndarray:
     """Microbatches in flight on each rank, those of a stage counting as its share of a rank."""
-    candidates = one(pp=pp, schedule=schedule, virtual_stages=virtual_stages)
+    candidates = one(pp=pp, pp_schedule=schedule, virtual_stages=virtual_stages)
     at = pipeline.moments(candidates, microbatches)
     return at.in_flight.sum(2).max(1) / at.in_flight.shape[2]
 
@@ -45,9 +45,9 @@ def test_a_rank_has_the_stages_of_its_way():
     def of_rank(**layout: int | str) -> list[list[int]]:
         return pipeline.stages(job("llama-3.1-70b"), one(**layout)).of_rank.tolist()
 
-    assert of_rank(pp=4, schedule="zb-v") == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    assert of_rank(pp=4, schedule="dualpipe") == [[0, 3], [1, 2], [1, 2], [0, 3]]
-    assert of_rank(pp=2, schedule="interleaved-1f1b", virtual_stages=3) == [[0, 2, 4], [1, 3, 5]]
+    assert of_rank(pp=4, pp_schedule="zb-v") == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert of_rank(pp=4, pp_schedule="dualpipe") == [[0, 3], [1, 2], [1, 2], [0, 3]]
+    assert of_rank(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=3) == [[0, 2, 4], [1, 3, 5]]
     assert of_rank() == [[0]]
 
 
@@ -72,7 +72,7 @@ def test_a_few_microbatches_fill_ranks_exactly_as_many_do(schedule: str, pp: int
     for virtual_stages in (2, 3) if schedule == "interleaved-1f1b" else (1,):
         if build.problems(schedule, pp, 4 * pp, virtual_stages):
             continue
-        candidates = one(pp=pp, schedule=schedule, virtual_stages=virtual_stages)
+        candidates = one(pp=pp, pp_schedule=schedule, virtual_stages=virtual_stages)
         for m in [*range(4 * pp, 7 * pp), pp * pp + 1, 96, 97]:
             few = pipeline.representative(schedule, pp, m)
             assert schedule == "afab" or few <= max(8 * pp, m)
@@ -81,7 +81,7 @@ def test_a_few_microbatches_fill_ranks_exactly_as_many_do(schedule: str, pp: int
 
 
 def test_moments_are_those_no_other_moment_covers():
-    candidates = one(pp=4, schedule="interleaved-1f1b", virtual_stages=2)
+    candidates = one(pp=4, pp_schedule="interleaved-1f1b", virtual_stages=2)
     at = pipeline.moments(candidates, 16)
     for rank in range(4):
         actions, every = pipeline.every_moment(candidates, 16, rank)

@@ -85,7 +85,7 @@ def _doubled(cluster: Cluster, what: str) -> Cluster:
     return replace(cluster, accelerator=replace(chip, flops_per_s=twice))
 
 
-@pytest.mark.parametrize("pipeline", [{}, {"pp": 4}, {"pp": 4, "schedule": "interleaved-1f1b", "virtual_stages": 2}])
+@pytest.mark.parametrize("pipeline", [{}, {"pp": 4}, {"pp": 4, "pp_schedule": "interleaved-1f1b", "virtual_stages": 2}])
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen3-30b-a3b"])
 def test_many_layouts_at_once_cost_what_each_costs_alone(model: str, pipeline: dict[str, int]):
     data = 64 // pipeline.get("pp", 1)
@@ -132,7 +132,7 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"])
 def test_a_long_step_is_drawn_out_from_a_shorter_simulation(schedule: str):
     virtual = 2 if schedule == "interleaved-1f1b" else 1
-    of = candidates(pp=4, schedule=schedule, virtual_stages=virtual)
+    of = candidates(pp=4, pp_schedule=schedule, virtual_stages=virtual)
     stages, m = of.shared.n_stages, 2000
     assert m * stages > 3 * MOST_SIMULATED
     rng = np.random.default_rng(0)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.data.order import Permutation, keyed_fractions, sample_order
+from shardwright.data.order import Permutation, SampleOrder, keyed_fractions
 
 
 def test_an_epoch_is_every_sample_once() -> None:
-    assert sorted(sample_order(seed=1, n=10)(np.arange(10))) == list(range(10))
+    assert sorted(SampleOrder(seed=1, n=10)(np.arange(10))) == list(range(10))
 
 
 @given(st.integers(1, 5000), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
@@ -22,7 +22,7 @@ def test_it_is_a_permutation_for_any_size_and_key(n: int, seed: int, epoch: int)
 
 @given(st.integers(1, 300), st.integers(0, 1000), st.integers(0, 2000), st.integers(1, 50))
 def test_any_slice_of_the_order_is_the_slice_of_the_whole(n: int, seed: int, start: int, length: int) -> None:
-    order = sample_order(seed, n)
+    order = SampleOrder(seed, n)
     whole = order(np.arange(start + length))
     assert np.array_equal(order(np.arange(start, start + length)), whole[start:])
     assert np.array_equal(order(np.array([[start]])), whole[start : start + 1, None])
@@ -30,7 +30,7 @@ def test_any_slice_of_the_order_is_the_slice_of_the_whole(n: int, seed: int, sta
 
 def test_epochs_and_seeds_differ() -> None:
     n = 1000
-    orders = [sample_order(seed, n)(np.arange(epoch * n, (epoch + 1) * n)) for seed in range(4) for epoch in range(4)]
+    orders = [SampleOrder(seed, n)(np.arange(epoch * n, (epoch + 1) * n)) for seed in range(4) for epoch in range(4)]
     for one, other in itertools.combinations(orders, 2):
         # Two unrelated permutations agree in one place on average.
         assert (one == other).sum() < 10

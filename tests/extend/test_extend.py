@@ -64,7 +64,7 @@ def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
 
 def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():
     asked = ("plan", RUN, "--cluster", "h100:8", "--explain")
-    said = shardwright(*asked, "pp=2,schedule=eager-1f1b,tp=2,dp_replicate=2,zero=0")
+    said = shardwright(*asked, "pp=2,pp_schedule=eager-1f1b,tp=2,dp_replicate=2,zero=0")
     assert "input_norm_weight + input_norm_bias + attention_q_weight" in said, "the parameters are those of the rows"
     assert "optimizer: n_bytes 4 =" in said, "one fp32 state for each parameter"
     assert "1F1B with about twice as many forward passes" in said
@@ -87,7 +87,7 @@ def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(
         [
             "layout.tp=2",
             "layout.tp=2 layout.sequence_parallel=false",
-            "layout.tp=2 layout.pp=1 layout.schedule=1f1b layout.cp=2",
+            "layout.tp=2 layout.pp=1 layout.pp_schedule=1f1b layout.cp=2",
             "layout.dp_shard=2 layout.zero=3",
         ],
         "layout.tp=2",
@@ -98,6 +98,7 @@ def test_every_axis_with_all_three_is_equal_to_one_process(layout: str):
     assert "equal: " in shardwright("verify", RUN, *options)
 
 
+@prove
 def test_they_are_trained_and_resumed(where: tuple[Path, tuple[str, ...]]):
     out, options = where
     shardwright("train", RUN, *options)

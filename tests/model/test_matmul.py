@@ -17,9 +17,10 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.verify import Case
-from shardwright.verify.rank import build_trainer, local_batch
+from shardwright.verification import Case
+from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
+from tests.marks import rest_prove
 
 torch.set_num_threads(1)
 FUNCTIONS = ("forward", "input_gradient", "weight_gradient")
@@ -97,15 +98,14 @@ def calls_of_a_step(case: Case, layout: Layout) -> Counter[str]:
     return calls
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, sequence_parallel=False),
-        Layout(pp=2, schedule="zb-h1"),
-        Layout(pp=2, tp=2, schedule="zb-h1", sequence_parallel=True),
-    ],
-    ids=["tp2 sp", "pp2, W later", "pp2 tp2, W later"],
-)
+LAYOUTS = [
+    Layout(tp=2, sequence_parallel=False),
+    Layout(pp=2, pp_schedule="zb-h1"),
+    Layout(pp=2, tp=2, pp_schedule="zb-h1", sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("layout", rest_prove(LAYOUTS, LAYOUTS[-1]), ids=["tp2", "pp2, W later", "pp2 tp2, W later"])
 @pytest.mark.parametrize("name", MODELS)
 def test_so_does_every_matmul_of_a_layout(name: str, layout: Layout):
     spec, n_microbatches = MODELS[name], 2

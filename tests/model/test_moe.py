@@ -290,6 +290,7 @@ def test_what_is_only_evaluated_is_not_counted() -> None:
     assert take_load(model) == {}
 
 
+@pytest.mark.prove
 def test_a_block_with_experts_compiles_without_graph_breaks() -> None:
     torch._dynamo.reset()
     spec = spec_of(replace(BALANCED, n_shared=1, first_dense=1, capacity_factor=1.0), n_layers=4)

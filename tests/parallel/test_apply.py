@@ -19,7 +19,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.mesh import build_groups, build_mesh
 from shardwright.parallel.norm import clip_gradients, gradient_norm
 from tests.distributed import run_ranks
-from tests.train.worlds import SEED, SPEC, build, local_batch, whole
+from tests.training.worlds import SEED, SPEC, build, local_batch, whole
 
 LAYOUTS = [
     Layout(dp_replicate=4),

@@ -1,5 +1,5 @@
 """Proves when ZeRO-0 sums gradients: in the last backward pass of a step, a bucket as soon as it is complete. What all
-stages hold and send: tests/train/test_memory_and_traffic.py, test_stage_data.py."""
+stages hold and send: tests/training/test_memory_and_traffic.py, test_stage_data.py."""
 
 from typing import Any
 from unittest.mock import patch

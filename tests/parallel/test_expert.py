@@ -1,7 +1,7 @@
 """Proves that tokens reach their experts on other ranks and come back, with any counts; what is sent for it; what a
 rank holds; and that a step waits for numbers of the device in one place only, which can be told them instead.
 
-Whole trainings are compared in tests/train/test_experts.py. Runs anywhere, on gloo.
+Whole trainings are compared in tests/training/test_experts.py. Runs anywhere, on gloo.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +24,11 @@ from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.expert import Exchange, ExchangingMoE, ExpertPart, read_counts
 from shardwright.parallel.norm import local_part
-from shardwright.verify import Case
-from shardwright.verify.rank import build_trainer, local_batch
+from shardwright.verification import Case
+from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
-from tests.train.worlds import OPTIMIZER, SPEC
+from tests.marks import rest_prove
+from tests.training.worlds import OPTIMIZER, SPEC
 
 D, F = 8, 12
 MOE = MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=1, aux_loss=0.1, aux_scope="batch")
@@ -215,7 +216,7 @@ def watched_step(layout: Layout) -> Watched:
     return seen
 
 
-@pytest.mark.parametrize("layout", [EP, SP, replace(SP, dp_shard=2, zero=3, ep=4)], ids=str)
+@pytest.mark.parametrize("layout", rest_prove([EP, SP, replace(SP, dp_shard=2, zero=3, ep=4)], SP), ids=str)
 def test_every_token_leaves_once_for_each_of_its_experts_and_only_counts_are_waited_for(layout: Layout):
     found = run_ranks(watched_step, layout.world_size, layout)
     tokens = CASE.global_batch * CASE.seq_len

@@ -1,6 +1,6 @@
 """Proves what tensor and sequence parallelism send and keep in one layer, against the formulas in parallel/tensor.py.
 
-What they compute is proven by tests/verify. On gloo, worlds of 2 and 4, float64.
+What they compute is proven by tests/verification. On gloo, worlds of 2 and 4, float64.
 
 B, T, D, F as in the model; n ranks; H C and K C the widths of queries and of keys or values.
 """
@@ -20,7 +20,7 @@ from shardwright.parallel.loss import vocabulary_loss_sum
 from shardwright.parallel.model import ParallelModel
 from tests.distributed import run_ranks
 from tests.traffic import Traffic
-from tests.train.worlds import SPEC
+from tests.training.worlds import SPEC
 
 WIDE = replace(SPEC, d_model=32, n_heads=4, n_kv_heads=2, head_dim=8, d_ffn=48, vocab_size=33)
 B, T, ELEMENT = 2, 8, 8

@@ -58,7 +58,7 @@ def test_a_page_is_sound_html_with_numbers_curves_layout_and_run_file(tmp_path: 
     _, page = page_of(usual(tmp_path))
     text = " ".join(page.text)
     assert page.tags.count("svg") == 1
-    assert "from 6.200, 82% of it" in text
+    assert "from 6.2000, 82% of it" in text
     assert "1 MiB" in text
     assert "2 data ranks x 2 microbatches x 1" in text
     assert (tmp_path / "run.toml").read_text() in text

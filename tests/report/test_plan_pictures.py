@@ -10,9 +10,9 @@ import pytest
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.model.presets import resolve
-from shardwright.plan.alternatives import runners_up
-from shardwright.plan.search import Plan, search
-from shardwright.plan.sweep import by_length, by_size
+from shardwright.planner.alternatives import runners_up
+from shardwright.planner.search import Plan, search
+from shardwright.planner.sweep import by_length, by_size
 from shardwright.report.plan_page import write_page
 from shardwright.report.plan_pictures import KINDS, ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.report.style import COLOURS, DARK_COLOURS

@@ -16,7 +16,7 @@ from shardwright.run_folder import timeline_path
 from shardwright.schedule.actions import Action
 from shardwright.schedule.build import build
 from shardwright.schedule.simulate import Times, simulate
-from shardwright.train.timeline import KEPT_STEPS
+from shardwright.training.timeline import KEPT_STEPS
 from tests.report.runs import (
     EPOCH_S,
     PIPELINE,
@@ -27,7 +27,7 @@ from tests.report.runs import (
     write_run,
     write_timeline,
 )
-from tests.train.runs import train, write_run_file
+from tests.training.runs import train, write_run_file
 
 
 def pipeline_of(folder: Path) -> PipelineRecord:
@@ -86,7 +86,7 @@ def test_the_work_is_the_same_as_planned_when_a_few_actions_take_long(tmp_path: 
 
 def test_a_staggered_schedule_is_counted_as_the_ranks_really_wait(tmp_path: Path) -> None:
     spans = slow_messages("zb-h2").spans
-    write_timeline(run_of(tmp_path, "layout.schedule=zb-h2"), 10, spans)
+    write_timeline(run_of(tmp_path, "layout.pp_schedule=zb-h2"), 10, spans)
     told = pipeline_of(tmp_path).numbers
     makespan = max(ends for rank in spans for _, _, ends in rank)
     assert told.bubble_measured == pytest.approx(1 - 12 / makespan, abs=1e-6)
@@ -97,7 +97,7 @@ def test_a_whole_backward_pass_has_its_own_time_in_the_plan(tmp_path: Path) -> N
     assert {action.op for _, action in schedule.actions()} == {"F", "B", "I", "W"}
     ran = simulate(schedule, Times(comm=0.25)).spans
     ran_less = [[(action, start, end - 0.5 * (action.op == "B")) for action, start, end in spans] for spans in ran]
-    write_timeline(run_of(tmp_path, "layout.schedule=dualpipe"), 10, ran_less)
+    write_timeline(run_of(tmp_path, "layout.pp_schedule=dualpipe"), 10, ran_less)
     pipeline = pipeline_of(tmp_path)
     assert pipeline.numbers.action_mean_s["B"] == pytest.approx((1.5, 1.5), abs=1e-6)
     assert (
@@ -160,7 +160,7 @@ def test_a_run_records_its_last_logged_steps_on_the_ranks_of_one_pipeline_and_ag
     run_file, out = write_run_file(tmp_path, tmp_path / "tokens"), tmp_path / "out"
 
     # 4 ranks, which are 2 pipelines.
-    train(run_file, *setting("layout.pp=2", "layout.schedule=zb-h1", "metrics.every=2", "steps=12"))
+    train(run_file, *setting("layout.pp=2", "layout.pp_schedule=zb-h1", "metrics.every=2", "steps=12"))
     assert sorted(path.name for path in (out / "timeline").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
     assert steps_of(timeline_path(out, 1)) == [12 - 2 * back for back in range(KEPT_STEPS)][::-1]
     pipeline = pipeline_of(out)
@@ -172,7 +172,7 @@ def test_a_run_records_its_last_logged_steps_on_the_ranks_of_one_pipeline_and_ag
         edges = [time for _, start, end in spans for time in (start, end)]
         assert edges == sorted(edges)
 
-    train(run_file, "--resume", *setting("layout.pp=2", "layout.schedule=1f1b", "metrics.every=4"))
+    train(run_file, "--resume", *setting("layout.pp=2", "layout.pp_schedule=1f1b", "metrics.every=4"))
     told = pipeline_of(out).numbers
     assert (told.step, told.schedule) == (20, "1f1b")
     assert steps_of(timeline_path(out, 0)) == [16, 20]

@@ -20,10 +20,10 @@ def test_the_ways_of_four_ranks() -> None:
 
 
 def test_what_the_second_of_four_ranks_holds() -> None:
-    assert held_by(round_and_round(4, 1), 1) == [(0, 1)]
-    assert held_by(round_and_round(4, 3), 1) == [(0, 1), (0, 5), (0, 9)]
-    assert held_by(down_and_up(4, 2), 1) == [(0, 1), (0, 6)]
-    assert held_by(from_both_ends(4, 1), 1) == [(0, 1), (1, 2)]
+    assert held_by(round_and_round(4, 1), 1) == [1]
+    assert held_by(round_and_round(4, 3), 1) == [1, 5, 9]
+    assert held_by(down_and_up(4, 2), 1) == [1, 6]
+    assert held_by(from_both_ends(4, 1), 1) == [1, 2]
 
 
 @pytest.mark.parametrize("name", names())
@@ -33,8 +33,8 @@ def test_a_rank_holds_the_stages_that_its_schedule_runs_on_it(name: str, data: s
     ways = find(name).ways(schedule.n_ranks, schedule.n_stages // schedule.n_ranks)
     for rank in range(schedule.n_ranks):
         held = held_by(ways, rank)
-        assert {stage for _, stage in held} == set(schedule.stages_of(rank))
-        assert all(ways[way][stage] == rank for way, stage in held)
+        assert set(held) == set(schedule.stages_of(rank))
+        assert sorted(held) == sorted(stage for way in ways for stage in range(len(way)) if way[stage] == rank)
     for microbatch in range(schedule.n_microbatches):
         assert schedule.path_of(microbatch) in ways
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwright.layout import CP_METHODS, Layout
 from shardwright.split.rules import sequence_cuts
-from shardwright.split.sequence import METHODS, attention_flops, attention_pairs, held_by, spans, step_pairs
+from shardwright.split.sequence import attention_flops, attention_pairs, held_by, spans, step_pairs
 
 degrees = st.integers(1, 6)
 
@@ -31,7 +31,7 @@ def test_the_other_methods_by_example():
     assert spans("striped", 8, 2, 1, 1, 0) == [range(1, 8, 2)]
 
 
-@given(st.sampled_from(METHODS), degrees, degrees, st.integers(1, 4))
+@given(st.sampled_from(CP_METHODS), degrees, degrees, st.integers(1, 4))
 def test_every_position_is_held_once_in_causal_order_and_by_all_equally(
     method: str, ring: int, ulysses: int, size: int
 ):
@@ -68,7 +68,7 @@ def test_token_shards_are_whole_pieces_of_a_sequence_cut_as_often_as_its_length_
         assert [t for span in tokens for t in span] == [t for piece in in_pieces for t in piece]
 
 
-@given(st.sampled_from([*METHODS, "striped"]), degrees, st.integers(1, 4))
+@given(st.sampled_from([*CP_METHODS, "striped"]), degrees, st.integers(1, 4))
 def test_pairs_of_each_step_are_those_counted_one_by_one(method: str, ring: int, size: int):
     ring = 1 if method == "ulysses" else ring
     seq_len = 2 * ring * size

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import problems, schedule_problems, stage_layers, stage_times
-from tests.train.worlds import SPEC
+from tests.training.worlds import SPEC
 
 EIGHT = replace(SPEC, n_layers=8, vocab_size=64)
 LARGE_HEAD = replace(EIGHT, vocab_size=2048)
@@ -65,7 +65,7 @@ def test_no_other_split_has_less_work_in_the_stage_with_most(pp: int, more: int,
 
 
 def test_what_all_stages_compute_is_what_the_model_computes():
-    for layout in (Layout(pp=4), Layout(pp=2, stage_layers=(7, 1)), Layout(pp=2, schedule="zb-v")):
+    for layout in (Layout(pp=4), Layout(pp=2, stage_layers=(7, 1)), Layout(pp=2, pp_schedule="zb-v")):
         assert sum(work(EIGHT, layout, 16)) == pytest.approx(EIGHT.train_flops_per_token(16, causal=True), rel=1e-12)
 
 
@@ -83,38 +83,38 @@ def test_weights_cost_as_much_in_each_pass_and_attention_twice_as_much_in_the_ba
     [
         (
             Layout(pp=9),
-            "layout.pp=9, layout.schedule='1f1b' make 9 stages, more than the 8 layers (model.n_layers), and each "
+            "layout.pp=9, layout.pp_schedule='1f1b' make 9 stages, more than the 8 layers (model.n_layers), and each "
             "needs one; valid: layout.pp from 1 to 8 with this schedule",
         ),
         (
-            Layout(pp=4, schedule="interleaved-1f1b", virtual_stages=3),
-            "layout.pp=4, layout.schedule='interleaved-1f1b', layout.virtual_stages=3 make 12 stages, more than the 8 "
-            "layers (model.n_layers), and each needs one; valid: layout.pp from 1 to 2 with this schedule",
+            Layout(pp=4, pp_schedule="interleaved-1f1b", virtual_stages=3),
+            "layout.pp=4, layout.pp_schedule='interleaved-1f1b', layout.virtual_stages=3 make 12 stages, more than the "
+            "8 layers (model.n_layers), and each needs one; valid: layout.pp from 1 to 2 with this schedule",
         ),
         (
-            Layout(pp=6, schedule="zb-v"),
-            "layout.pp=6, layout.schedule='zb-v' make 12 stages, more than the 8 layers (model.n_layers), and each "
+            Layout(pp=6, pp_schedule="zb-v"),
+            "layout.pp=6, layout.pp_schedule='zb-v' make 12 stages, more than the 8 layers (model.n_layers), and each "
             "needs one; valid: layout.pp from 1 to 4 with this schedule",
         ),
         (
-            Layout(pp=10, schedule="dualpipe"),
-            "layout.pp=10, layout.schedule='dualpipe' make 10 stages, more than the 8 layers (model.n_layers), and "
+            Layout(pp=10, pp_schedule="dualpipe"),
+            "layout.pp=10, layout.pp_schedule='dualpipe' make 10 stages, more than the 8 layers (model.n_layers), and "
             "each needs one; valid: layout.pp from 1 to 8 with this schedule",
         ),
         (
             Layout(pp=2, stage_layers=(4, 5)),
-            "layout.stage_layers=[4, 5] are 2 stages of 9 layers; layout.pp=2, layout.schedule='1f1b' make 2 stages, "
-            "of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
+            "layout.stage_layers=[4, 5] are 2 stages of 9 layers; layout.pp=2, layout.pp_schedule='1f1b' make 2 "
+            "stages, of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
         ),
         (
             Layout(pp=2, stage_layers=(3, 3, 2)),
-            "layout.stage_layers=[3, 3, 2] are 3 stages of 8 layers; layout.pp=2, layout.schedule='1f1b' make 2 "
+            "layout.stage_layers=[3, 3, 2] are 3 stages of 8 layers; layout.pp=2, layout.pp_schedule='1f1b' make 2 "
             "stages, of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
         ),
         (
             Layout(pp=2, stage_layers=(8, 0)),
-            "layout.stage_layers=[8, 0] are 2 stages of 8 layers; layout.pp=2, layout.schedule='1f1b' make 2 stages, "
-            "of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
+            "layout.stage_layers=[8, 0] are 2 stages of 8 layers; layout.pp=2, layout.pp_schedule='1f1b' make 2 "
+            "stages, of at least one each, and the model has 8 layers; valid: [4, 4], or leave it out",
         ),
     ],
 )
@@ -123,14 +123,14 @@ def test_what_cannot_be_cut_is_told_with_its_arithmetic_and_what_can(layout: Lay
 
 
 def test_what_can_be_cut_has_no_problem():
-    for layout in (Layout(), Layout(pp=8), Layout(pp=4, schedule="dualpipe-v"), Layout(pp=2, stage_layers=(7, 1))):
+    for layout in (Layout(), Layout(pp=8), Layout(pp=4, pp_schedule="dualpipe-v"), Layout(pp=2, stage_layers=(7, 1))):
         assert list(problems(EIGHT, layout)) == []
 
 
 def test_a_number_of_microbatches_that_a_schedule_does_not_take_is_told_with_where_it_comes_from():
-    (problem,) = schedule_problems(Layout(pp=2, schedule="dualpipe"), 3)
+    (problem,) = schedule_problems(Layout(pp=2, pp_schedule="dualpipe"), 3)
     assert problem == (
-        "layout.schedule: dualpipe: microbatches=3 is odd, and half of them enter at each end; nearest: 2 or 4 "
+        "layout.pp_schedule: dualpipe: microbatches=3 is odd, and half of them enter at each end; nearest: 2 or 4 "
         "(microbatches = batch.global_batch / (batch.micro_batch x data ranks) = 3)"
     )
     assert schedule_problems(Layout(pp=2), 3) == schedule_problems(Layout(), 3) == []

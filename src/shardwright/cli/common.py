@@ -5,7 +5,8 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,12 +26,10 @@ Extensions = Annotated[
         "--extension",
         metavar="FILE.py",
         help="a Python file or module that registers schedules or models of your own; may be repeated",
-        show_default=False,
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated"),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change a key of the run file; may be repeated")
 ]
 
 
@@ -84,6 +83,25 @@ def columns(*names: str, left: int = 0) -> Table:
     for column in table.columns[left:]:
         column.justify = "right"
     return table
+
+
+def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:
+    """What is wrong with options, by name, that count something; those of `needed` have to be given."""
+    missing = [f"{option} is missing; give a number, 1 or more" for option in needed if sizes[option] is None]
+    small = {option: n for option, n in sizes.items() if n is not None and n < 1}
+    return missing + [f"{option} {n}: a number of 1 or more is needed" for option, n in small.items()]
+
+
+def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None = None) -> list[str]:
+    """What is wrong with an option that names a file to write, if it is given; `named`: suffix -> the words before
+    it in the rule, where only some will do."""
+    if path is None:
+        return []
+    if named and path.suffix.lower() not in named:
+        return [f"{option} {path}: {', '.join(f'{words} *{suffix}' for suffix, words in named.items())}"]
+    if not path.absolute().parent.is_dir():
+        return [f"{option} {path}: there is no folder {path.parent}; make it first"]
+    return [f"{option} {path}: that is a folder; name a file in it"] if path.is_dir() else []
 
 
 def load_extensions(names: Iterable[str] | None) -> None:

@@ -1,22 +1,23 @@
 """`shardwright data`: make token shards from text, and look at them."""
 
-import sys
 import time
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardwright.cli.common import console, error_console, print_json, verb
+from shardwright.cli.common import AsJson, console, error_console, print_json, say, verb
 from shardwright.data.inspect import inspect as inspect_folder
 from shardwright.data.prepare import Progress as PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
 from shardwright.data.shards import Manifest, verify_checksums
-from shardwright.units import MiB, format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds
 
 app = typer.Typer(
     help="Turn text into token shards for training, and look at what is in them.",
@@ -25,11 +26,13 @@ app = typer.Typer(
 )
 PLAIN_LINE_EVERY_S = 5.0
 STAGES = {"tokenizer": "training a tokenizer", "tokens": "writing tokens"}
+USUAL = {name: parameter.default for name, parameter in signature(prepare_folder).parameters.items()}
 
 
-@app.command()
-@verb
-def prepare(
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of `prepare`, named as the parameters of `data.prepare.prepare`."""
+
     source: Annotated[
         str,
         typer.Argument(
@@ -37,35 +40,40 @@ def prepare(
             help="A file or folder of text, source code, .jsonl(.gz) or .parquet; or "
             "hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local folder).",
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="The folder to make. It appears only when it is complete.")],
+    ]
+    out: Annotated[Path, typer.Option(help="The folder to make. It appears only when it is complete.")]
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="A tokenizer.json to use; without it a byte-level BPE is trained on the text."),
-    ] = None,
+    ] = None
     separator: Annotated[
         str | None,
         typer.Option(help="The token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found."),
-    ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of a tokenizer trained here.")] = 8192,
-    tokenizer_sample: Annotated[int, typer.Option(help="Bytes of text that a tokenizer is trained on, at most.")] = 256
-    * MiB,
+    ] = None
+    vocab_size: Annotated[int, typer.Option(help="Tokens of a tokenizer trained here.")] = USUAL["vocab_size"]
+    tokenizer_sample: Annotated[int, typer.Option(help="Bytes of text that a tokenizer is trained on, at most.")] = (
+        USUAL["tokenizer_sample"]
+    )
     validation: Annotated[
         float, typer.Option(help="Fraction of the documents held out in the split `validation`; 0 for none.")
-    ] = 0.01,
-    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = 0,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = 100_000_000,
-    text_key: Annotated[
-        str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")
-    ] = "text",
-    glob: Annotated[str | None, typer.Option(help="Of a folder only the files that match, for example '*.py'.")] = None,
+    ] = USUAL["validation"]
+    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = USUAL["seed"]
+    shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = USUAL["shard_tokens"]
+    text_key: Annotated[str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")] = (
+        USUAL["text_key"]
+    )
+    glob: Annotated[str | None, typer.Option(help="Of a folder only the files that match, for example '*.py'.")] = None
     encoding_errors: Annotated[
         EncodingErrors,
         typer.Option(help="Bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document."),
-    ] = "error",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON and nothing else.")] = False,
-) -> None:
+    ] = USUAL["encoding_errors"]
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False
+    json: AsJson = False
+
+
+@app.command()
+@verb
+def prepare(options: Options) -> None:
     """Tokenise a corpus into shards that training reads by memory map.
 
     Every document is followed by one separator token; a fraction of the documents is held out for evaluation.
@@ -73,28 +81,14 @@ def prepare(
 
     Example: `shardwright data prepare ~/books --glob '*.txt' --out data/books --vocab-size 16384`
     """
-    display = _Display(silent=as_json)
-    with display:
-        manifest = prepare_folder(
-            source,
-            out,
-            tokenizer=tokenizer,
-            separator=separator,
-            vocab_size=vocab_size,
-            tokenizer_sample=tokenizer_sample,
-            validation=validation,
-            seed=seed,
-            shard_tokens=shard_tokens,
-            text_key=text_key,
-            glob=glob,
-            encoding_errors=encoding_errors,
-            overwrite=overwrite,
-            progress=display.update,
-        )
-    if as_json:
+    given = {name: value for name, value in vars(options).items() if name != "json"}
+    out, began_s = options.out, time.monotonic()
+    with _Display(silent=options.json) as display:
+        manifest = prepare_folder(**given, progress=display.tell)
+    if options.json:
         print_json({"out": str(out), **manifest.model_dump(mode="json"), "fingerprint": manifest.fingerprint})
-        return
-    _print_summary(out, manifest, display.elapsed_s)
+    else:
+        _print_summary(out, manifest, time.monotonic() - began_s)
 
 
 @app.command()
@@ -107,7 +101,7 @@ def inspect(
         bool,
         typer.Option("--verify", help="Read every file and compare its checksum; exit code 1 if damaged."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON and nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Show what is in a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
 
@@ -115,14 +109,14 @@ def inspect(
     """
     damage = verify_checksums(directory) if verify else []
     if damage:
-        if as_json:
+        if json:
             print_json({"folder": str(directory), "damage": damage})
         else:
             for problem in damage:
                 error_console.print(f"[bold red]damaged:[/] {escape(f'{directory}: {problem}')}")
         raise typer.Exit(1)
     answer = inspect_folder(directory, split, documents)
-    if as_json:
+    if json:
         print_json(answer | ({"damage": damage} if verify else {}))
         return
     _print_folder(answer)
@@ -130,52 +124,31 @@ def inspect(
         console.print("All checksums are right.")
 
 
-class _Display:
-    """Progress: a bar on a terminal, a line every few seconds elsewhere, nothing under --json."""
+class _Display(Progress):
+    """A bar on a terminal, a line every few seconds elsewhere, nothing where it is to be silent."""
 
     def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self._bar = (
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[amount]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            if console.is_terminal and not silent
-            else None
-        )
-        self._tasks: dict[str, Any] = {}
-        self._started_s = self._line_s = time.monotonic()
-        self.elapsed_s = 0.0
+        told = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}")
+        hidden = silent or not console.is_terminal
+        super().__init__(*told, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=hidden)
+        self._lines = hidden and not silent
+        self._line_s = time.monotonic()
+        self._tasks_of: dict[str, TaskID] = {}
 
-    def __enter__(self) -> "_Display":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.elapsed_s = time.monotonic() - self._started_s
-        if self._bar is not None:
-            self._bar.stop()
-
-    def update(self, now: PrepareProgress) -> None:
+    def tell(self, now: PrepareProgress) -> None:
+        """How far `prepare` has come."""
         amount = format_bytes(now.read_bytes)
         if now.total_bytes is not None:
             amount += f" of {format_bytes(now.total_bytes)}"
         if now.tokens:
             amount += f", {format_count(now.tokens)} tokens"
         stage = STAGES[now.stage]
-        if self._bar is not None:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._bar.add_task(stage, total=now.total_bytes, amount=amount)
-            self._bar.update(self._tasks[stage], completed=now.read_bytes, amount=amount)
-        elif not self._silent and time.monotonic() - self._line_s >= PLAIN_LINE_EVERY_S:
+        if stage not in self._tasks_of:
+            self._tasks_of[stage] = self.add_task(stage, total=now.total_bytes, amount=amount)
+        self.update(self._tasks_of[stage], completed=now.read_bytes, amount=amount)
+        if self._lines and time.monotonic() - self._line_s >= PLAIN_LINE_EVERY_S:
             self._line_s = time.monotonic()
-            sys.stdout.write(f"{stage}: {amount}\n")
-            sys.stdout.flush()
+            say(f"{stage}: {amount}")
 
 
 def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:

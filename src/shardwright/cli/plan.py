@@ -3,6 +3,7 @@
 import shlex
 import sys
 import time
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,9 +14,9 @@ from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
     from shardwright.cost.job import Job
-    from shardwright.plan.alternatives import Alternative
-    from shardwright.plan.choice import Choice
-    from shardwright.plan.search import Plan, Priced
+    from shardwright.planner.alternatives import Alternative
+    from shardwright.planner.choice import Choice
+    from shardwright.planner.search import Plan, Priced
 
 EVALUATE = "evaluate"
 
@@ -48,12 +49,10 @@ def plan(options: Options) -> None:
 
 
 def _evaluate(options: Options) -> None:
-    names = "model", "cluster", "global_batch", "seq_len", "precision", "hardware", "explain", "budget_tokens"
-    given = [name for name in (*names, "write", "html") if getattr(options, name) is not None]
-    if given:
-        others = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    given = [each.name for each in fields(options) if getattr(options, each.name) != each.default]
+    if others := ", ".join(f"--{name.replace('_', '-')}" for name in given if name not in ("target", "runs", "json")):
         raise InputError(f"plan evaluate takes a table and --json alone; leave out {others}")
-    from shardwright.plan.evaluate import MEASURED_RUNS, evaluate, report_lines
+    from shardwright.planner.evaluate import MEASURED_RUNS, evaluate, report_lines
 
     found = evaluate(options.runs or MEASURED_RUNS)
     if options.json:
@@ -69,10 +68,10 @@ def _evaluate(options: Options) -> None:
 
 def _search(asked: Asked, options: Options) -> None:
     from shardwright.cli import plan_text
-    from shardwright.plan.alternatives import runners_up, well_known
-    from shardwright.plan.document import plan_document
-    from shardwright.plan.nearest import remedies
-    from shardwright.plan.search import search
+    from shardwright.planner.alternatives import runners_up, well_known
+    from shardwright.planner.document import plan_document
+    from shardwright.planner.nearest import remedies
+    from shardwright.planner.search import search
 
     with error_console.status("evaluating every layout") as status:
         started = time.perf_counter()
@@ -101,8 +100,8 @@ def _search(asked: Asked, options: Options) -> None:
 
 def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
     """The layout of the run file, where it is one for this cluster and not the best."""
-    from shardwright.plan.alternatives import Alternative
-    from shardwright.plan.choice import Choice
+    from shardwright.planner.alternatives import Alternative
+    from shardwright.planner.choice import Choice
 
     if asked.config is None:
         return []
@@ -119,10 +118,10 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
 
 def _explain(asked: Asked, options: Options, text: str) -> None:
     from shardwright.cli import plan_text
-    from shardwright.plan.choice import read
-    from shardwright.plan.document import job_document, layout_document
-    from shardwright.plan.explain import explain, lines
-    from shardwright.plan.search import limit_bytes
+    from shardwright.planner.choice import read
+    from shardwright.planner.document import job_document, layout_document
+    from shardwright.planner.explain import explain, lines
+    from shardwright.planner.search import limit_bytes
 
     choice = read(text)
     try:
@@ -152,7 +151,7 @@ def _priced(job: "Job", choice: "Choice") -> "Priced":
     """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
     priced."""
     from shardwright.cost.estimate import estimate
-    from shardwright.plan.search import Priced
+    from shardwright.planner.search import Priced
 
     estimate(job, choice.layout, choice.micro_batch)
     return Priced.of(job, choice)
@@ -164,7 +163,7 @@ def _write(asked: Asked, choice: "Choice", options: Options) -> None:
     if options.write is None:
         return
     from shardwright.files import write_whole
-    from shardwright.plan.run_file import run_file
+    from shardwright.planner.run_file import run_file
 
     job = asked.job
     if asked.config is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Extensions
+from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
 from shardwright.errors import ConfigError, InputError, nearest
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ class Options:
             metavar="RUN.toml|evaluate",
             help="a run file, whose model, batch and precision are taken; or the word evaluate, to compare predictions "
             "with the measured runs of a table",
-            show_default=False,
         ),
     ] = None
     runs: Annotated[
@@ -34,33 +33,24 @@ class Options:
         typer.Argument(
             metavar="RUNS.csv",
             help="evaluate only: a table of measured runs; those that come with shardwright if not given",
-            show_default=False,
         ),
     ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b", show_default=False)
-    ] = None
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b")] = None
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="NAME:COUNT",
             help="accelerators and how many, such as h100:64; h100:64/4@800Gb: 4 a node, 800 Gbit/s each to the others",
-            show_default=False,
         ),
     ] = None
-    global_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks", show_default=False)
-    ] = None
-    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence", show_default=False)] = None
+    global_batch: Annotated[int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks")] = None
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
     precision: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given", show_default=False
-        ),
+        typer.Option(metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given"),
     ] = None
     hardware: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters", show_default=False),
+        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
     memory_margin: Annotated[
         float, typer.Option(metavar="X", help="share of the accelerator's memory to keep free")
@@ -72,7 +62,6 @@ class Options:
             metavar="LAYOUT",
             help="instead of searching, show every formula for this layout, such as "
             "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1; keys of a run file's layout section",
-            show_default=False,
         ),
     ] = None
     budget_tokens: Annotated[
@@ -80,12 +69,9 @@ class Options:
         typer.Option(metavar="N", help="tokens of the whole run, such as 15e12: adds days and accelerator-hours"),
     ] = None
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify"),
+        Path | None, typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify")
     ] = None
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures", show_default=False)
-    ] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
     extension: Extensions = None
     json: AsJson = False
 
@@ -121,11 +107,7 @@ def ask(options: Options) -> Asked:
     if cluster is None:
         wrong.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
-    if target is None:
-        wrong += [f"{option} is missing; give a number, 1 or more" for option, n in sizes.items() if n is None]
-    wrong += [
-        f"{option} {n}: a number of 1 or more is needed" for option, n in sizes.items() if n is not None and n < 1
-    ]
+    wrong += wrong_sizes(sizes, needed=sizes if target is None else ())
     if precision not in PRECISIONS:
         what = "precision.compute=" if config is not None and config.precision.compute == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
@@ -183,8 +165,8 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
 
 def check(options: Options, job: "Job") -> None:
     """Raises InputError, before anything is searched, for options that cannot be used."""
-    from shardwright.plan.run_file import PRECISIONS as WRITTEN
-    from shardwright.plan.search import limit_bytes
+    from shardwright.planner.run_file import PRECISIONS as WRITTEN
+    from shardwright.planner.search import limit_bytes
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
     if write is not None and target is not None and write.resolve() == Path(target).resolve():
@@ -194,22 +176,14 @@ def check(options: Options, job: "Job") -> None:
         limit_bytes(job, options.memory_margin)
     except InputError as error:
         wrong += error.problems
-    if options.top < 1:
-        wrong.append(f"--top {options.top}: a number of 1 or more is needed")
+    wrong += wrong_sizes({"--top": options.top})
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
         wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
     if options.explain is not None and html is not None:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if write is not None and job.precision not in WRITTEN:
         wrong.append(f"--write with --precision {job.precision}: train computes in {' or '.join(WRITTEN)}")
-    for option, path, suffix in (("--write", write, ".toml"), ("--html", html, ".html")):
-        if path is None:
-            continue
-        if path.suffix.lower() != suffix:
-            wrong.append(f"{option} {path}: it is named *{suffix}")
-        elif not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: there is no folder {path.parent}; make it first")
-        elif path.is_dir():
-            wrong.append(f"{option} {path}: that is a folder; name a file in it")
+    wrong += wrong_place("--write", write, {".toml": "it is named"})
+    wrong += wrong_place("--html", html, {".html": "it is named"})
     if wrong:
         raise InputError(*wrong)

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 
 from shardwright.cli.common import columns, console, say
 from shardwright.cost.job import Job
-from shardwright.plan.alternatives import Alternative
-from shardwright.plan.headline import accelerator_hours, days, headline
-from shardwright.plan.nearest import Remedy
-from shardwright.plan.search import Plan, Priced
-from shardwright.plan.warnings import of_job, warnings
-from shardwright.plan.words import also_fast, choices_in_words, left_out, merged, verdict, why
+from shardwright.planner.alternatives import Alternative
+from shardwright.planner.headline import accelerator_hours, days, headline
+from shardwright.planner.nearest import Remedy
+from shardwright.planner.search import Plan, Priced
+from shardwright.planner.warnings import of_job, warnings
+from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
 
 ROUNDING = 1e-9
@@ -162,53 +162,20 @@ def _print_warnings(found: Sequence[str]) -> None:
 
 
 def _print_top(plan: Plan) -> None:
-    """The best layouts side by side; a choice that all of them leave at its default has no column."""
-    rows = [_columns_of(each) for each in plan.best]
-    shown = [name for name in rows[0] if len({row[name] for row in rows} | {_DEFAULTS[name]}) > 1]
-    table = columns("", "step s", "slower", "MFU", "GiB", *shown, left=0)
-    for number, (each, row) in enumerate(zip(plan.best, rows, strict=True), 1):
+    """The best layouts, each with what it chooses otherwise than the first."""
+    best = plan.best[0]
+    table = columns("", "step s", "slower", "MFU", "GiB", "instead", left=0)
+    table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
+    for number, each in enumerate(plan.best, 1):
         table.add_row(
             str(number),
             f"{each.step_s:.4g}",
-            f"{each.step_s / plan.best[0].step_s - 1:+.2%}" if number > 1 else "",
+            f"{each.step_s / best.step_s - 1:+.2%}" if number > 1 else "",
             f"{headline(each).mfu_full:.1%}",
             f"{each.peak_bytes / GiB:.1f}",
-            *(row[name] for name in shown),
+            difference(best.choice, each.choice),
         )
     console.print(table)
-    if "dp" in shown:
-        console.print("dp: copies x ranks that share one out")
-
-
-_DEFAULTS = {
-    "tp": "1",
-    "cp": "1",
-    "pp": "1",
-    "schedule": "",
-    "ep": "1",
-    "dp": "1x1",
-    "zero": "0",
-    "mb": "1",
-    "again": "",
-}
-
-
-def _columns_of(priced: Priced) -> dict[str, str]:
-    """What makes a layout, in few letters."""
-    layout = priced.choice.layout
-    stages = f" x{layout.virtual_stages}" if layout.kind.virtual_stages_tried else ""
-    schedule = layout.schedule + stages if layout.pp > 1 else ""
-    return {
-        "tp": str(layout.tp),
-        "cp": f"{layout.cp}u" if layout.cp_method == "ulysses" else str(layout.cp),
-        "pp": str(layout.pp),
-        "schedule": schedule,
-        "ep": str(layout.ep),
-        "dp": f"{layout.dp_replicate}x{layout.dp_shard}",
-        "zero": f"{layout.zero}m" if layout.zero_pp_gather == "microbatch" else str(layout.zero),
-        "mb": str(priced.choice.micro_batch),
-        "again": layout.recompute.replace("none", ""),
-    }
 
 
 def _print_alternatives(best: Priced, rows: Sequence[tuple[str, Alternative]], limit_bytes: float) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.common import print_json, verb
+from shardwright.cli.common import AsJson, print_json, verb
 from shardwright.cli.common import say as tell
 from shardwright.config import RunConfig, load
 from shardwright.errors import DataError
@@ -57,7 +57,7 @@ zero = 2
 [optimizer]
 lr = 3e-3
 
-[schedule]
+[lr_schedule]
 warmup_steps = {warmup}
 
 [checkpoint]
@@ -77,23 +77,10 @@ VOCAB_SIZE = 512
 class Places:
     """Where quickstart puts what it makes."""
 
-    root: Path
-
-    @property
-    def corpus(self) -> Path:
-        return self.root / "corpus"
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def run_file(self) -> Path:
-        return self.root / "quickstart.toml"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run"
+    corpus: Path
+    data: Path
+    run_file: Path
+    run: Path
 
 
 @verb
@@ -102,7 +89,7 @@ def quickstart(
         "quickstart"
     ),
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = STEPS,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document at the end, and nothing else")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train a small model on real text found on this machine, and show what it learned.
 
@@ -110,8 +97,8 @@ def quickstart(
     shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on files it has
     not seen, draws the curves and lets the model write. Run again it reuses what is there; interrupted, it goes on.
     """
-    places = Places(out)
-    say = _silent if json else tell
+    places = Places(corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run")
+    say = (lambda text: None) if json else tell
     began = time.monotonic()
     _gather(places.corpus, say)
     vocab_size = _tokenise(places, say)
@@ -124,10 +111,6 @@ def quickstart(
         print_json(answer)
     else:
         _next_steps(answer, places, time.monotonic() - began)
-
-
-def _silent(text: str) -> None:
-    pass
 
 
 def _gather(corpus: Path, say: Any) -> None:
@@ -203,8 +186,8 @@ def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
 
 def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     """Whether all steps are done; they are not where a signal asked to stop."""
-    from shardwright.train.checkpoint.store import CheckpointStore
-    from shardwright.train.start import start
+    from shardwright.training.checkpoint.store import CheckpointStore
+    from shardwright.training.start import start
 
     spec, layout = config.model.spec(), config.layout.layout()
     store = CheckpointStore(places.run / CHECKPOINTS)
@@ -227,8 +210,8 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     from shardwright.report.curves import draw_curves
     from shardwright.report.page import write_page
     from shardwright.report.run import read_run
-    from shardwright.train.sample import open_sampler
-    from shardwright.train.start import summary
+    from shardwright.training.sample import open_sampler
+    from shardwright.training.start import summary
 
     answer = summary(places.run)
     run = read_run(places.run)

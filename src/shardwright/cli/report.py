@@ -7,30 +7,26 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shardwright.cli.common import console, print_json, say, verb
+from shardwright.cli.common import AsJson, console, print_json, say, verb
 from shardwright.errors import InputError
 from shardwright.report.curves import draw_curves
-from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
+from shardwright.report.headline import headline, title_of
 from shardwright.report.page import write_page
 from shardwright.report.run import RunRecord, read_run
-from shardwright.report.timeline import PipelineNumbers
 from shardwright.run_folder import CURVES, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_seconds
 
 
 @verb
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on", show_default=False)
-    ],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="the page; RUN_DIR/report.html if not given")
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png|svg", help="the curves alone; RUN_DIR/curves.png if not given"),
+        Path | None, typer.Option(metavar="FILE.png|svg", help="the curves alone; RUN_DIR/curves.png if not given")
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -40,9 +36,7 @@ def report(
             "RUN_DIR/timeline.svg if not given",
         ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="print the numbers as one JSON document, and nothing else")
-    ] = False,
+    json: AsJson = False,
 ) -> None:
     """Show what a run came to: its numbers, its curves, and one page to keep or to send.
 
@@ -66,10 +60,16 @@ def report(
     if json:
         print_json({**dataclasses.asdict(told), **files})
         return
-    console.print(f"[bold]{escape(model_in_words(run))}, on {escape(layout_in_words(run.config.layout.layout()))}[/]")
-    rows = {**_rows(told), **files}
-    for name, value in rows.items():
-        say(f"  {name:<14} {value}")
+    console.print(f"[bold]{escape(title_of(run))}[/]")
+    rows = told.rows()
+    if told.first_non_finite_step is not None:
+        rows.append(("not finite", f"{told.first_non_finite_step:,}", "the first step with such a loss"))
+    if (step := told.pipeline) is not None:
+        bubbles = f"bubble {step.bubble_measured:.1%} measured, {step.bubble_planned:.1%} planned"
+        seconds = f"{format_seconds(step.makespan_s)}, planned {format_seconds(step.makespan_planned_s)}"
+        rows.append(("pipeline", f"{step.schedule}: {bubbles}", f"(step {step.step:,}: {seconds})"))
+    for name, value, remark in [*rows, *((name, path, "") for name, path in files.items())]:
+        say(f"  {name:<18} {value:<8} {remark}".rstrip())
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
@@ -85,44 +85,3 @@ def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:
         why = "layout.pp is 1" if pp == 1 else f"no step has been recorded by all {pp} ranks of the pipeline yet"
         raise InputError(f"--timeline {asked}: {run.folder} has no timeline, as {why}; leave it out")
     return None
-
-
-def _rows(told: Headline) -> dict[str, str]:
-    """The headline numbers as text, those that are known."""
-    rows = {
-        "steps": f"{told.steps:,} of {told.planned_steps:,}, {format_count(told.tokens)} tokens",
-    }
-    if told.first_non_finite_step is not None:
-        rows["not finite"] = f"the loss at step {told.first_non_finite_step:,}"
-    if told.held_out_loss is not None and told.first_held_out_loss is not None:
-        rows["held-out loss"] = f"{told.first_held_out_loss:.4f} -> {told.held_out_loss:.4f}"
-    if told.train_loss is not None:
-        rows["training loss"] = f"{told.train_loss:.4f}"
-    if told.load_max_over_mean is not None and told.load_of_worst_layer is not None:
-        rows["expert load"] = (
-            f"{told.load_max_over_mean:.2f} x the mean at the busiest expert, {told.load_of_worst_layer:.2f} in the "
-            f"worst layer"
-        )
-        if told.dropped_fraction is not None:
-            rows["dropped"] = f"{percent(told.dropped_fraction)} of the pairs of a token and an expert"
-    if told.median_tokens_per_s is not None:
-        mfu = "n/a" if told.median_mfu is None else f"{told.median_mfu:.1%}"
-        rows["speed"] = f"{format_count(told.median_tokens_per_s)} tokens/s (median), MFU {mfu}"
-    if told.peak_memory_bytes is not None:
-        rows["peak memory"] = f"{format_bytes(told.peak_memory_bytes)} on rank 0"
-    if told.training_s is not None and told.time_share is not None:
-        share = {phase: percent(value) for phase, value in told.time_share.items()}
-        rows["time in steps"] = (
-            f"{format_seconds(told.training_s)}: data {share['data']}, forward + backward "
-            f"{share['forward_backward']}, optimizer {share['optimizer']}"
-        )
-    if told.pipeline is not None:
-        rows["pipeline"] = _bubbles(told.pipeline)
-    return rows
-
-
-def _bubbles(told: PipelineNumbers) -> str:
-    return (
-        f"{told.schedule}: bubble {told.bubble_measured:.1%} measured, {told.bubble_planned:.1%} planned "
-        f"(step {told.step:,}: {format_seconds(told.makespan_s)}, planned {format_seconds(told.makespan_planned_s)})"
-    )

@@ -5,24 +5,24 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import print_json, verb
+from shardwright.cli.common import AsJson, print_json, verb
 
 
 @verb
 def sample(
-    run_dir: Annotated[Path, typer.Argument(help="the folder of a run (`out` of its run file)", show_default=False)],
+    run_dir: Annotated[Path, typer.Argument(help="the folder of a run (`out` of its run file)")],
     prompt: Annotated[str, typer.Option(help="the text to go on from")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to write")] = 80,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; higher is wilder")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="draw from this many likeliest tokens")] = 40,
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+    json: AsJson = False,
 ) -> None:
     """Write text with the newest checkpoint of a run, on one process.
 
     shardwright sample quickstart/run --prompt "import os"
     """
-    from shardwright.train.sample import open_sampler
+    from shardwright.training.sample import open_sampler
 
     text = open_sampler(run_dir).complete(prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
     if json:

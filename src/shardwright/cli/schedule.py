@@ -9,7 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Extensions, columns, console, load_extensions, print_json, say, verb
+from shardwright.cli.common import (
+    AsJson,
+    Extensions,
+    columns,
+    console,
+    load_extensions,
+    print_json,
+    say,
+    verb,
+    wrong_place,
+    wrong_sizes,
+)
 from shardwright.cli.timeline import timeline_text
 from shardwright.errors import InputError, ScheduleError
 from shardwright.schedule.actions import Schedule
@@ -23,23 +34,16 @@ from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
 
-PICTURES = (".svg", ".json")
-
 
 @dataclass(frozen=True)
 class Options:
     """Arguments and options of the verb."""
 
-    name: Annotated[
-        str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()), show_default=False)
-    ] = None
-    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline", show_default=False)] = None
-    microbatches: Annotated[
-        int | None, typer.Option(metavar="M", help="microbatches of a step", show_default=False)
-    ] = None
+    name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
+    pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline")] = None
+    microbatches: Annotated[int | None, typer.Option(metavar="M", help="microbatches of a step")] = None
     virtual_stages: Annotated[
-        int | None,
-        typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open", show_default=False),
+        int | None, typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open")
     ] = None
     times: Annotated[
         str,
@@ -53,9 +57,7 @@ class Options:
     limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given",
-            show_default=False,
+            metavar="N", help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given"
         ),
     ] = None
     kept_for_weight: Annotated[
@@ -66,26 +68,17 @@ class Options:
         ),
     ] = KEPT_FOR_WEIGHT
     compare_all: Annotated[
-        bool,
-        typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank"),
+        bool, typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank")
     ] = False
     read: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.csv",
-            help="a schedule from PyTorch's compute-only CSV, in place of --schedule",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE.csv", help="a schedule from PyTorch's compute-only CSV, in place of --schedule"),
     ] = None
     csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV", show_default=False),
+        Path | None, typer.Option(metavar="FILE.csv", help="write the schedule as PyTorch's compute-only CSV")
     ] = None
     drawing: Annotated[
-        Path | None,
-        typer.Option(
-            "--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev", show_default=False
-        ),
+        Path | None, typer.Option("--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev")
     ] = None
     extension: Extensions = None
     json: AsJson = False
@@ -143,15 +136,8 @@ def _check(options: Options) -> None:
     sizes = {"--pp": options.pp, "--microbatches": options.microbatches, "--virtual-stages": options.virtual_stages}
     if options.read is not None:
         wrong += [f"{option} goes with --schedule; --read finds it in the file" for option, n in sizes.items() if n]
-    else:
-        wrong += [
-            f"{option} is missing; give a number, 1 or more" for option in list(sizes)[:2] if sizes[option] is None
-        ]
-    wrong += [
-        f"{option} {n}: a number of 1 or more is needed"
-        for option, n in {**sizes, "--limit": options.limit}.items()
-        if n is not None and n < 1
-    ]
+    needed = ("--pp", "--microbatches") if options.read is None else ()
+    wrong += wrong_sizes({**sizes, "--limit": options.limit}, needed)
     if options.limit is not None and options.name in names() and not find(options.name).searched:
         searched = ", ".join(each for each in names() if find(each).searched)
         wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
@@ -159,11 +145,8 @@ def _check(options: Options) -> None:
         wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
     if options.compare_all and options.csv is not None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
-    if options.drawing is not None and options.drawing.suffix.lower() not in PICTURES:
-        wrong.append(f"--draw {options.drawing}: a picture is named *.svg, a trace *.json")
-    for option, path in {"--draw": options.drawing, "--csv": options.csv}.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{option} {path}: there is no folder {path.parent}; make it first")
+    wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
+    wrong += wrong_place("--csv", options.csv)
     if wrong:
         raise InputError(*wrong)
 

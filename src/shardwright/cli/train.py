@@ -6,16 +6,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shardwright.cli.common import Overrides, console, print_json, verb
+from shardwright.cli.common import AsJson, Overrides, console, print_json, verb
 from shardwright.config import load
 from shardwright.reference import keys
 
 
 @verb
 def train(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="the run file, TOML; see examples/", show_default=False)
-    ] = None,
+    run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None,
     overrides: Overrides = None,
     resume: Annotated[
         bool,
@@ -24,7 +22,7 @@ def train(
     list_keys: Annotated[
         bool, typer.Option("--keys", help="list every key a run file can have, with its default, and leave")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON document at the end, and nothing else")] = False,
+    json: AsJson = False,
 ) -> None:
     """Train a model as a run file says.
 
@@ -44,7 +42,7 @@ def train(
         return
     if run_file is None:
         raise typer.BadParameter("name a run file, such as examples/debug.toml", param_hint="RUN_FILE")
-    from shardwright.train.start import start
+    from shardwright.training.start import start
 
     extra = ['checkpoint.resume="auto"'] if resume else []
     summary = start(load(run_file, [*(overrides or []), *extra]), quiet=json)

@@ -13,14 +13,14 @@ from shardwright.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
-    from shardwright.verify import Case, Report, Verifier
+    from shardwright.verification import Case, Report, Verifier
 
 
 @dataclass(frozen=True)
 class Options:
     """Arguments and options of the verb."""
 
-    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/", show_default=False)]
+    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/")]
     overrides: Overrides = None
     against: Annotated[
         str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
@@ -32,7 +32,6 @@ class Options:
             metavar="KEY=VALUE",
             help="compare with a second layout instead: the run file with these changes (of layout.* and "
             "batch.micro_batch) on top of those of --set; may be repeated",
-            show_default=False,
         ),
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to take")] = 3
@@ -76,7 +75,7 @@ def verify(options: Options) -> None:
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
     configs = _configs(options)
-    from shardwright.verify import Verifier
+    from shardwright.verification import Verifier
 
     cases, chosen = _cases(configs, options)
     with Verifier(timeout_s=options.timeout_s) as verifier:
@@ -90,29 +89,30 @@ def verify(options: Options) -> None:
 
 def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case], list[Layout]]":
     """What is trained, for each run file, and the layouts that are verified: one for each run file, or the matrix."""
-    from shardwright.verify import cut
-    from shardwright.verify.case import cut_layout, whole
-    from shardwright.verify.matrix import layouts
+    from shardwright.verification import cut
+    from shardwright.verification.case import case_of, cut_layout
+    from shardwright.verification.matrix import layouts
 
     config, full, matrix = configs[0], options.full, options.matrix
     chosen = [each.layout.layout() for each in configs]
     if matrix is not None:
         chosen = layouts(config.model.spec(), matrix, config.batch.seq_len)
         if full:
-            true_case = whole(config)
+            true_case = case_of(config)
             chosen = [each for each in chosen if true_case.shares(each)]
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
     steps, dtype = options.steps, options.dtype
     # Both sides train on one global batch: it is cut for the side with the larger microbatches.
     coarse = max(configs, key=lambda each: each.batch.micro_batch)
-    case = whole(coarse, steps=steps, dtype=dtype) if full else cut(coarse, chosen, steps=steps, dtype=dtype)
+    true = case_of(coarse, steps=steps, dtype=dtype)
+    case = true if full else cut(true, chosen)
     cases = [
         replace(case, micro_batch=each.batch.micro_batch if full else min(each.batch.micro_batch, case.micro_batch))
         for each in configs
     ]
     if not full:
-        chosen = [cut_layout(layout, config, case) for layout in chosen]
+        chosen = [cut_layout(layout, true, case) for layout in chosen]
     return cases, chosen
 
 
@@ -154,14 +154,13 @@ def _one(
     json: bool,
     sizes: str,
 ) -> None:
-    from shardwright.verify.compare import with_culprit
-    from shardwright.verify.culprit import find_culprit
+    from shardwright.verification.culprit import find_culprit
 
     with error_console.status(f"running {layout.world_size} ranks and the reference"):
         report = verifier.parity(case, layout, against)
     if not report.equal:
         with error_console.status("looking for the culprit") as status:
-            report = with_culprit(report, find_culprit(verifier, report, status.update))
+            report = replace(report, culprit=find_culprit(verifier, report, status.update))
     if json:
         print_json(report.document())
     else:

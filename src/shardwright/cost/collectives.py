@@ -18,6 +18,8 @@ adds that), the topology above the nodes (a full fat tree is assumed), straggler
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -72,36 +74,23 @@ def all_reduce(
     tree could send S/g: what people measure there stays at the ring's figure (86 and 91 of 100 GB/s on A100,
     NVIDIA/nccl-tests issues 175 and 100), and that switches can add up across nodes as well.
     """
-    at, s_bytes = Placement.of(cluster, size, stride), np.asarray(n_bytes, dtype=np.float64)
-    n, g, k = at.size, at.per_node, at.nodes
-    sent = 2 * s_bytes * (n - 1) / n
+    at = Placement.of(cluster, size, stride)
+    symbols = _symbols(cluster, at, n_bytes)
+    if at.size.max() == 1:
+        return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
+    k, switch = at.nodes, cluster.inside.switch_bytes_per_s
     steps = "messages_in = 2 * (n - k); messages_across = 2 * (k - 1); V = 2 * S * (n - 1) / n"
-    ring = _links_s(f"{what}, ring", cluster, at, s_bytes, 2 * (n - k), 2 * (k - 1), sent, sent / g, steps)
-    found = ring
-    if np.any(k > 1):
-        hops = 2 * np.ceil(np.log2(k))
+    ways = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
+    if k.max() > 1:
         steps = "messages_in = 2 * (g - 1); messages_across = 2 * ceil(log2(k)); V = 2 * S"
-        tree = _links_s(
-            f"{what}, double tree", cluster, at, s_bytes, 2 * (g - 1), hops, 2 * s_bytes, 2 * s_bytes / g, steps
-        )
-        found = np.where(k > 1, np.minimum(ring, tree), ring)
-    link, switch = cluster.inside, cluster.inside.switch_bytes_per_s
-    if switch and np.any(k == 1):
-        switched = _latency_s(cluster, 2 * np.ceil(np.log2(n)), 0) + _saturated(link, s_bytes) / switch
-        if ledger.recording() and np.all(n > 1):
-            ledger.note(
-                f"{what}, in the switch",
-                f"start_s + 2 * ceil(log2(n)) * latency_in_s + {_bytes_text('S', 'in')[:-len('bandwidth_in')]}switch",
-                switched, start_s=link.start_s, n=n, latency_in_s=link.latency_s, S=s_bytes, half_in=link.half_bytes,
-                switch=switch,
-            )  # fmt: skip
-        found = np.where(k > 1, found, np.minimum(ring, switched))
-    if ledger.recording() and np.all(n > 1):
-        ways = {"ring": ring} | ({"double tree": tree} if k > 1 else {"in the switch": switched} if switch else {})
-        names = {ledger.identifier(f"{what}, {way}"): seconds for way, seconds in ways.items()}
-        fastest = f"min({', '.join(names)})" if len(names) > 1 else next(iter(names))
-        ledger.note(what, fastest, found, **names)
-    return np.where(n > 1, found, 0.0)
+        ways["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
+    if switch and k.min() == 1:
+        formula = f"start_s + 2 * ceil(log2(n)) * latency_in_s + {_full_rate_bytes('S', 'in')} / switch"
+        switched = ledger.compute(f"{what}, in the switch", formula, **symbols, switch=switch)
+        ways["in the switch"] = np.where(k == 1, switched, np.inf)
+    names = {ledger.identifier(f"{what}, {way}"): seconds for way, seconds in ways.items()}
+    fastest = f"min({', '.join(names)})" if len(names) > 1 else next(iter(names))
+    return np.where(at.size > 1, ledger.compute(what, fastest, **names), 0.0)
 
 
 def all_gather(
@@ -111,11 +100,8 @@ def all_gather(
 
     Ring: V = S (n-1)/n inside and V/g across, in n-1 messages, of which k-1 cross.
     """
-    at, s_bytes = Placement.of(cluster, size, stride), np.asarray(n_bytes, dtype=np.float64)
-    n, g, k = at.size, at.per_node, at.nodes
-    sent = s_bytes * (n - 1) / n
     steps = "messages_in = n - k; messages_across = k - 1; V = S * (n - 1) / n"
-    return np.where(n > 1, _links_s(what, cluster, at, s_bytes, n - k, k - 1, sent, sent / g, steps), 0.0)
+    return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
 
 
 def reduce_scatter(
@@ -136,11 +122,8 @@ def all_to_all(
     V = S (g-1)/n inside and S (n-g)/n across, each member through its own port. Messages: g-1 inside, k-1 across, as
     those to the members of one other node overlap. Ignores that parts are uneven where a router decides.
     """
-    at, s_bytes = Placement.of(cluster, size, stride), np.asarray(n_bytes, dtype=np.float64)
-    n, g, k = at.size, at.per_node, at.nodes
-    inside, across = s_bytes * (g - 1) / n, s_bytes * (n - g) / n
     steps = "messages_in = g - 1; messages_across = k - 1; V = S * (g - 1) / n; V_across = S * (n - g) / n"
-    return np.where(n > 1, _links_s(what, cluster, at, s_bytes, g - 1, k - 1, inside, across, steps), 0.0)
+    return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
 
 
 def point_to_point(
@@ -150,93 +133,77 @@ def point_to_point(
 
     Across nodes as soon as one pair is, each sender through its own port.
     """
-    at, s_bytes = Placement.of(cluster, size, stride), np.asarray(n_bytes, dtype=np.float64)
-    inside, across = cluster.inside, cluster.across
-    near = inside.start_s + inside.latency_s + _saturated(inside, s_bytes) / _bandwidth(inside, np.asarray(2))
-    far = across.start_s + across.latency_s + _saturated(across, s_bytes) / across.bytes_per_s
-    found = np.where(at.size > 1, np.where(at.nodes > 1, far, near), 0.0)
-    if ledger.recording() and np.all(at.size > 1):
-        side, link = ("across", across) if np.all(at.nodes > 1) else ("in", inside)
-        bandwidth = link.bytes_per_s if side == "across" else _bandwidth(inside, np.asarray(2))
-        ledger.note(
-            what,
-            f"start_s + latency_{side}_s + {_bytes_text('S', side)}",
-            found,
-            start_s=link.start_s,
-            S=s_bytes,
-            **_link_inputs(side, link, bandwidth),
-        )
+    at = Placement.of(cluster, size, stride)
+    found = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
+    if at.size.max() == 1:
+        return found
+    symbols = _symbols(cluster, at, n_bytes) | {"bandwidth_in": _bandwidth(cluster.inside, np.asarray(2))}
+    for side, there in (("in", (at.size > 1) & (at.nodes == 1)), ("across", at.nodes > 1)):
+        if there.any():
+            formula = f"start_s + latency_{side}_s + {_full_rate_bytes('S', side)} / bandwidth_{side}"
+            found = np.where(there, ledger.compute(what, formula, **symbols), found)
     return found
 
 
-def _links_s(
-    what: str,
-    cluster: Cluster,
-    at: Placement,
-    s_bytes: Floats,
-    messages_in: ArrayLike,
-    messages_across: ArrayLike,
-    bytes_in: Floats,
-    bytes_across: Floats,
-    steps: str,
+def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike) -> dict[str, Any]:
+    """What the formulas of messages between some groups are given. Over a link that a group does not use, bytes take no
+    time: its bandwidth is infinite."""
+    inside, across, leaves = cluster.inside, cluster.across, at.nodes > 1
+    return {
+        "start_s": np.where(leaves, across.start_s, inside.start_s),
+        "S": np.asarray(n_bytes, dtype=np.float64),
+        "n": at.size,
+        "g": at.per_node,
+        "k": at.nodes,
+        "latency_in_s": inside.latency_s,
+        "half_in": inside.half_bytes,
+        "bandwidth_in": np.where(at.per_node > 1, _bandwidth(inside, at.per_node), np.inf),
+        "latency_across_s": across.latency_s,
+        "half_across": across.half_bytes,
+        "bandwidth_across": np.where(leaves, across.bytes_per_s, np.inf),
+    }
+
+
+def _one_algorithm(
+    what: str, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike, steps: str
 ) -> Floats:
+    at = Placement.of(cluster, size, stride)
+    symbols = _symbols(cluster, at, n_bytes)
+    if at.size.max() == 1:
+        return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
+    found = _links_s(what, at, steps, symbols)
+    return found if at.size.min() > 1 else np.where(at.size > 1, found, 0.0)
+
+
+def _links_s(what: str, at: Placement, steps: str, symbols: dict[str, Any]) -> Floats:
     """Messages one after another, and what an accelerator sends over both kinds of link at once, of which the slower
-    bounds; `steps`: how the ledger gets messages and bytes (V, and V_across if not V / g) from n, g, k and S."""
-    inside, across = cluster.inside, cluster.across
-    near, far = _bandwidth(inside, at.per_node), across.bytes_per_s
-    inside_s = np.where(at.per_node > 1, _saturated(inside, bytes_in) / near, 0.0)
-    across_s = np.where(at.nodes > 1, _saturated(across, bytes_across) / far, 0.0)
-    found = _latency_s(cluster, messages_in, messages_across) + np.maximum(inside_s, across_s)
-    if ledger.recording() and np.all(at.size > 1):
-        leaves, shares = bool(np.all(at.nodes > 1)), bool(np.all(at.per_node > 1))
-        terms = ["start_s"] + ["messages_in * latency_in_s"] * shares + ["messages_across * latency_across_s"] * leaves
-        sent = [_bytes_text("V", "in")] * shares + [_bytes_text("V_across", "across")] * leaves
-        terms.append(f"max({', '.join(sent)})" if len(sent) > 1 else sent[0])
-        if leaves and "V_across" not in steps:
-            steps += "; V_across = V / g"
-        used = [step for step in steps.split("; ") if shares or "messages_in" not in step]
-        used = [step for step in used if leaves or "across" not in step]
-        ledger.note(
-            what,
-            "; ".join([*used, " + ".join(terms)]),
-            found,
-            "s",
-            "cost/collectives.py",
-            start_s=across.start_s if np.all(np.asarray(messages_across) > 0) else inside.start_s,
-            S=s_bytes,
-            n=at.size,
-            g=at.per_node,
-            k=at.nodes,
-            **_link_inputs("in", inside, near),
-            **_link_inputs("across", across, far),
-        )
-    return found
+    bounds. `steps`: messages and bytes (V, and V_across if not V / g) from n, g, k and S."""
+    shares, leaves = bool(at.per_node.max() > 1), bool(at.nodes.max() > 1)
+    formula = _formula(steps, shares or bool((at.size > at.nodes).any()), shares, leaves)
+    return ledger.compute(what, formula, "s", "cost/collectives.py", **symbols)
 
 
-def _bytes_text(sent: str, side: str) -> str:
-    """Seconds of so many bytes over a link (`_saturated`), for the ledger."""
-    return f"({sent} + half_{side} ** {SATURATION} * {sent} ** {1 - SATURATION:.9g}) / bandwidth_{side}"
+@cache
+def _formula(steps: str, messages_in: bool, shares: bool, leaves: bool) -> str:
+    """With those terms alone that some group needs; for the other groups they are 0."""
+    terms = ["start_s"] + ["messages_in * latency_in_s"] * messages_in + ["messages_across * latency_across_s"] * leaves
+    sent = [f"{_full_rate_bytes('V', 'in')} / bandwidth_in"] * shares
+    sent += [f"{_full_rate_bytes('V_across', 'across')} / bandwidth_across"] * leaves
+    formula = " + ".join([*terms, f"max({', '.join(sent)})" if len(sent) > 1 else sent[0]])
+    if "V_across" not in steps:
+        steps += "; V_across = V / g"
+    used = [step for step in steps.split("; ") if step.partition(" = ")[0] in formula]
+    return "; ".join([*used, formula])
 
 
-def _link_inputs(side: str, link: Link, bandwidth: ArrayLike) -> dict[str, ArrayLike]:
-    return {f"latency_{side}_s": link.latency_s, f"half_{side}": link.half_bytes, f"bandwidth_{side}": bandwidth}
-
-
-def _latency_s(cluster: Cluster, inside: ArrayLike, across: ArrayLike) -> Floats:
-    """Of so many messages one after another: start + messages x latency, on both kinds of link."""
-    start = np.where(np.asarray(across) > 0, cluster.across.start_s, cluster.inside.start_s)
-    return start + np.asarray(inside) * cluster.inside.latency_s + np.asarray(across) * cluster.across.latency_s
-
-
-def _saturated(link: Link, v_bytes: Floats) -> Floats:
+def _full_rate_bytes(sent: str, side: str) -> str:
     """Bytes that would take as long at full bandwidth: V (1 + (H/V)^q) = V + H^q V^(1-q), with q = SATURATION."""
-    half: float = link.half_bytes**SATURATION
-    return v_bytes + half * v_bytes ** (1 - SATURATION)
+    return f"({sent} + half_{side} ** {SATURATION} * {sent} ** {1 - SATURATION:.9g})"
 
 
 def _bandwidth(link: Link, members: Ints) -> Floats:
     """Bytes/s of an accelerator among so many members; where each pair has its own wire, few members use few wires."""
     if not link.peer_bytes_per_s:
-        return np.full(members.shape, link.bytes_per_s)
+        return np.asarray(link.bytes_per_s)
     wires: Floats = link.peer_bytes_per_s * np.maximum(members - 1, 1)
     return np.minimum(link.bytes_per_s, wires)

@@ -49,27 +49,21 @@ def executed_flops(job: Job, of: Candidates) -> TokenFlops:
     8), or in torchtitan's list every other product. Ignored: what fused attention computes again in its backward pass,
     which no convention counts.
     """
-    spec = job.model
-    needed = model_flops(job)
+    spec, needed = job.model, model_flops(job)
+    matmuls = "2 * (N_matmul - V * h)"
+    selective = "square" if job.stack.selective == "scores" else f"{matmuls} / 2"
     square = 2.0 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.seq_len
-    layers = 2.0 * (spec.n_matmul_parameters - spec.vocab_size * spec.d_model)
-    again = [of.recompute == RECOMPUTE.index(what) for what in ("full", "selective")]
-    products = job.stack.selective != "scores"
 
-    def with_recomputation(name: str, needed: Floats, square: float) -> Floats:
-        found = needed + np.select(again, [layers + square, layers / 2 if products else square], 0.0)
-        if ledger.recording() and np.any(of.recompute):
-            matmuls = "2 * (N_matmul - V * h)"
-            more = f"{matmuls} + square" if again[0][0] else f"{matmuls} / 2" if products else "square"
-            model = ledger.identifier(f"model FLOPs, {name}")
-            ledger.note(
-                f"executed FLOPs, {name}", f"{model} + {more}", found, "FLOP", "square: attention",
-                SECTION, N_matmul=spec.n_matmul_parameters, V=spec.vocab_size, h=spec.d_model, square=square,
-                **{model: needed},
-            )  # fmt: skip
-        return found
+    def executed(name: str, needed: Floats, square: float) -> Floats:
+        model = ledger.identifier(f"model FLOPs, {name}")
+        values: ledger.Inputs = {model: needed + np.zeros(len(of)), "square": square, "h": spec.d_model}
+        formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
+        if not np.any(of.recompute):
+            return formulas[model]
+        ways = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
+        with ledger.section(SECTION):
+            return formulas.choose(
+                f"executed FLOPs, {name}", of.recompute, [ways[each] for each in RECOMPUTE], "square: attention"
+            )
 
-    return TokenFlops(
-        with_recomputation("full square", needed.full, square),
-        with_recomputation("causal half", needed.causal, square / 2),
-    )
+    return TokenFlops(executed("full square", needed.full, square), executed("causal half", needed.causal, square / 2))

@@ -79,7 +79,7 @@ def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
         return np.zeros(len(of))
     runs = [
         _makespan(
-            (of.shared.schedule, of.pp, of.shared.virtual_stages),
+            (of.shared.pp_schedule, of.pp, of.shared.virtual_stages),
             int(m[at]),
             Times(
                 tuple(times.forward[at].tolist()),

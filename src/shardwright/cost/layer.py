@@ -203,17 +203,17 @@ def _elementwise(passes: Passes, job: Job, of: Candidates, block: Block, tokens:
 def _recompute(passes: Passes, job: Job, of: Candidates) -> None:
     """What I computes again: the whole forward pass, or selectively what attention makes between its matmuls, or all
     but attention, every other matmul and half of the messages (torchtitan's list)."""
-    once = passes.forward
-    whole = sum(once.values(), np.asarray(0.0))
-    selective, formula = once["attention"], "attention_F"
-    if job.stack.selective != "scores":
-        selective = (once[MATMULS] + once[TENSOR]) / 2 + once[ELEMENTWISE]
-        formula = "matrix_products_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(of.tp > 1))
-    again = np.select([of.recompute == FULL, of.recompute == SELECTIVE], [whole, selective], 0.0)
-    if ledger.recording() and np.any(again):
-        inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in once.items() if np.any(seconds)}
-        formula = " + ".join(inputs) if of.recompute == FULL else formula
-        ledger.note("recomputation, I", formula, again, "s", "computed again in the backward pass", **inputs)
+    again = np.zeros(len(of))
+    if np.any(of.recompute):
+        once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
+        whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
+        selective = "attention_F"
+        if job.stack.selective != "scores":
+            selective = "matrix_products_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(of.tp > 1))
+        ways = {"none": "0", "selective": selective, "full": whole}
+        again = ledger.Formulas(once, "s").choose(
+            "recomputation, I", of.recompute, [ways[each] for each in RECOMPUTE], "computed again in the backward pass"
+        )
     passes.add("recomputation", np.zeros_like(again), again)
 
 

@@ -143,9 +143,11 @@ class Formulas:
 
 
 _FUNCTIONS = {
-    "max": lambda *args: reduce(np.maximum, args),
+    "max": lambda *args: reduce(np.maximum, args) if len(args) > 1 else np.max(args[0], axis=-1),
     "min": lambda *args: reduce(np.minimum, args),
+    "sum": lambda terms: np.sum(terms, axis=-1),
     "log2": np.log2,
+    "ceil": np.ceil,
     "__builtins__": {},
 }
 
@@ -175,10 +177,11 @@ def identifier(what: str) -> str:
 
 
 def _number(value: ArrayLike) -> Number:
-    """The element of an array of one, or all of a list."""
-    if isinstance(value, (list, tuple)):
-        return tuple(float(each) for each in value)
+    """The element of an array of one; of an array (n, R, k, v) those of its v stages."""
     array = np.asarray(value, dtype=np.float64)
+    if array.ndim == 4:
+        array = array[0, 0, 0]
+        return tuple(array.tolist())
     assert array.size == 1, f"one layout at a time is recorded, not {array.shape}"
     return float(array.reshape(-1)[0])
 

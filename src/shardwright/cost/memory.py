@@ -245,7 +245,7 @@ class _Step:
 
 def _few_microbatches(job: Job, of: Candidates) -> Ints:
     distinct, back = np.unique(of.microbatches(job.global_batch), return_inverse=True)
-    few = [pipeline.representative(of.shared.schedule, of.pp, int(m)) for m in distinct]
+    few = [pipeline.representative(of.shared.pp_schedule, of.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
     return found
 
@@ -307,24 +307,43 @@ def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
 def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, kind: Ints) -> dict[str, Floats]:
     """What comes and goes, by kind, (n, R, k), at moments of each candidate: counts (n, R, k, v), kinds (n, R, k)."""
 
-    def of_all(kept: Floats, counts: Ints) -> Floats:
-        found: Floats = np.einsum("nrv,nrkv->nrk", kept[:, stages.of_rank], counts.astype(np.float64))
-        return found
+    def of_ranks(part: Floats) -> Floats:
+        return part[:, stages.of_rank][:, :, None]
 
-    backward = (kind == pipeline.BACKWARD) | (kind == pipeline.BACKWARD_LAST)
-    working, gradients = (part[:, stages.of_rank].max(2)[:, :, None] for part in (of_stage.working, of_stage.gradients))
-    logits = of_all(of_stage.logits, in_flight) + of_all(of_stage.waiting_logits, waiting)
-    loss, gone = of_stage.loss[:, -1:, None], of_stage.logits[:, -1:, None]
-    found = {
-        "activations": of_all(of_stage.activations, in_flight) + of_all(of_stage.waiting, waiting),
-        "experts": of_all(of_stage.experts, in_flight),
-        "logits": logits + loss * (kind == pipeline.LOSS) - gone * (kind == pipeline.BACKWARD_LAST),
-        "gradients": gradients * backward,
-        "working": working * backward,
+    is_loss, is_last = kind == pipeline.LOSS, kind == pipeline.BACKWARD_LAST
+    backward = is_last | (kind == pipeline.BACKWARD)
+    values: ledger.Inputs = {
+        "in_flight": in_flight.astype(np.float64),
+        "waiting": waiting.astype(np.float64),
+        "kept": of_ranks(of_stage.activations),
+        "kept_for_W": of_ranks(of_stage.waiting),
+        "experts_kept": of_ranks(of_stage.experts),
+        "logits_kept": of_ranks(of_stage.logits),
+        "logits_for_W": of_ranks(of_stage.waiting_logits),
+        "loss": of_stage.loss[:, -1:, None] * is_loss,
+        "logits_of_a_microbatch": of_stage.logits[:, -1:, None] * is_last,
+        "gradients_of_stages": of_ranks(of_stage.gradients) * backward[..., None],
+        "working_of_stages": of_ranks(of_stage.working) * backward[..., None],
     }
+    waits, running = bool(waiting.any()), ""
     if ledger.recording():
-        _note_held(of_stage, stages, in_flight, waiting, int(kind[0, 0, 0]), found)
-    return found
+        mine = ", ".join(map(str, stages.of_rank[0]))
+        running = f"{pipeline.ACTIONS[int(kind[0, 0, 0])]} runs; microbatches in flight of stages {mine}"
+    logits = "sum(in_flight * logits_kept)" + " + sum(waiting * logits_for_W)" * waits
+    logits += " + loss" * bool(is_loss.any()) + " - logits_of_a_microbatch" * bool(is_last.any())
+    formulas = {
+        "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits,
+        "experts": "sum(in_flight * experts_kept)" * bool(of_stage.experts.any()),
+        "logits": logits * bool(of_stage.logits[:, stages.of_rank].any()),
+        "gradients at work": "max(gradients_of_stages)" * bool(backward.any()),
+        "working": "max(working_of_stages)" * bool(backward.any()),
+    }
+    return {
+        what.partition(" ")[0]: ledger.compute(what, formula, "B", running, **values)
+        if formula
+        else np.zeros(kind.shape)
+        for what, formula in formulas.items()
+    }
 
 
 def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Mapping[Block, Layer]) -> None:
@@ -340,43 +359,5 @@ def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Mapping[Blo
         ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}
         ends["around_the_last_norm"] = around.last * (stage == last)
         there = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
-        ledger.note(
-            f"kept in stage {stage}",
-            " + ".join([*terms, *there]),
-            kept[:, stage],
-            "B",
-            "of a microbatch",
-            **inputs,
-            **there,
-        )
-
-
-def _note_held(
-    of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, kind: int, found: dict[str, Floats]
-) -> None:
-    """Record what comes and goes at one moment of one rank of one candidate."""
-    mine = stages.of_rank[0]
-    running = f"{pipeline.ACTIONS[kind]} runs; microbatches in flight of stages {', '.join(map(str, mine))}"
-    flying = {"in_flight": in_flight[0, 0, 0].tolist(), "waiting": waiting[0, 0, 0].tolist()}
-    waits = bool(waiting.any())
-    every = {
-        "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits,
-        "experts": "sum(in_flight * experts_kept)",
-        "logits": "sum(in_flight * logits_kept)"
-        + " + sum(waiting * logits_for_W)" * waits
-        + " + loss" * (kind == pipeline.LOSS)
-        + " - logits_of_a_microbatch" * (kind == pipeline.BACKWARD_LAST),
-        "gradients at work": "max(gradients_of_stages)",
-        "working": "max(working_of_stages)",
-    }
-    for what, formula in every.items():
-        value = found[what.partition(" ")[0]]
-        if np.any(value):
-            ledger.note(
-                what, formula, value, "B", running, kept=of_stage.activations[0, mine].tolist(),
-                kept_for_W=of_stage.waiting[0, mine].tolist(), experts_kept=of_stage.experts[0, mine].tolist(),
-                logits_kept=of_stage.logits[0, mine].tolist(), logits_for_W=of_stage.waiting_logits[0, mine].tolist(),
-                loss=of_stage.loss[0, -1], logits_of_a_microbatch=of_stage.logits[0, -1],
-                gradients_of_stages=of_stage.gradients[0, mine].tolist(),
-                working_of_stages=of_stage.working[0, mine].tolist(), **flying,
-            )  # fmt: skip
+        formula = " + ".join([*terms, *there])
+        ledger.note(f"kept in stage {stage}", formula, kept[:, stage], "B", "of a microbatch", **inputs, **there)

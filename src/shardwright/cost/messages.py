@@ -109,14 +109,13 @@ def hidden(
 ) -> Floats:
     """What a message adds to work that it runs beside: what sticks out, at least `least_s`, and the share of the rest
     by which it slows the work. In the ledger the message is called `what`, and the work `beside`."""
-    found = np.maximum(message_s - beside_s, least_s) + interference * np.minimum(message_s, beside_s)
-    if ledger.recording() and np.any(message_s):
-        message, work = ledger.identifier(what), ledger.identifier(beside)
-        ledger.note(
-            f"{what}{HIDDEN}", f"max({message} - {work}, least_s) + interference * min({message}, {work})", found,
-            least_s=least_s, interference=interference, **{message: message_s, work: beside_s},
-        )  # fmt: skip
-    return found
+    if not message_s.any():
+        return np.zeros_like(message_s)
+    message, work = ledger.identifier(what), ledger.identifier(beside)
+    return ledger.compute(
+        f"{what}{HIDDEN}", f"max({message} - {work}, least_s) + interference * min({message}, {work})",
+        least_s=least_s, interference=interference, **{message: message_s, work: beside_s},
+    )  # fmt: skip
 
 
 def context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:

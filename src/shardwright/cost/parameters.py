@@ -104,16 +104,9 @@ def _note_block(model: ModelSpec, block: Block, tp: Ints, ep: Ints, dense: Ints,
         tp=tp, kv_heads=model.n_kv_heads, **block.dense_numel,
     )  # fmt: skip
     if block.experts:
-        ledger.note(
-            f"{EXPERT} of {block.name}",
-            "expert_elements / ep",
-            experts,
-            "",
-            "",
-            "Parameters of a layer",
-            expert_elements=block.expert_numel,
-            ep=ep,
-        )
+        sizes: ledger.Inputs = {"expert_elements": block.expert_numel, "ep": ep}
+        name = f"{EXPERT} of {block.name}"
+        ledger.note(name, "expert_elements / ep", experts, "", "", "Parameters of a layer", **sizes)
 
 
 def ways(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:

@@ -53,7 +53,7 @@ class Moments:
 
 def stages(job: Job, candidates: Candidates) -> Stages:
     """The stages that all candidates share; layers are cut as `split.stages` does where nothing else is said."""
-    keys = ("pp", "schedule", "virtual_stages", "stage_layers")
+    keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
     return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
 
 
@@ -64,7 +64,7 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
     Raises ScheduleError where the schedule cannot run that many.
     """
     shared = candidates.shared
-    name, pp, virtual = shared.schedule, shared.pp, shared.virtual_stages
+    name, pp, virtual = shared.pp_schedule, shared.pp, shared.virtual_stages
     if shared.kind.microbatches_stay:
         one = _moments(name, pp, virtual, 1)
         return Moments(one.in_flight * microbatches, one.waiting, one.kind)
@@ -74,7 +74,7 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
 def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments]:
     """The actions of one rank in order, and what it holds while each of them runs; R is 1."""
     shared = candidates.shared
-    schedule = build.build(shared.schedule, shared.pp, microbatches, shared.virtual_stages)
+    schedule = build.build(shared.pp_schedule, shared.pp, microbatches, shared.virtual_stages)
     return list(schedule.ranks[rank]), _as_moments([_held(schedule, rank)])
 
 
@@ -90,10 +90,7 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
         block: np.array([len(set(those) & set(each)) for each in layers], dtype=np.int64)
         for block, those in blocks(model).items()
     }
-    of_rank = np.array(
-        [sorted(stage for _, stage in layout.held_by(rank)) for rank in range(layout.pp)],
-        dtype=np.int64,
-    )
+    of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
     return Stages(layers, of_kind, of_rank)
 
 

@@ -94,25 +94,21 @@ def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
     Where gradients are shared out, those of a whole block, a copy of them on the way to their shards, and in the last
     stage those of the head, which wait for the end of the pass; else of one matrix at a time.
     """
-    stack, e = job.stack, job.element_bytes
-    block = (held.layer_dense + held.layer_expert)[:, None] * (e + stack.reduced_bytes)
-    shared = block + np.zeros(held.ends.shape)
-    shared[:, -1] += held.head * e
-    matrix = held.matrix[:, None] * stack.weight_gradient_bytes
-    if ledger.recording():
-        numbers: ledger.Inputs = {
-            "e": e,
-            "reduced_bytes": stack.reduced_bytes,
-            "largest_layer": held.layer_dense + held.layer_expert,
-        }
-        numbers |= {"largest_matmul": held.matrix, "weight_gradient_bytes": stack.weight_gradient_bytes}
-        if shares_gradients(of)[0]:
-            ledger.note("gradients of a layer", "(e + reduced_bytes) * largest_layer", block, "B", **numbers)
-            ledger.note("gradients of a layer and the head", "(e + reduced_bytes) * largest_layer + e * head",
-                        shared[:, -1], "B", "last stage", head=held.head, **numbers)  # fmt: skip
-        else:
-            ledger.note("gradient of a matmul", "weight_gradient_bytes * largest_matmul", matrix, "B", **numbers)
-    return np.where(shares_gradients(of)[:, None], shared, matrix)
+    stack, layer = job.stack, held.layer_dense + held.layer_expert
+    values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
+    values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
+    of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
+    shared = shares_gradients(of)[:, None]
+    found = np.zeros(held.ends.shape)
+    if np.any(shared):
+        found += of_gradients("gradients of a layer", "(e + reduced_bytes) * largest_layer")[:, None]
+        found[:, -1] = of_gradients(
+            "gradients of a layer and the head", "gradients_of_a_layer + e * head", "last stage"
+        )
+    if not np.all(shared):
+        matrix = of_gradients("gradient of a matmul", "weight_gradient_bytes * largest_matmul")
+        found = np.where(shared, found, matrix[:, None])
+    return found
 
 
 def shares_gradients(of: Candidates) -> NDArray[np.bool_]:

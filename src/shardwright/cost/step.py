@@ -1,7 +1,7 @@
 """How long a step takes, and where the time goes."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +55,9 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
             stages.note(int(most[0]), m, {kind: seconds for kind, seconds in parts.items() if kind != "pipeline"})
             ledger.total("work", parts | {"pipeline": np.zeros(1)}, value=mine)
             if of.pp > 1:
-                ledger.note("makespan", "", span, "s", f"{of.shared.schedule} simulated with these times; cost/idle.py")
+                ledger.note(
+                    "makespan", "", span, "s", f"{of.shared.pp_schedule} simulated with these times; cost/idle.py"
+                )
                 ledger.note("pipeline", "makespan - work", span - mine, "s", "waiting", makespan=span, work=mine)
     held = rank_parameters(job, of)
     with ledger.section("Data parallel, rank with most parameters"):
@@ -64,10 +66,10 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
         parts["optimizer"] = optimizer(job, of, held)
         rest = StepTime(parts).total_s
         share = stragglers(job, of)
-        parts["stragglers"] = share * rest
-        ledger.total("all but stragglers", parts | {"stragglers": np.zeros(1)}, value=rest)
-        ledger.note("stragglers", "share_of_stragglers * all_but_stragglers", parts["stragglers"],
-                    share_of_stragglers=share, all_but_stragglers=rest)  # fmt: skip
+        ledger.total("all but stragglers", parts, value=rest)
+        parts["stragglers"] = ledger.compute(
+            "stragglers", "share_of_stragglers * all_but_stragglers", share_of_stragglers=share, all_but_stragglers=rest
+        )
         ledger.total("step", parts)
     return StepTime(parts)
 
@@ -208,54 +210,17 @@ def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forwa
     to, but for a layer's share of them, and pays `interference` for what it hides. At the end of a pipeline come the
     sum of a tied matrix over its two stages, and that of both copies of each stage where microbatches go two ways.
     """
-    speed = job.stack.speed
-    dense, experts, ends = held
-    copies = np.maximum(of.copies * of.tp // of.ep, 1)
-    groups = [
-        _Group("dense", dense, dense - ends, of.copies, of.shards, of.tp),
-        _Group("experts", experts, experts, copies, of.expert_shards, of.ep),
-    ]
-    layers = max(job.model.n_layers / of.pp, 1)
-
-    @cache
-    def sent(what: str) -> Floats:
-        """Of dense parameters, then of experts."""
-        there = [group for group in groups if np.any(group.count)]
-        return ledger.total(what, {f"{what}, {each.name}": _message(job, what, each) for each in there})
-
-    def exposed(whats: tuple[str, ...], beside: str, pass_s: Floats) -> tuple[str, Floats]:
-        """What messages add to a pass of a microbatch, and its name."""
-        name = " and ".join(whats)
-        message_s = sent(name) if len(whats) == 1 else ledger.total(name, {what: sent(what) for what in whats})
-        if not speed.hides_dp:
-            return name, message_s
-        left = hidden(message_s, pass_s, speed.interference, message_s / layers, what=name, beside=beside)
-        return name + HIDDEN, left
-
-    def in_backward(*whats: str) -> tuple[str, Floats]:
-        return exposed(whats, "I and W of a microbatch", backward)
-
-    def by_stage(zero: int) -> list[tuple[Ints | int, tuple[str, Floats]]]:
-        """What is sent in a step of a stage of ZeRO, and how many times."""
-        if zero == 0:
-            return [(1, in_backward(SUMMED))]
-        gathered = exposed((GATHERED,), "F of a microbatch", forward)
-        if zero == 3 and not (of.pp > 1 and of.shared.zero_pp_gather == "step"):
-            each = in_backward(GATHERED if of.pp > 1 else GATHERED_AGAIN, SCATTERED)
-            return [(m, gathered), (m - 1, each), (1, in_backward(GATHERED_AGAIN, SCATTERED, ACROSS))]
-        once: list[tuple[Ints | int, tuple[str, Floats]]] = [(1, in_backward(SCATTERED, ACROSS)), (1, gathered)]
-        return [*once, (m - 1, in_backward(SCATTERED))] if zero == 2 else once
-
+    traffic = _Traffic(job, of, held, forward, backward)
     found = np.zeros(len(of))
     for zero in np.unique(of.zero):
-        terms = by_stage(int(zero))
-        found = np.where(of.zero == zero, sum(times * seconds for times, (_, seconds) in terms), found)
-        if ledger.recording():
-            shares = {name: (float(np.max(times)), seconds) for times, (name, seconds) in terms}
-            _note_shares("weights and gradients", shares, found)
-    replicas = _replicas(job, of, np.asarray(dense + experts, dtype=np.float64))
-    whole = found + sum(replicas.values(), np.zeros(1))
-    return ledger.total("data parallel", {"weights and gradients": found} | replicas, value=whole)
+        terms = [(times, name, seconds) for times, (name, seconds) in traffic.of_stage(int(zero)) if np.any(seconds)]
+        if terms:
+            formula = " + ".join(f"{times}{ledger.identifier(name)}" for times, name, _ in terms)
+            inputs: ledger.Inputs = {ledger.identifier(name): seconds for _, name, seconds in terms}
+            exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
+            found = np.where(of.zero == zero, exposed, found)
+    replicas = _replicas(job, of, np.asarray(held.dense + held.experts, dtype=np.float64))
+    return ledger.total("data parallel", {"weights and gradients": found} | replicas)
 
 
 SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
@@ -273,6 +238,55 @@ class _Group:
     copies: Ints
     shards: Ints
     stride: Ints
+
+
+class _Traffic:
+    """Messages of a step, by name, and what they add to the pass that they run beside."""
+
+    def __init__(self, job: Job, of: Candidates, held: RankParameters, forward: Floats, backward: Floats) -> None:
+        self.job, self.of = job, of
+        self.passes = {"F of a microbatch": forward, "I and W of a microbatch": backward}
+        dense, experts, ends = held
+        copies = np.maximum(of.copies * of.tp // of.ep, 1)
+        groups = [
+            _Group("dense", dense, dense - ends, of.copies, of.shards, of.tp),
+            _Group("experts", experts, experts, copies, of.expert_shards, of.ep),
+        ]
+        self.groups = [group for group in groups if np.any(group.count)]
+        self._sent: dict[str, Floats] = {}
+
+    def of_stage(self, zero: int) -> list[tuple[str, tuple[str, Floats]]]:
+        """What is sent in a step of a stage of ZeRO, each behind the number of times, `m * `."""
+        if zero == 0:
+            return [("", self.in_backward(SUMMED))]
+        gathered = self.exposed((GATHERED,), "F of a microbatch")
+        if zero == 3 and not (self.of.pp > 1 and self.of.shared.zero_pp_gather == "step"):
+            each = self.in_backward(GATHERED if self.of.pp > 1 else GATHERED_AGAIN, SCATTERED)
+            return [("m * ", gathered), ("(m - 1) * ", each), ("", self.in_backward(GATHERED_AGAIN, SCATTERED, ACROSS))]
+        once = [("", self.in_backward(SCATTERED, ACROSS)), ("", gathered)]
+        return [*once, ("(m - 1) * ", self.in_backward(SCATTERED))] if zero == 2 else once
+
+    def in_backward(self, *whats: str) -> tuple[str, Floats]:
+        return self.exposed(whats, "I and W of a microbatch")
+
+    def exposed(self, whats: tuple[str, ...], beside: str) -> tuple[str, Floats]:
+        """What messages add to a pass of a microbatch, and its name."""
+        name, speed = " and ".join(whats), self.job.stack.speed
+        message_s = (
+            self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
+        )
+        if not speed.hides_dp:
+            return name, message_s
+        of_a_layer = message_s / max(self.job.model.n_layers / self.of.pp, 1)
+        left = hidden(message_s, self.passes[beside], speed.interference, of_a_layer, what=name, beside=beside)
+        return name + HIDDEN, left
+
+    def sent(self, what: str) -> Floats:
+        """Of dense parameters, then of experts."""
+        if what not in self._sent:
+            terms = {f"{what}, {each.name}": _message(self.job, what, each) for each in self.groups}
+            self._sent[what] = ledger.total(what, terms)
+        return self._sent[what]
 
 
 def _message(job: Job, what: str, of: _Group) -> Floats:
@@ -316,19 +330,14 @@ def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
     Then come the loss, the norm's all-reduce and the start of the next step.
     """
     stack = job.stack
-    dense, experts, _ = held
-    changed = np.where(of.zero > 0, dense / of.shards + experts / of.expert_shards, dense + experts)
-    rate = reached_bytes_per_s(job)
-    moved = stack.speed.optimizer_bytes + 8 * (job.n_optimizer_states - 2)
-    found = moved * changed / rate + stack.speed.step_s
-    parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(experts))]
-    shared = " + ".join(f"{held} / {over}" if np.all(of.zero > 0) else held for held, over in parts)
-    ledger.note(
-        "optimizer", f"optimizer_bytes * ({shared}) / element_rate + step_s", found, P=dense, Q=experts,
-        shards=of.shards, expert_shards=of.expert_shards, optimizer_bytes=moved,
-        element_rate=rate, step_s=stack.speed.step_s,
+    shards, expert_shards = (np.where(of.zero > 0, over, 1) for over in (of.shards, of.expert_shards))
+    parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(held.experts))]
+    changed = " + ".join(f"{count} / {over}" if np.any(of.zero > 0) else count for count, over in parts)
+    return ledger.compute(
+        "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
+        shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
+        optimizer_bytes=stack.speed.optimizer_bytes + 8 * (job.n_optimizer_states - 2),
     )  # fmt: skip
-    return found
 
 
 def stragglers(job: Job, of: Candidates) -> Floats:

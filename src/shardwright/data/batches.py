@@ -1,6 +1,6 @@
 """Batches of samples for one data rank, read ahead by a thread; the position in the data is one integer.
 
-Running sample g (0, 1, 2, ... over the whole run) is the sample `sample_order(seed, n)(g)`. A step takes the
+Running sample g (0, 1, 2, ... over the whole run) is the sample `SampleOrder(seed, n)(g)`. A step takes the
 next global_batch of them, data rank r the r-th contiguous block. So what a step trains on depends on neither
 the number of ranks nor where a run was resumed.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shardwright.data.order import sample_order
+from shardwright.data.order import SampleOrder
 from shardwright.data.samples import IGNORE, Samples
 from shardwright.errors import DataError
 from shardwright.layout import accumulation
@@ -69,7 +69,7 @@ class Batches:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
         self._next_sample, self._global_batch = start_sample, global_batch
-        order, block = sample_order(seed, len(samples)), global_batch // data_ranks
+        order, block = SampleOrder(seed, len(samples)), global_batch // data_ranks
 
         def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
             for first in itertools.count(start_sample, global_batch):

@@ -49,7 +49,8 @@ class Permutation:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Endless epochs over n samples, each in an order of its own: a pure function of (seed, global index)."""
+    """The order in which a run with `seed` sees n samples, epoch after epoch, each in an order of its own: a pure
+    function of (seed, global index)."""
 
     seed: int
     n: int
@@ -63,11 +64,6 @@ class SampleOrder:
             here = epochs == epoch
             samples[here] = Permutation(self.n, (self.seed, int(epoch)))(positions[here])
         return samples
-
-
-def sample_order(seed: int, n: int) -> SampleOrder:
-    """The order in which a run with `seed` sees n samples, epoch after epoch."""
-    return SampleOrder(seed, n)
 
 
 def keyed_fractions(key: tuple[int, ...], indices: np.ndarray) -> np.ndarray:

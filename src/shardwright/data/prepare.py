@@ -73,13 +73,7 @@ class _Corpus:
     def pieces(self, meter: Meter) -> Iterator[tuple[int, str]]:
         """(document number, piece of its text); only documents that have text are numbered."""
         number = -1
-        for document in documents(
-            self.source,
-            text_key=self.text_key,
-            glob=self.glob,
-            encoding_errors=self.encoding_errors,
-            meter=meter,
-        ):
+        for document in documents(**vars(self), meter=meter):
             begun = False
             for piece in document.pieces:
                 if not begun:
@@ -116,10 +110,9 @@ def prepare(
     """
     if not 0 <= validation < 1:
         raise DataError(f"validation={validation} is not a fraction of the documents: from 0 to below 1")
-    if shard_tokens < 1:
-        raise DataError(f"shard_tokens={shard_tokens} must be at least 1")
-    if tokenizer_sample < 1:
-        raise DataError(f"tokenizer_sample={tokenizer_sample} bytes must be at least 1")
+    for name, least_1 in {"shard_tokens": shard_tokens, "tokenizer_sample": tokenizer_sample}.items():
+        if least_1 < 1:
+            raise DataError(f"{name}={least_1} must be at least 1")
     corpus = _Corpus(str(source), text_key, glob, encoding_errors)
     if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
         raise DataError(f"out={out} lies inside of the source {source}: it would read what it writes; choose another")
@@ -127,9 +120,8 @@ def prepare(
     report = _Report(corpus.total_bytes(), progress)
     with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
         if loaded is None:
-            loaded = train_bpe(
-                _sample(corpus, seed, tokenizer_sample, report), vocab_size, sample_bytes=tokenizer_sample
-            )
+            texts = _sample(corpus, seed, tokenizer_sample, report)
+            loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
         (folder / TOKENIZER).write_bytes(loaded.json_bytes)
         meter = Meter()
         splits = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)

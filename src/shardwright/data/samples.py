@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from shardwright.data.shards import TokenSplit
+from shardwright.config import RunConfig
+from shardwright.data.shards import TokenSplit, open_split
 from shardwright.errors import DataError
 
 IGNORE = -100
@@ -104,14 +105,17 @@ class DocumentSamples:
         return tokens, np.arange(self.seq_len) < length - 1
 
 
-def cut_samples(split: TokenSplit, seq_len: int, sequences: str, mask_boundaries: bool) -> Samples:
-    """The samples of a split as the run file asks for them: `sequences` is packed or documents.
+def open_samples(config: RunConfig, name: str) -> Samples:
+    """The samples of the split `name` (train, validation) of a run's data, as its run file asks for them.
 
-    Raises DataError for a split with too few tokens.
+    Raises DataError for data that is damaged or that the model's vocabulary is too small for, and for a split with too
+    few tokens.
     """
-    if sequences == "documents":
-        return DocumentSamples(split, seq_len)
-    return PackedSamples(split, seq_len, mask_boundaries=mask_boundaries)
+    split = open_split(config.data.path, name)
+    split.manifest.check_vocabulary(config.model.spec().vocab_size)
+    if config.data.sequences == "documents":
+        return DocumentSamples(split, config.batch.seq_len)
+    return PackedSamples(split, config.batch.seq_len, mask_boundaries=config.data.mask_boundaries)
 
 
 def _check_seq_len(seq_len: int) -> None:

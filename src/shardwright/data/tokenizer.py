@@ -86,15 +86,16 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokeni
             f"{path}: not a tokenizer.json of the tokenizers library ({error}); for files of "
             "SentencePiece or tiktoken, save the model's fast tokenizer with transformers first"
         ) from None
+    special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     if separator is None:
         separator = next((name for name in SEPARATORS if tokenizer.token_to_id(name) is not None), None)
-    if separator is None or tokenizer.token_to_id(separator) is None:
-        special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        wanted = f"{separator!r}" if separator is not None else "none of " + ", ".join(SEPARATORS)
         if separator is None:
             choices = f"its special tokens: {', '.join(special)}" if special else "it has no special tokens"
-            raise DataError(f"{path}: it has {wanted} to end a document; choose with --separator; {choices}")
-        raise DataError(f"{path}: the separator {wanted} is not in its vocabulary; {nearest(separator, special)}")
+            raise DataError(
+                f"{path}: it has none of {', '.join(SEPARATORS)} to end a document; choose with --separator; {choices}"
+            )
+    elif tokenizer.token_to_id(separator) is None:
+        raise DataError(f"{path}: the separator {separator!r} is not in its vocabulary; {nearest(separator, special)}")
     return _ready(tokenizer, separator, json_bytes)
 
 

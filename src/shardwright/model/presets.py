@@ -9,164 +9,87 @@ published ones.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from shardwright.errors import ConfigError, nearest
 from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec
 
-
-def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: float, tied: bool) -> ModelSpec:
-    return ModelSpec(
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=8,
-        head_dim=d_model // n_heads,
-        d_ffn=d_ffn,
-        vocab_size=128256,
-        max_seq_len=131072,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192),
-        tied_embedding=tied,
-    )
+_SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ffn", "vocab_size", "max_seq_len")
 
 
-def _qwen3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, tied: bool) -> ModelSpec:
-    return ModelSpec(
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=8,
-        head_dim=128,
-        d_ffn=d_ffn,
-        vocab_size=151936,
-        max_seq_len=40960,
-        norm_eps=1e-6,
-        rope_theta=1000000.0,
-        qk_norm=True,
-        tied_embedding=tied,
-    )
+def _spec(*sizes: int, **more: Any) -> ModelSpec:
+    """A model from its `_SIZES`, in that order, and what is not at its default."""
+    return ModelSpec(**more | dict(zip(_SIZES, sizes, strict=True)))
 
 
-def _qwen3_moe(n_layers: int, d_model: int, n_heads: int, d_ffn: int, d_expert: int) -> ModelSpec:
-    dense = _qwen3(n_layers, d_model, n_heads, d_ffn, tied=False)
-    experts = MoESpec(n_experts=128, top_k=8, d_ffn=d_expert, bias_rate=0.0, aux_loss=0.001, aux_scope="batch")
-    return replace(dense, n_kv_heads=4, moe=experts)
+def _smollm2(n_layers: int, d_model: int, n_heads: int, kv_heads: int, d_ffn: int, **more: Any) -> ModelSpec:
+    return _spec(n_layers, d_model, n_heads, kv_heads, 64, d_ffn, 49152, 8192, tied_embedding=True, **more)
 
 
-def _gpt(n_layers: int, d_model: int, n_heads: int, *, vocab: int = 51200, seq: int = 2048) -> ModelSpec:
-    return ModelSpec(
-        n_layers=n_layers,
-        d_model=d_model,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_dim=d_model // n_heads,
-        d_ffn=4 * d_model,
-        vocab_size=vocab,
-        max_seq_len=seq,
-        norm="layernorm",
-        activation="gelu_tanh",
-        positions="learned",
-        bias=True,
-        tied_embedding=True,
-    )
+def _llama3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, *, factor: float, tied: bool = False) -> ModelSpec:
+    scaling = RopeScaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+    more = {"rope_theta": 500000.0, "rope_scaling": scaling, "tied_embedding": tied}
+    return _spec(n_layers, d_model, n_heads, 8, d_model // n_heads, d_ffn, 128256, 131072, **more)
 
+
+def _qwen3(n_layers: int, d_model: int, n_heads: int, d_ffn: int, kv_heads: int = 8, **more: Any) -> ModelSpec:
+    more |= {"norm_eps": 1e-6, "rope_theta": 1000000.0, "qk_norm": True}
+    return _spec(n_layers, d_model, n_heads, kv_heads, 128, d_ffn, 151936, 40960, **more)
+
+
+def _qwen3_experts(d_ffn: int) -> MoESpec:
+    return MoESpec(n_experts=128, top_k=8, d_ffn=d_ffn, bias_rate=0.0, aux_loss=0.001, aux_scope="batch")
+
+
+def _gpt(n_layers: int, d_model: int, n_heads: int, vocab: int = 51200, seq: int = 2048) -> ModelSpec:
+    more = {"norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True}
+    sizes = (n_layers, d_model, n_heads, n_heads, d_model // n_heads, 4 * d_model, vocab, seq)
+    return _spec(*sizes, tied_embedding=True, **more)
+
+
+_DEBUG = _spec(4, 64, 4, 2, 16, 176, 512, 256)
+# Runs of it have hundreds of steps, in which the usual bias_rate would change little.
+_DEBUG_MOE = MoESpec(n_experts=8, top_k=2, d_ffn=88, score="sigmoid", bias_rate=0.01)
+_MIXTRAL = MoESpec(n_experts=8, top_k=2, d_ffn=14336, bias_rate=0.0, aux_loss=0.02, aux_scope="batch")
+_DEEPSEEK_MOE = MoESpec(
+    n_experts=256,
+    top_k=8,
+    d_ffn=2048,
+    n_shared=1,
+    first_dense=3,
+    score="sigmoid",
+    weight_scale=2.5,
+    n_groups=8,
+    groups_per_token=4,
+    bias_rate=0.001,
+    aux_loss=0.0001,
+)
+_DEEPSEEK_ATTENTION = LatentAttentionSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
 PRESETS: dict[str, ModelSpec] = {
-    "debug": ModelSpec(
-        n_layers=4,
-        d_model=64,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        d_ffn=176,
-        vocab_size=512,
-        max_seq_len=256,
-    ),
-    "debug-moe": ModelSpec(
-        n_layers=4,
-        d_model=64,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        d_ffn=176,
-        vocab_size=512,
-        max_seq_len=256,
-        moe=MoESpec(n_experts=8, top_k=2, d_ffn=88, score="sigmoid", bias_rate=0.01),  # runs of hundreds of steps
-    ),
-    "smollm2-135m": ModelSpec(
-        n_layers=30,
-        d_model=576,
-        n_heads=9,
-        n_kv_heads=3,
-        head_dim=64,
-        d_ffn=1536,
-        vocab_size=49152,
-        max_seq_len=8192,
-        rope_theta=100000.0,
-        tied_embedding=True,
-        init_std=1 / 24,
-    ),
-    "smollm2-1.7b": ModelSpec(
-        n_layers=24,
-        d_model=2048,
-        n_heads=32,
-        n_kv_heads=32,
-        head_dim=64,
-        d_ffn=8192,
-        vocab_size=49152,
-        max_seq_len=8192,
-        rope_theta=130000.0,
-        tied_embedding=True,
-    ),
+    "debug": _DEBUG,
+    "debug-moe": replace(_DEBUG, moe=_DEBUG_MOE),
+    "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, rope_theta=100000.0, init_std=1 / 24),
+    "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, rope_theta=130000.0),
     "llama-3.2-1b": _llama3(16, 2048, 32, 8192, factor=32.0, tied=True),
-    "llama-3.1-8b": _llama3(32, 4096, 32, 14336, factor=8.0, tied=False),
-    "llama-3.1-70b": _llama3(80, 8192, 64, 28672, factor=8.0, tied=False),
-    "llama-3.1-405b": _llama3(126, 16384, 128, 53248, factor=8.0, tied=False),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288, tied=False),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600, tied=False),
-    "mixtral-8x7b": ModelSpec(
-        n_layers=32,
-        d_model=4096,
-        n_heads=32,
-        n_kv_heads=8,
-        head_dim=128,
-        d_ffn=14336,
-        vocab_size=32000,
-        max_seq_len=32768,
-        rope_theta=1000000.0,
-        moe=MoESpec(n_experts=8, top_k=2, d_ffn=14336, bias_rate=0.0, aux_loss=0.02, aux_scope="batch"),
-    ),
-    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, d_expert=768),
-    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, d_expert=1536),
-    "deepseek-v3": ModelSpec(
-        n_layers=61,
-        d_model=7168,
-        n_heads=128,
-        n_kv_heads=128,
-        head_dim=128,
-        d_ffn=18432,
-        vocab_size=129280,
-        max_seq_len=4096,
+    "llama-3.1-8b": _llama3(32, 4096, 32, 14336, factor=8.0),
+    "llama-3.1-70b": _llama3(80, 8192, 64, 28672, factor=8.0),
+    "llama-3.1-405b": _llama3(126, 16384, 128, 53248, factor=8.0),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embedding=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+    "mixtral-8x7b": _spec(32, 4096, 32, 8, 128, 14336, 32000, 32768, rope_theta=1000000.0, moe=_MIXTRAL),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 4, moe=_qwen3_experts(768)),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 4, moe=_qwen3_experts(1536)),
+    "deepseek-v3": _spec(
+        *(61, 7168, 128, 128, 128, 18432, 129280, 4096),
         norm_eps=1e-6,
-        latent_attention=LatentAttentionSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
-        moe=MoESpec(
-            n_experts=256,
-            top_k=8,
-            d_ffn=2048,
-            n_shared=1,
-            first_dense=3,
-            score="sigmoid",
-            weight_scale=2.5,
-            n_groups=8,
-            groups_per_token=4,
-            bias_rate=0.001,
-            aux_loss=0.0001,
-        ),
+        latent_attention=_DEEPSEEK_ATTENTION,
+        moe=_DEEPSEEK_MOE,
         init_std=0.006,
     ),
-    "gpt2": _gpt(12, 768, 12, vocab=50257, seq=1024),
+    "gpt2": _gpt(12, 768, 12, 50257, 1024),
     "gpt-1.7b": _gpt(24, 2304, 24),
     "gpt-3.6b": _gpt(30, 3072, 32),
     "gpt-7.5b": _gpt(36, 4096, 32),

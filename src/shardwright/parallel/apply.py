@@ -100,7 +100,7 @@ def _parts(
             whole = Transformer(spec).to(dtype)
         return [whole], {name: (0,) for name, _ in whole.named_parameters()}
     stages = cut_stages(spec, stage_layers(spec, layout, seq_len), dtype)
-    mine = dict.fromkeys(number for _, number in layout.held_by(groups.pp.rank()))
+    mine = dict.fromkeys(layout.held_by(groups.pp.rank()))
     return [stages[number] for number in mine], holders(stages, layout.ways)
 
 

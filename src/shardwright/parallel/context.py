@@ -38,12 +38,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.layout import CP_METHODS
 from shardwright.model.attention import causal_attention
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.ring import RingAttention
 from shardwright.parallel.ulysses import HeadsToTokens, TokensToHeads
-from shardwright.split.sequence import METHODS
 
 
 class ContextAttention:
@@ -55,7 +55,7 @@ class ContextAttention:
     """
 
     def __init__(self, method: str, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None) -> None:
-        assert method in METHODS, method
+        assert method in CP_METHODS, method
         assert ring is None or method != "ulysses"
         assert ulysses is None or method in ("ulysses", "usp")
         self.method = method

@@ -80,6 +80,8 @@ class Replicated:
         # Were they let go, the next step would accumulate in new tensors and copy them into the buckets: P more.
         self.keeps_gradients = group is not None
         self._buckets: list[Tensor] = []
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        """Of each parameter, the part of a bucket that is its gradient."""
         self._sizes: list[int] = []
         """Of each bucket, its number of parameters."""
         self._missing: list[int] = []
@@ -91,6 +93,10 @@ class Replicated:
                 self._add(bucket)
 
     def before_backward(self, split: bool, last: bool) -> None:
+        # A loop of a user's own may have let gradients go, as `Optimizer.zero_grad` does.
+        for parameter, view in self._views:
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
         if last and not split:
             self._missing = self._sizes.copy()
 
@@ -113,6 +119,7 @@ class Replicated:
         flat = torch.zeros(sum(each.numel() for each in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
         for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
+            self._views.append((parameter, parameter.grad))
             parameter.register_post_accumulate_grad_hook(partial(self._added, len(self._buckets)))
         self._buckets.append(flat)
         self._sizes.append(len(bucket))

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.func import functional_call
 
 from shardwright.model.experts import Experts
 from shardwright.model.moe import MoE
-from shardwright.parallel.norm import local_part
+from shardwright.parallel.norm import as_part, local_part
 
 ReadCounts = Callable[[Tensor], list[list[int]]]
 """Numbers of rows, (2, n), that are sent to each rank and come from each, as integers of the host."""
@@ -74,8 +74,7 @@ class ExpertPart(nn.Module):
         self._all = [experts]  # in a list: it lends its forward pass, and its parameters stay on the meta device
         for name, whole in experts.named_parameters():
             part = torch.empty(whole.shape[0] // mesh.size(), *whole.shape[1:], dtype=whole.dtype, device=whole.device)
-            cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-            self.register_parameter(name, nn.Parameter(cut))
+            self.register_parameter(name, nn.Parameter(as_part(part, whole, mesh, [Shard(0)])))
 
     def forward(self, rows_SD: Tensor, counts_e: Tensor) -> Tensor:
         """As `Experts.forward`, with rows for each of this rank's experts."""

@@ -22,7 +22,7 @@ Axes of one rank are left out, for each costs a process group; but `share` and `
 `tp_kv` where `tp_copies` is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +40,7 @@ def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
     if layout.zero == 0:
         degrees |= {"replicas": layout.dp_replicate * layout.cp, "share": 1}
     degrees |= {"tp": layout.tp} if copies == 1 else {"tp_kv": layout.tp // copies, "tp_copies": copies}
-    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis in ("share", "tp_kv")}
-    world = layout.groups(*DENSE_AXES)[0]
-    ranks = torch.tensor(world, dtype=torch.int).view(list(kept.values()))
-    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(kept))
+    return _mesh(device_type, degrees, layout.groups(*DENSE_AXES)[0], always=("share", "tp_kv"))
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -56,8 +53,11 @@ def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     }
     if layout.zero == 0:
         degrees |= {"expert_replicas": layout.dp_replicate * layout.expert_dp_shard, "expert_share": 1}
-    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "expert_share"}
-    world = layout.groups(*EXPERT_AXES)[0]
+    return _mesh(device_type, degrees, layout.groups(*EXPERT_AXES)[0], always=("expert_share",))
+
+
+def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], always: Sequence[str]) -> DeviceMesh:
+    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis in always}
     ranks = torch.tensor(world, dtype=torch.int).view(list(kept.values()))
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(kept))
 

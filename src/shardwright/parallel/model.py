@@ -15,6 +15,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.copies import sum_copies
 from shardwright.parallel.mesh import Groups
+from shardwright.parallel.norm import as_part
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.routing import LossScale
 from shardwright.parallel.run import Runner
@@ -61,8 +62,8 @@ class ParallelModel:
         block is gathered, `named_parameters()` of a part gives the whole tensors in their place."""
         self.plain_parameters = first_of_each(plain)
         """Where the parts work with plain tensors in the place of DTensors: those, over the same memory."""
-        self.all_names = frozenset(holders)
-        """Names of the parameters of the whole model, on whatever rank."""
+        self.held_on = holders
+        """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
         self.losses = LossScale(parts)
@@ -78,7 +79,7 @@ class ParallelModel:
     @property
     def vocabulary(self) -> range:
         """The token ids whose logits the forward pass gives on this rank."""
-        return vocabulary_rows(self.spec.vocab_size, self.layout.tp, self._coordinate("tp"))
+        return vocabulary_rows(self.spec.vocab_size, self.layout.tp, self.layout.coordinates(dist.get_rank())["tp"])
 
     @property
     def counts_targets(self) -> bool:
@@ -114,14 +115,7 @@ class ParallelModel:
             whole = self.named_parameters[name]
             assert isinstance(whole, DTensor)
             assert plain.grad is not None
-            whole.grad = DTensor.from_local(
-                plain.grad,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
+            whole.grad = as_part(plain.grad, whole, whole.device_mesh, whole.placements)
         self.tied.sum_on_rank()
         sum_copies(self.named_parameters, self.spec, self.layout, self.groups)
         self.tied.sum_over_ranks()
@@ -130,7 +124,8 @@ class ParallelModel:
         """Let the gradients go, or zero those whose memory is kept."""
         if self.runner.keeps_gradients:
             held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.seconds]
-            torch._foreach_zero_([parameter.grad for parameter in held if parameter.grad is not None])
+            if gradients := [parameter.grad for parameter in held if parameter.grad is not None]:
+                torch._foreach_zero_(gradients)
             return
         for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.seconds):
             parameter.grad = None
@@ -168,6 +163,3 @@ class ParallelModel:
     def after_change(self) -> None:
         """To be called when `named_parameters` have been written to."""
         self.tied.follow()
-
-    def _coordinate(self, axis: str) -> int:
-        return self.layout.coordinates(dist.get_rank())[axis]

@@ -1,14 +1,14 @@
 """The norm of the gradient of the whole model, each element counted once, whatever the layout."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
 def gradient_norm(
@@ -51,3 +51,8 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, as a plain one over the same memory; gradients go back to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_part(local: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A plain tensor as this rank's part of one of the size of `whole`, which may be cut unevenly."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())

@@ -46,7 +46,7 @@ from shardwright.model.dropout import KeyedDropout
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
-from shardwright.parallel.norm import local_part
+from shardwright.parallel.norm import as_part, local_part
 from shardwright.split.tensor import vocabulary_rows
 
 
@@ -130,9 +130,7 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
         line, placements = flat, [Shard(row.split_dim)]
     shape, _ = compute_local_shape_and_global_offset(parameter.shape, line, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(
-        DTensor.from_local(part, line, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-    )
+    return nn.Parameter(as_part(part, parameter, line, placements))
 
 
 def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import InputError
 from shardwright.files import write_whole
-from shardwright.report.headline import headline, layout_in_words, model_in_words, percent
+from shardwright.report.headline import headline, percent, title_of
 from shardwright.report.load import dropped_panel, drops, has_experts, load_panel
 from shardwright.report.panel import (
     MANY,
@@ -104,7 +104,7 @@ def _compose(figure: "Figure", run: RunRecord) -> None:
 
 def _title(figure: "Figure", run: RunRecord) -> None:
     inch = 1 / figure.get_figheight()
-    title = f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+    title = title_of(run)
     figure.text(_LEFT, 1 - 0.29 * inch, title, fontsize=min(14, 14 * 76 / len(title)), fontweight="bold", va="center")
     figure.text(_LEFT, 1 - 0.55 * inch, _subtitle(run), color=COLOURS["quiet"], va="center")
 
@@ -187,7 +187,7 @@ def _rate(ax: "Axes", run: RunRecord) -> None:
     steps = [record.step for record in run.train]
     ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **dots(len(rates)))
     ax.set_ylim(0, 1.12 * max(rates) / 10.0**power or 1)
-    schedule = run.config.schedule
+    schedule = run.config.lr_schedule
     warmup = f" after {schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else ""
     header(ax, f"Learning rate, {TIMES} {power_of_ten(power)}", note=f"{schedule.shape}{warmup}")
 

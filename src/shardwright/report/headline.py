@@ -9,7 +9,7 @@ from shardwright.model.presets import resolve
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.run_folder import PHASES
-from shardwright.units import format_count
+from shardwright.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,35 @@ class Headline:
     load_entropy: float | None
     dropped_fraction: float | None
     expert_sent_bytes: float | None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """For people: the name, value and a remark, which may be empty, of each number that is known."""
+        planned = "" if self.steps >= self.planned_steps else f"of {self.planned_steps:,} planned"
+        rows = [("steps", f"{self.steps:,}", planned), ("tokens", format_count(self.tokens), "")]
+        first, last = self.first_held_out_loss, self.held_out_loss
+        if last is not None:
+            fell = f"from {first:.4f}, {last / first:.0%} of it" if first is not None else ""
+            rows.append(("held-out loss", f"{last:.4f}", fell))
+        if self.train_loss is not None:
+            rows.append(("training loss", f"{self.train_loss:.4f}", "last logged step"))
+        if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
+            dropped = "" if self.dropped_fraction is None else f"; dropped {percent(self.dropped_fraction)}"
+            worst = f"busiest expert beside the mean; worst layer {self.load_of_worst_layer:.2f}{dropped}"
+            rows.append(("load of experts", f"{self.load_max_over_mean:.2f}", worst))
+        if self.expert_sent_bytes is not None:
+            rows.append(("sent for experts", format_bytes(self.expert_sent_bytes), "a step, by rank 0"))
+        if self.median_tokens_per_s is not None:
+            mfu = "n/a" if self.median_mfu is None else f"{self.median_mfu:.1%}"
+            rows.append(("tokens per second", format_count(self.median_tokens_per_s), f"median; MFU {mfu}"))
+        if self.peak_memory_bytes is not None:
+            rows.append(("peak memory", format_bytes(self.peak_memory_bytes), "rank 0"))
+        if self.training_s is not None:
+            rows.append(("time in steps", format_seconds(self.training_s), "without evaluations and checkpoints"))
+        if self.time_share is not None:
+            share = {phase: percent(value) for phase, value in self.time_share.items()}
+            rest = f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}"
+            rows.append(("forward + backward", share["forward_backward"], rest))
+        return rows
 
 
 def headline(run: RunRecord) -> Headline:
@@ -81,6 +110,11 @@ def headline(run: RunRecord) -> Headline:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def title_of(run: RunRecord) -> str:
+    """`smollm2-135m, 135M parameters, on 8 ranks with ZeRO-3`."""
+    return f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
 
 
 def model_in_words(run: RunRecord) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, table
-from shardwright.report.headline import Headline, headline, layout_in_words, model_in_words, percent
+from shardwright.report.headline import Headline, headline, layout_in_words, title_of
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
 from shardwright.run_folder import CHECKPOINTS
 from shardwright.schedule.draw import svg as timelines_svg
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_seconds
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:
@@ -22,12 +22,12 @@ def write_page(run: RunRecord, path: str | Path) -> None:
 
 def _page(run: RunRecord) -> str:
     told = headline(run)
-    title = f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
+    title = title_of(run)
     body = f"""<header>
 <h1>{escape(title)}</h1>
 <p class="quiet"><code>{escape(str(run.folder))}</code></p>
 </header>
-{_alarm(told)}{facts(_numbers(told))}
+{_alarm(told)}{facts(told.rows())}
 <figure>
 {picture(curves_svg(run), "curves", "Curves of the run")}
 <figcaption>{_caption(run)}</figcaption>
@@ -53,40 +53,6 @@ def _alarm(told: Headline) -> str:
     if told.first_non_finite_step is None:
         return ""
     return f'<p class="bad">The loss is not finite at step {told.first_non_finite_step:,}.</p>\n'
-
-
-def _numbers(told: Headline) -> list[tuple[str, str, str]]:
-    planned = "" if told.steps >= told.planned_steps else f"of {told.planned_steps:,} planned"
-    rows = [("steps", f"{told.steps:,}", planned), ("tokens", format_count(told.tokens), "")]
-    first, last = told.first_held_out_loss, told.held_out_loss
-    if last is not None:
-        fell = f"from {first:.3f}, {last / first:.0%} of it" if first is not None else ""
-        rows.append(("held-out loss", f"{last:.3f}", fell))
-    if told.train_loss is not None:
-        rows.append(("training loss", f"{told.train_loss:.3f}", "last logged step"))
-    if told.load_max_over_mean is not None and told.load_of_worst_layer is not None:
-        dropped = "" if told.dropped_fraction is None else f"; dropped {percent(told.dropped_fraction)}"
-        worst = f"busiest expert beside the mean; worst layer {told.load_of_worst_layer:.2f}{dropped}"
-        rows.append(("load of experts", f"{told.load_max_over_mean:.2f}", worst))
-    if told.expert_sent_bytes is not None:
-        rows.append(("sent for experts", format_bytes(told.expert_sent_bytes), "a step, by rank 0"))
-    if told.median_tokens_per_s is not None:
-        mfu = "n/a" if told.median_mfu is None else f"{told.median_mfu:.1%}"
-        rows.append(("tokens per second", format_count(told.median_tokens_per_s), f"median; MFU {mfu}"))
-    if told.peak_memory_bytes is not None:
-        rows.append(("peak memory", format_bytes(told.peak_memory_bytes), "rank 0"))
-    if told.training_s is not None:
-        rows.append(("time in steps", format_seconds(told.training_s), "without evaluations and checkpoints"))
-    if told.time_share is not None:
-        share = {phase: percent(value) for phase, value in told.time_share.items()}
-        rows.append(
-            (
-                "forward + backward",
-                share["forward_backward"],
-                f"of the time in steps; data {share['data']}, optimizer {share['optimizer']}",
-            )
-        )
-    return rows
 
 
 def _caption(run: RunRecord) -> str:
@@ -156,7 +122,7 @@ def _layout(run: RunRecord) -> str:
     )
     cut, its = "", ""
     if layout.pp > 1:
-        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.schedule}. ", " of its stages"
+        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.pp_schedule}. ", " of its stages"
     held = {
         0: f"Every rank holds the whole state{its}.",
         1: f"The optimizer state is sharded; every rank holds all parameters and gradients{its}.",

@@ -5,12 +5,12 @@ from html import escape
 from pathlib import Path
 
 from shardwright.files import write_whole
-from shardwright.plan.alternatives import Alternative
-from shardwright.plan.headline import accelerator_hours, days, headline
-from shardwright.plan.search import Plan, Priced
-from shardwright.plan.sweep import by_length, by_size
-from shardwright.plan.warnings import warnings
-from shardwright.plan.words import choices_in_words, merged, verdict, why
+from shardwright.planner.alternatives import Alternative
+from shardwright.planner.headline import accelerator_hours, days, headline
+from shardwright.planner.search import Plan, Priced
+from shardwright.planner.sweep import by_length, by_size
+from shardwright.planner.warnings import warnings
+from shardwright.planner.words import choices_in_words, merged, verdict, why
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.units import format_bytes, format_count, format_seconds

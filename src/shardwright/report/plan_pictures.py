@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwright.plan.search import Priced
-from shardwright.plan.sweep import Point
+from shardwright.planner.headline import headline
+from shardwright.planner.search import Priced
+from shardwright.planner.sweep import Point
 from shardwright.report.style import COLOURS, rendered
 from shardwright.units import GiB, format_bytes, format_count
 
@@ -159,7 +160,7 @@ def scaling_svg(points: Sequence[Point], chosen: int) -> str:
         ax.plot(sizes, speeds, color=COLOURS["curve"], marker="o", markersize=4.5, label="best layout that fits")
         for size, speed, (_, each) in zip(sizes, speeds, fitting, strict=True):
             ax.annotate(
-                f"{format_count(speed)}/s, MFU {_mfu(each):.0%}",
+                f"{format_count(speed)}/s, MFU {headline(each).mfu_full:.0%}",
                 (size, speed),
                 (6, -4),
                 textcoords="offset points",
@@ -180,12 +181,6 @@ def scaling_svg(points: Sequence[Point], chosen: int) -> str:
         ax.legend(loc="upper left", borderaxespad=0.6)
 
     return _drawn(draw, "Tokens per second", 3.4)
-
-
-def _mfu(priced: Priced) -> float:
-    job = priced.job
-    peak = job.cluster.size * job.cluster.accelerator.flops_per_s[job.precision]
-    return job.tokens / priced.step_s * job.model.train_flops_per_token(job.seq_len) / peak
 
 
 def length_svg(points: Sequence[Priced], chosen: int, limit_bytes: float) -> str:

@@ -19,8 +19,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from shardwright.errors import ScheduleError
+
 Op = Literal["F", "B", "I", "W"]
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
+Result = tuple[int, Op, int]
+"""What an action makes: (stage, op, microbatch) with op F for an output, I for the gradient of an input, by I or B, and
+W for the gradient of weights."""
 
 
 class Action(NamedTuple):
@@ -37,6 +42,11 @@ class Action(NamedTuple):
     def sends_back(self) -> bool:
         """Whether its result is the gradient that the stage before waits for."""
         return self.op in ("I", "B")
+
+    @property
+    def makes(self) -> Result:
+        """Its result; of B, which also makes the gradient of the weights, the one that another action waits for."""
+        return self.stage, "I" if self.sends_back else self.op, self.microbatch
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,31 @@ class Schedule:
         if action.sends_back:
             return (action.stage + 1, action.microbatch) if action.stage + 1 < self.n_stages else None
         return None
+
+    def waits_for(self, action: Action) -> Result | None:
+        """The result that an action cannot start without: of another stage (`needs`), or else of its own. It is one
+        only: F of a stage comes before F and so before I of the stage after."""
+        other = self.needs(action)
+        if other is not None:
+            return other[0], "F" if action.op == "F" else "I", other[1]
+        return None if action.op == "F" else (action.stage, "I" if action.op == "W" else "F", action.microbatch)
+
+    @cached_property
+    def numbered(self) -> tuple[list[list[int]], list[list[int]], int]:
+        """For every action of every rank the number of the result that it waits for, or -1, and of the one that it
+        makes; and how many results there are. Raises ScheduleError for a stage or microbatch that is not there."""
+        numbers: dict[Result | None, int] = {None: -1}
+        for _, (stage, op, microbatch) in self.actions():
+            if not (0 <= stage < self.n_stages and 0 <= microbatch < self.n_microbatches):
+                raise ScheduleError(
+                    f"{self.name}: {stage}{op}{microbatch} is outside the {self.n_stages} stages and "
+                    f"{self.n_microbatches} microbatches, which are counted from 0"
+                )
+        needs = [
+            [numbers.setdefault(self.waits_for(action), len(numbers) - 1) for action in each] for each in self.ranks
+        ]
+        makes = [[numbers.setdefault(action.makes, len(numbers) - 1) for action in each] for each in self.ranks]
+        return needs, makes, len(numbers) - 1
 
 
 def make(

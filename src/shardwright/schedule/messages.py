@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import Literal, NamedTuple
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import Action, Schedule
+from shardwright.schedule.actions import Action, Result, Schedule
 from shardwright.schedule.validate import deadlock
 
 
@@ -42,7 +42,7 @@ def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
     """
     lists: list[list[Action | Exchange]] = [[] for _ in schedule.ranks]
     position = [0] * schedule.n_ranks
-    made_in: dict[tuple[int, str, int], int] = {}
+    made_in: dict[Result, int] = {}
     now = last = 0
     while any(at < len(actions) for at, actions in zip(position, schedule.ranks, strict=True)):
         heads = ((rank, actions[at]) for rank, (at, actions) in enumerate(zip(position, schedule.ranks, strict=True))
@@ -56,8 +56,7 @@ def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
         for rank, action in ready:
             position[rank] += 1
             lists[rank].append(action)
-            if action.op != "W":
-                made_in[action.stage, "F" if action.op == "F" else "B", action.microbatch] = now
+            made_in[action.makes] = now
             if (message := sent_after(schedule, rank, action)) is not None:
                 between[min(rank, message.receiver), max(rank, message.receiver)].append(message)
         for (low, high), messages in sorted(between.items()):
@@ -79,9 +78,10 @@ def sent_after(schedule: Schedule, rank: int, action: Action) -> Message | None:
     return Message(stage, "F" if action.op == "F" else "B", action.microbatch, rank, receiver)
 
 
-def _ready(schedule: Schedule, rank: int, action: Action, made_in: dict[tuple[int, str, int], int], now: int) -> bool:
-    needed = schedule.needs(action)
+def _ready(schedule: Schedule, rank: int, action: Action, made_in: dict[Result, int], now: int) -> bool:
+    needed = schedule.waits_for(action)
     if needed is None:
         return True
-    made = made_in.get((needed[0], "F" if action.op == "F" else "B", needed[1]))
-    return made is not None and made + (1 if schedule.place[needed] == rank else 2) <= now
+    stage, _, microbatch = needed
+    rounds = 1 if schedule.place.get((stage, microbatch)) == rank else 2
+    return needed in made_in and made_in[needed] + rounds <= now

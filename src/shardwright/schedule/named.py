@@ -56,52 +56,44 @@ def _searched(n_ranks: int, n_microbatches: int, **asked: Any) -> Schedule:
     return search(n_ranks, n_microbatches, **asked)
 
 
-AFAB = register(
+ONE_F_ONE_B = Kind(
+    name="1f1b",
+    builder=one_f_one_b,
+    help="one forward and one backward pass in turn, as soon as a gradient can come back",
+    representative=_few,
+)
+INTERLEAVED = Kind(
+    name="interleaved-1f1b",
+    builder=interleaved,
+    help="1f1b with several stages of fewer layers on each rank: shorter waits, more messages",
+    virtual_stages=2,
+    virtual_stages_tried=(2, 3, 4, 6, 8),
+    rules=_two_stages,
+    representative=_few_rounds,
+)
+for _kind in (
     Kind(
         name="afab",
         builder=afab,
         help="all forward passes, then all backward passes",
         microbatches_stay=True,
-    )
-)
-ONE_F_ONE_B = register(
-    Kind(
-        name="1f1b",
-        builder=one_f_one_b,
-        help="one forward and one backward pass in turn, as soon as a gradient can come back",
-        representative=_few,
-    )
-)
-INTERLEAVED = register(
-    Kind(
-        name="interleaved-1f1b",
-        builder=interleaved,
-        help="1f1b with several stages of fewer layers on each rank: shorter waits, more messages",
-        virtual_stages=2,
-        virtual_stages_tried=(2, 3, 4, 6, 8),
-        rules=_two_stages,
-        representative=_few_rounds,
-    )
-)
-register(
+    ),
+    ONE_F_ONE_B,
+    INTERLEAVED,
     Kind(
         name="zb-h1",
         builder=zb_h1,
         help="1f1b with the backward pass in two; gradients of weights fill waits, with the memory of 1f1b",
         splits_backward=True,
         representative=_few,
-    )
-)
-register(
+    ),
     Kind(
         name="zb-h2",
         builder=zb_h2,
         help="zb-h1 with twice as many forward passes ahead: no waits within a step, nearly twice the memory",
         splits_backward=True,
         representative=_few,
-    )
-)
-register(
+    ),
     Kind(
         name="zb-v",
         builder=zb_v,
@@ -110,9 +102,7 @@ register(
         virtual_stages=2,
         splits_backward=True,
         representative=_few,
-    )
-)
-register(
+    ),
     Kind(
         name="dualpipe",
         builder=dualpipe,
@@ -121,9 +111,7 @@ register(
         splits_backward=True,
         rules=_pairs,
         representative=_few,
-    )
-)
-register(
+    ),
     Kind(
         name="dualpipe-v",
         builder=dualpipe_v,
@@ -132,14 +120,13 @@ register(
         virtual_stages=2,
         splits_backward=True,
         representative=_few,
-    )
-)
-register(
+    ),
     Kind(
         name="auto",
         builder=_searched,
         help="searched for the times of the stages at hand, and for a limit of memory",
         splits_backward=True,
         searched=True,
-    )
-)
+    ),
+):
+    register(_kind)

@@ -22,6 +22,6 @@ def from_both_ends(n_ranks: int, virtual_stages: int) -> Ways:
     return down, down[::-1]
 
 
-def held_by(ways: Ways, rank: int) -> list[tuple[int, int]]:
-    """What a rank holds, as (way, stage), in the order of ways and stages."""
-    return [(way, stage) for way, path in enumerate(ways) for stage, there in enumerate(path) if there == rank]
+def held_by(ways: Ways, rank: int) -> list[int]:
+    """The stages that a rank holds, those of one way after another, each way's in order."""
+    return [stage for path in ways for stage, there in enumerate(path) if there == rank]

@@ -163,6 +163,22 @@ class Policy(NamedTuple):
     """A W is run in a gap if what comes next is known to come no sooner than this share of the W's time."""
 
 
+def _next_op(
+    policy: Policy, turn: bool, output_in: float, gradient_in: float, waiting: bool, room: bool, weight: float
+) -> Op | None:
+    """What a free rank runs, or None where it waits. `output_in`, `gradient_in`: how long until F and I could run, 0 or
+    less where they can; `turn`: whether I is next in turn; `waiting`: whether a W could run; `room`: whether the limit
+    lets F run; `weight`: the time of W."""
+    if output_in <= 0 and (room or waiting):
+        if gradient_in <= 0 and (policy.prefer == 0 or (policy.prefer == 2 and turn)):
+            return "I"
+        return "F" if room else "W"
+    if gradient_in <= 0:
+        return "I"
+    coming_in = min(gradient_in, output_in) if room else gradient_in
+    return "W" if waiting and coming_in >= policy.gap * weight else None
+
+
 def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[float, list[list[Op]]] | None:
     """The cost of following the policies, and the ops of every rank in order; None if the cost is above `at_most`.
 
@@ -170,8 +186,7 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
     when that will arrive which the rank beside it has begun.
     """
     p, m, forward, backward_input, weight, comm, limit, kept = problem
-    room_limit = limit - 1 + _SAME
-    last = p - 1
+    seconds: dict[Op, tuple[float, ...]] = {"F": forward, "I": backward_input, "W": weight}
     outputs = [[inf] * (m + 1) for _ in range(p)]
     gradients = [[inf] * (m + 1) for _ in range(p)]
     outputs[0][:m] = [0.0] * m
@@ -188,49 +203,36 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
         f, i, w = n_f[rank], n_i[rank], n_w[rank]
         if w == m:
             continue
-        ahead, prefer, gap = policies[rank]
-        waiting = i - w
-        room = f - i + kept * waiting <= room_limit
-        output = outputs[rank][f] if i or f < ahead else inf
+        policy = policies[rank]
+        room = f - i + kept * (i - w) <= limit - 1 + _SAME
+        output = outputs[rank][f] if i or f < policy.ahead else inf
         gradient = gradients[rank][i]
-        op: Op | None = None
-        if output <= now and (room or waiting):
-            if gradient <= now and (prefer == 0 or (prefer == 2 and turn[rank])):
-                op = "I"
-            else:
-                op = "F" if room else "W"
-        elif gradient <= now:
-            op = "I"
-        else:
-            coming = min(gradient, output) if room else gradient
-            if waiting and coming - now >= gap * weight[rank]:
-                op = "W"
-            elif coming < inf:
-                heappush(events, (coming, rank))
+        op = _next_op(policy, turn[rank], output - now, gradient - now, i > w, room, weight[rank])
         if op is None:
+            coming = min(gradient, output) if room else gradient
+            if coming < inf:
+                heappush(events, (coming, rank))
             continue
         if f:
             idle[rank] += now - free[rank]
             if idle[rank] > allowed[rank]:
                 return None
+        end = now + seconds[op][rank]
         if op == "F":
-            end = now + forward[rank]
             n_f[rank] = f + 1
             turn[rank] = True
-            if rank < last:
+            if rank < p - 1:
                 outputs[rank + 1][f] = end + comm
                 heappush(events, (max(end + comm, free[rank + 1]), rank + 1))
             else:
                 gradients[rank][f] = end
         elif op == "I":
-            end = now + backward_input[rank]
             n_i[rank] = i + 1
             turn[rank] = False
             if rank:
                 gradients[rank - 1][i] = end + comm
                 heappush(events, (max(end + comm, free[rank - 1]), rank - 1))
         else:
-            end = now + weight[rank]
             n_w[rank] = w + 1
         ops[rank].append(op)
         free[rank] = end

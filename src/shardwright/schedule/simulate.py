@@ -1,17 +1,15 @@
-"""When every action of a schedule starts and ends, and what that says: makespan, bubbles, activations held.
+"""When every action of a schedule starts and ends (`play`), and what that says: makespan, bubbles, activations held.
 
-An action starts as soon as the one before it on its rank has ended and what it needs is there; a result that another
-rank made is there `comm` after the action that made it. Messages take no time from the ranks that send and receive,
-and do not slow one another down.
+Messages take no time from the ranks that send and receive, and do not slow one another down.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Op, Schedule
 from shardwright.schedule.memory import Held, held
+from shardwright.schedule.play import play
 from shardwright.schedule.validate import deadlock
 
 PerStage = float | tuple[float, ...]
@@ -60,81 +58,10 @@ def simulate(schedule: Schedule, times: Times) -> "Simulation":
     action of a stage or microbatch that is not there, and where every rank that is not done waits for another, or for
     what nobody makes.
     """
-    needs, makes, durations = _numbered(schedule, times)
-    n_ranks = schedule.n_ranks
-    ended: list[float] = [-1.0] * (3 * schedule.n_stages * schedule.n_microbatches)
-    maker: list[int] = [0] * len(ended)
-    waiting: dict[int, list[int]] = {}
-    starts: list[list[float]] = [[] for _ in range(n_ranks)]
-    ends: list[list[float]] = [[] for _ in range(n_ranks)]
-    comm = times.comm
-    runnable = deque(range(n_ranks))
-    while runnable:
-        rank = runnable.popleft()
-        my_starts, my_ends = starts[rank], ends[rank]
-        clock = my_ends[-1] if my_ends else 0.0
-        my_needs, my_makes, my_durations = needs[rank], makes[rank], durations[rank]
-        for position in range(len(my_ends), len(my_needs)):
-            need = my_needs[position]
-            if need >= 0:
-                there = ended[need]
-                if there < 0.0:
-                    waiting.setdefault(need, []).append(rank)
-                    break
-                if maker[need] != rank:
-                    there += comm
-                if there > clock:
-                    clock = there
-            my_starts.append(clock)
-            clock += my_durations[position]
-            my_ends.append(clock)
-            made = my_makes[position]
-            ended[made] = clock
-            maker[made] = rank
-            if made in waiting:
-                runnable.extend(waiting.pop(made))
-    if waiting:
+    starts, ends = play(schedule, times.of_stages(schedule.n_stages), times.comm)
+    if list(map(len, ends)) != list(map(len, schedule.ranks)):
         raise ScheduleError(f"{schedule.name}: {deadlock(schedule)}")
     return Simulation(schedule, times, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
-
-
-def _numbered(schedule: Schedule, times: Times) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
-    """For every action of every rank: the number of the result it needs, or -1; of the one it makes; its duration.
-
-    Results are numbered in three blocks (outputs, input gradients, weight gradients) of n_stages x n_microbatches.
-    An action waits for one result only: the F of a stage is made before the F and so before the I of the stage after.
-    """
-    n_stages, m = schedule.n_stages, schedule.n_microbatches
-    block = n_stages * m
-    of = times.of_stages(n_stages)
-    forward, both, inputs, weight = of["F"], of["B"], of["I"], of["W"]
-    last = n_stages - 1
-    needs, makes, durations = [], [], []
-    for actions in schedule.ranks:
-        my_needs, my_makes, my_durations = [], [], []
-        for stage, op, microbatch in actions:
-            if not (0 <= stage < n_stages and 0 <= microbatch < m):
-                raise ScheduleError(
-                    f"{schedule.name}: {stage}{op}{microbatch} is outside the {n_stages} stages and {m} microbatches, "
-                    f"which are counted from 0"
-                )
-            at = stage * m + microbatch
-            if op == "F":
-                my_needs.append(at - m if stage else -1)
-                my_makes.append(at)
-                my_durations.append(forward[stage])
-            elif op == "W":
-                my_needs.append(block + at)
-                my_makes.append(2 * block + at)
-                my_durations.append(weight[stage])
-            else:
-                my_needs.append(block + at + m if stage != last else at)
-                my_makes.append(block + at)
-                my_durations.append(both[stage] if op == "B" else inputs[stage])
-        needs.append(my_needs)
-        makes.append(my_makes)
-        durations.append(my_durations)
-    return needs, makes, durations
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 Positions count a rank's actions from 0.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 
-from shardwright.schedule.actions import OPS, Action, Schedule
+from shardwright.schedule.actions import OPS, Action, Result, Schedule
+from shardwright.schedule.play import play
 
 Place = tuple[int, int]
 """A rank and a position in its list."""
@@ -97,25 +98,18 @@ def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
 def deadlock(schedule: Schedule) -> str | None:
     """Why ranks wait for ever: the circle of ranks that wait for one another, or what is waited for and made by nobody;
     None if they come to their ends."""
-    where: dict[tuple[int, str, int], Place] = {}
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            where[_result(action)] = rank, position
-    at = [0] * schedule.n_ranks
-    waiting: defaultdict[tuple[int, str, int], list[int]] = defaultdict(list)
-    runnable = deque(range(schedule.n_ranks))
-    while runnable:
-        rank = runnable.popleft()
-        actions = schedule.ranks[rank]
-        while at[rank] < len(actions):
-            needed = _needed(schedule, actions[at[rank]])
-            if needed is not None and not _done(where.get(needed), at):
-                waiting[needed].append(rank)
-                break
-            made = _result(actions[at[rank]])
-            at[rank] += 1
-            runnable.extend(waiting.pop(made, ()))
-    stuck = {rank: needed for needed, ranks in waiting.items() for rank in ranks}
+    where = {
+        action.makes: (rank, position)
+        for rank, actions in enumerate(schedule.ranks)
+        for position, action in enumerate(actions)
+    }
+    _, ends = play(schedule, dict.fromkeys(OPS, [0.0] * schedule.n_stages))
+    at = list(map(len, ends))
+    stuck: dict[int, Result] = {
+        rank: needed
+        for rank, actions in enumerate(schedule.ranks)
+        if at[rank] < len(actions) and (needed := schedule.waits_for(actions[at[rank]])) is not None
+    }
     if not stuck:
         return None
     chain: list[int] = []
@@ -131,30 +125,11 @@ def deadlock(schedule: Schedule) -> str | None:
     )
 
 
-def _step(schedule: Schedule, rank: int, at: list[int], needed: tuple[int, str, int], place: Place | None) -> str:
+def _step(schedule: Schedule, rank: int, at: list[int], needed: Result, place: Place | None) -> str:
     stage, op, microbatch = needed
     result = f"{stage}{op}{microbatch}" if place is None else str(schedule.ranks[place[0]][place[1]])
     source = "which no rank does" if place is None else f"at {_at(*place)}"
     return f"{_at(rank, at[rank])}: {schedule.ranks[rank][at[rank]]} waits for {result}, {source}"
-
-
-def _result(action: Action) -> tuple[int, str, int]:
-    """What an action makes: an output F, an input gradient I (by I or B), a weight gradient W."""
-    return action.stage, "I" if action.sends_back else action.op, action.microbatch
-
-
-def _needed(schedule: Schedule, action: Action) -> tuple[int, str, int] | None:
-    """What an action waits for: of another stage, or else of its own."""
-    other = schedule.needs(action)
-    if other is not None:
-        return other[0], "F" if action.op == "F" else "I", other[1]
-    if action.op == "F":
-        return None
-    return action.stage, "I" if action.op == "W" else "F", action.microbatch
-
-
-def _done(place: Place | None, at: list[int]) -> bool:
-    return place is not None and place[1] < at[place[0]]
 
 
 def _at(rank: int, position: int) -> str:

@@ -15,9 +15,8 @@ token attends to those before it, so later tokens are dearer, and how they are d
 
 from collections.abc import Iterator
 
-from shardwright.layout import Layout
+from shardwright.layout import CP_METHODS, Layout
 
-METHODS = ("ring", "zigzag", "allgather", "ulysses", "usp")
 ZIGZAG = ("zigzag", "allgather", "usp")
 
 
@@ -82,7 +81,7 @@ def _on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
         return [range(part * chunk, (part + 1) * chunk) for part in (rank, parts - 1 - rank)]
     if method == "striped":
         return [range(rank, seq_len, ring)]
-    assert method in METHODS, method
+    assert method in CP_METHODS, method
     return [range(rank * chunk, (rank + 1) * chunk)]
 
 

@@ -32,7 +32,7 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
     n = layout.n_stages
-    what = f"layout.pp={layout.pp}, layout.schedule={layout.schedule!r}" + (
+    what = f"layout.pp={layout.pp}, layout.pp_schedule={layout.pp_schedule!r}" + (
         f", layout.virtual_stages={layout.virtual_stages}" if layout.kind.virtual_stages_tried else ""
     )
     if n > spec.n_layers:
@@ -42,7 +42,7 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             + (
                 f"valid: layout.pp from 1 to {most} with this schedule"
                 if most > 1
-                else f"valid: layout.pp=1, or up to {spec.n_layers} with layout.schedule={ONE_F_ONE_B.name!r}"
+                else f"valid: layout.pp=1, or up to {spec.n_layers} with layout.pp_schedule={ONE_F_ONE_B.name!r}"
             )
         )
     counts = layout.stage_layers
@@ -59,9 +59,9 @@ def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
     """Why the schedule of a layout cannot run a step of so many microbatches, one sentence each."""
     if layout.pp == 1:
         return []
-    found = build.problems(layout.schedule, layout.pp, n_microbatches, layout.virtual_stages)
+    found = build.problems(layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages)
     return [
-        f"layout.schedule: {problem} (microbatches = batch.global_batch / (batch.micro_batch x data ranks) = "
+        f"layout.pp_schedule: {problem} (microbatches = batch.global_batch / (batch.micro_batch x data ranks) = "
         f"{n_microbatches})"
         for problem in found
     ]
@@ -92,7 +92,7 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
     """
     times = stage_times(spec, layout, seq_len)
     return build.build(
-        layout.schedule, layout.pp, n_microbatches, layout.virtual_stages, times, kept_for_weight=KEPT_FOR_WEIGHT
+        layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages, times, kept_for_weight=KEPT_FOR_WEIGHT
     )
 
 

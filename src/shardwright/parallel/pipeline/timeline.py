@@ -11,6 +11,7 @@ from shardwright.schedule.actions import Action
 
 Span = tuple[Action, float, float]
 """An action with its start and end, in seconds since the epoch, so that ranks can be laid side by side."""
+Mark = float | torch.cuda.Event
 
 
 class Timeline:
@@ -27,32 +28,29 @@ class Timeline:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Everything the rank does for an action, without waiting for its input; named in a profile of PyTorch's."""
-        start = self._mark()
+        start = mark(self.device)
         with torch.profiler.record_function(str(action)):
             yield
-        self._marks.append((action, start, self._mark()))
+        self._marks.append((action, start, mark(self.device)))
 
     def spans(self) -> list[Span]:
         """The actions since `begin_step`; waits for the device."""
-        now = self._mark()
+        now = mark(self.device)
         if not isinstance(now, float):
             now.synchronize()
         now_s = time.time()
-        return [
-            (action, now_s - _seconds(start, now), now_s - _seconds(end, now)) for action, start, end in self._marks
-        ]
-
-    def _mark(self) -> "Mark":
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return [(action, now_s - seconds(start, now), now_s - seconds(end, now)) for action, start, end in self._marks]
 
 
-Mark = float | torch.cuda.Event
+def mark(device: torch.device) -> Mark:
+    """This moment, on a GPU that of its stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _seconds(start: Any, end: Any) -> float:
-    """Between two marks of one device."""
+def seconds(start: Any, end: Any) -> float:
+    """Between two marks of one device that have passed."""
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

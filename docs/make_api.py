@@ -1,0 +1,77 @@
+"""Write docs/api.md, the reference of `import shardwright`, from the docstrings of its public names.
+
+python docs/make_api.py
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import shardwright
+
+PAGE = Path(__file__).with_name("api.md")
+
+HEAD = """\
+# The Python API
+
+This page is made from the docstrings. Do not edit it; run `python docs/make_api.py`. [Python](python.md) shows the
+functions in use. Names that are not on this page may change without notice.
+"""
+ORDER = ("Layout", "plan", "verify", "train", "load_run", "Run", "parallelize", "DistributedModel", "extend")
+"""Functions before the classes that they return. ModelSpec and Transformer follow."""
+
+
+def page() -> str:
+    """The whole page."""
+    rest = [name for name in shardwright.__all__ if name not in ORDER]
+    return "\n".join([HEAD, *(_entry(name, getattr(shardwright, name)) for name in (*ORDER, *rest))])
+
+
+def _entry(name: str, public: Any) -> str:
+    lines = [f"## {name}\n"]
+    if inspect.isfunction(public):
+        lines.append(_signature(name, public))
+    lines.append(f"{inspect.getdoc(public)}\n")
+    if inspect.isclass(public):
+        for member, value in vars(public).items():
+            if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                lines += [f"### {name}.{member}\n"]
+                if inspect.isfunction(value):
+                    lines.append(_signature(member, value))
+                lines.append(f"{inspect.getdoc(value)}\n")
+    return "\n".join(lines)
+
+
+def _signature(name: str, function: Any) -> str:
+    """The call as Python: parameters with types and defaults, one a line where they do not fit into one."""
+    signature = inspect.signature(function)
+    parameters = [each for each in signature.parameters.values() if each.name != "self"]
+    words = [_parameter(each) for each in parameters]
+    if first := next((at for at, each in enumerate(parameters) if each.kind is each.KEYWORD_ONLY), None):
+        words.insert(first, "*")
+    elif parameters and parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        words.insert(0, "*")
+    returns = _annotation(signature.return_annotation)
+    line = f"def {name}({', '.join(words)}) -> {returns}: ..."
+    if len(line) > 110:
+        line = f"def {name}(\n" + "".join(f"    {word},\n" for word in words) + f") -> {returns}: ..."
+    return f"```python\n{line}\n```\n"
+
+
+def _parameter(each: inspect.Parameter) -> str:
+    default = "" if each.default is each.empty else f" = {each.default!r}"
+    stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+    return f"{stars}{each.name}: {_annotation(each.annotation)}{default}"
+
+
+def _annotation(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    for module in ("shardwright.layout.", "shardwright.model.spec.", "shardwright.model.transformer.", "pathlib.",
+                   "collections.abc.", "typing.", "shardwright.api.distributed.", "torch.nn.parameter."):  # fmt: skip
+        text = text.replace(module, "")
+    return text.strip("'")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"written to {PAGE}")

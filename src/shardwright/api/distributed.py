@@ -1,0 +1,240 @@
+"""A model on the ranks of a layout, for a training loop of one's own."""
+
+import atexit
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.data.batches import Batch
+from shardwright.data.samples import IGNORE
+from shardwright.errors import InputError, LayoutError
+from shardwright.layout import Layout
+from shardwright.model.modules import row_of
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.apply import apply
+from shardwright.parallel.initialise import local_box
+from shardwright.parallel.norm import clip_gradients, gradient_norm
+from shardwright.split.rules import problems as split_problems
+from shardwright.split.stages import schedule_problems
+from shardwright.training.optimizer import parameter_groups
+from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.step import ForwardBackward
+
+
+class DistributedModel:
+    """What this rank holds of a model; made by `parallelize`.
+
+    A step of a training loop is three calls, on every rank:
+
+        loss = model.forward_backward(tokens, targets)
+        model.clip_grad_norm(1.0)
+        optimizer.step()
+
+    Attributes: `spec`, `layout`, `device`. Ranks of one data rank (those of tp, cp and pp) are given the same
+    sequences; ranks of different data ranks are given different ones.
+    """
+
+    def __init__(self, work: ForwardBackward) -> None:
+        """`work` has the parallel model, on its device."""
+        self._work, self._model = work, work.model
+        self.spec, self.layout, self.device = self._model.spec, self._model.layout, work.device
+        self._steps = 0
+
+    @property
+    def rank(self) -> int:
+        """This process among all of the layout."""
+        return dist.get_rank()
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `layout.data_ranks` parts of a global batch this rank is to read."""
+        return self.layout.data_rank(self.rank)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, parameter) of what this rank holds: a shard, as a DTensor, or all of it."""
+        yield from self._model.named_parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of `named_parameters`, for an optimizer."""
+        yield from self._model.named_parameters.values()
+
+    def parameter_groups(self, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+        """Groups for a PyTorch optimizer: `weight_decay` for matrices and embeddings, 0 for norms and biases; and a
+        group for each DeviceMesh, since one fused update cannot take parameters of two.
+
+        Pass these, and not `parameters()`, to an optimizer with `foreach` or `fused` set.
+        """
+        return parameter_groups(self._model.named_parameters, self.spec, weight_decay)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
+        """Compute the loss and the gradients of one global batch, with gradient accumulation over micro-batches.
+
+        `tokens`, `targets`: integers of shape (B, T), the B sequences of T tokens of this data rank; B is the same on
+        every rank, and the global batch is B x `layout.data_ranks` sequences. Ranks of cp take their own tokens of
+        them. A target of -100 is not counted. `micro_batch`: sequences a rank runs at a time; without it all B, or
+        under pp one. `.grad` of the parameters is replaced, not added to: `zero_grad` is not needed.
+
+        Returns the loss of the global batch per target token, a scalar, equal on every rank. Raises InputError for
+        shapes that do not fit, LayoutError where the layout cannot split T or its schedule cannot run B / micro_batch
+        micro-batches.
+        """
+        micro_batch = micro_batch or (1 if self.layout.pp > 1 else len(tokens))
+        batch = self._batch(tokens, targets, micro_batch)
+        self._model.after_change()  # what the optimizer has changed since
+        self._model.forget_gradients()
+        loss_part, _ = self._work.forward_backward(batch, self._steps)
+        self._model.learn_from_load()
+        self._steps += 1
+        return self._model.sum_over_losses(loss_part.detach())
+
+    def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`. Returns the norm before that, a scalar,
+        of the whole model and equal on every rank; `torch.nn.utils.clip_grad_norm_` would give that of a shard."""
+        norm = gradient_norm(self.parameters(), self._model.holders, self._model.groups.pp)
+        clip_gradients(self.parameters(), norm, max_norm)
+        return norm
+
+    def evaluate(self, tokens: Tensor, targets: Tensor, *, micro_batch: int = 1) -> Tensor:
+        """The loss per target token, without gradients and dropout; arguments and errors as in `forward_backward`."""
+        batch = self._batch(tokens, targets, micro_batch)
+        self._model.after_change()
+        return self._work.evaluate([batch])
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Every parameter of the whole model by its name, on this rank's device, to load into a `Transformer` of one
+        process. A collective: every rank calls it, and needs the memory of the whole model."""
+        self._model.after_change()
+        mine = self._model.named_parameters
+        held = {name: _whole(parameter) for name, parameter in mine.items()}
+        group = self._model.groups.pp
+        if group is None:
+            return held
+        found = {}
+        dtype = next(iter(held.values())).dtype
+        for name in sorted(self._model.held_on):
+            owner = min(self._model.held_on[name])
+            shape = row_of(self.spec, name).shape
+            tensor = held[name] if name in held else torch.empty(shape, dtype=dtype, device=self.device)
+            dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
+            found[name] = tensor
+        return found
+
+    def _batch(self, tokens: Tensor, targets: Tensor, micro_batch: int) -> Batch:
+        if tokens.dim() != 2 or tokens.shape != targets.shape:
+            raise InputError(
+                f"tokens of shape {tuple(tokens.shape)} and targets of shape {tuple(targets.shape)}: both have to be "
+                f"(sequences, tokens of a sequence)"
+            )
+        n_sequences, seq_len = tokens.shape
+        accumulation, rest = divmod(n_sequences, micro_batch)
+        if rest or not accumulation:
+            raise InputError(f"micro_batch={micro_batch} does not divide the {n_sequences} sequences of a rank")
+        wrong = split_problems(self.spec, self.layout, seq_len) + schedule_problems(self.layout, accumulation)
+        if seq_len > self.spec.max_seq_len:
+            wrong.append(f"sequences of {seq_len} tokens are longer than max_seq_len={self.spec.max_seq_len}")
+        if wrong:
+            raise LayoutError(*wrong)
+        first = (self._steps * self.layout.data_ranks + self.data_rank) * n_sequences
+        ids = torch.arange(first, first + n_sequences)
+        shape = (accumulation, micro_batch)
+        return Batch(
+            tokens.reshape(*shape, seq_len),
+            targets.reshape(*shape, seq_len),
+            ids.reshape(shape),
+            int((targets != IGNORE).sum()),
+        )
+
+
+def parallelize(
+    model: ModelSpec | Transformer | str,
+    layout: Layout | None = None,
+    *,
+    seq_len: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    param_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    compile: bool = False,
+) -> DistributedModel:
+    """Put a model on the ranks of a layout. Every rank calls this, with the same arguments.
+
+    `model`: a ModelSpec or the name of a preset, whose initial values are made from `seed`, equal under every layout;
+    or a Transformer, whose values are taken (every rank has to hold the same ones). `layout`: of one rank if not given.
+    `seq_len`: tokens of a sequence, for which pipeline stages are balanced; the model's `max_seq_len` if not given.
+    `device`: "cpu", "cuda" or "auto". `param_dtype` of parameters, gradients and optimizer states; `compute_dtype` of
+    matmuls, the same if not given. `compile`: each block with torch.compile.
+
+    Where no process group exists yet this joins one: of one process, or under torchrun and srun of those that they
+    have started; on CPU with gloo, on GPUs with NCCL.
+
+    Raises LayoutError with every problem at once where the layout has another number of ranks than there are
+    processes, or cannot split the model; ConfigError for an unknown preset.
+    """
+    given = model if isinstance(model, Transformer) else None
+    spec = model.spec if isinstance(model, Transformer) else resolve(model) if isinstance(model, str) else model
+    layout = layout or Layout()
+    wrong = [*spec.problems(), *split_problems(spec, layout, seq_len or spec.max_seq_len)]
+    if wrong:
+        raise LayoutError(*wrong)
+    place = _place()
+    layout.check_world(place.world_size)
+    where = pick_device(device, place)
+    if not dist.is_initialized():
+        _join(place, where)
+    parallel = apply(
+        spec,
+        layout,
+        where,
+        seed=seed,
+        param_dtype=param_dtype,
+        compute_dtype=compute_dtype or param_dtype,
+        compile_blocks=compile,
+        seq_len=seq_len,
+    )
+    if given is not None:
+        values = dict(given.named_parameters())
+        for name, parameter in parallel.named_parameters.items():
+            _fill(parameter, values[name])
+        parallel.after_change()
+    return DistributedModel(ForwardBackward(parallel, device=where, seed=seed, compile_loss=compile))
+
+
+def _place() -> Place:
+    """This process among those of the process group there is, or of the launcher; alone if there is neither."""
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        return Place(rank, int(os.environ.get("LOCAL_RANK", rank)), dist.get_world_size())
+    return place_from_environment() or Place()
+
+
+def _join(place: Place, device: torch.device) -> None:
+    """Join the process group of all ranks, until the interpreter ends."""
+    group = process_group(place, device)
+    group.__enter__()
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave without waiting for the others: after an error of one rank they may never come."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
+
+
+@torch.no_grad()
+def _fill(parameter: nn.Parameter, values: Tensor) -> None:
+    """Copy into what this rank holds of a parameter its part of the whole tensor `values`."""
+    held, offsets = local_box(parameter)
+    box = tuple(slice(first, first + size) for first, size in zip(offsets, held.shape, strict=True))
+    held.copy_(values[box])

@@ -1,0 +1,169 @@
+"""The verbs of the command as functions: `plan`, `verify`, `train` and `load_run`."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright import extensions
+from shardwright.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.run_folder import CHECKPOINTS, published
+
+if TYPE_CHECKING:
+    from shardwright.config import RunConfig
+    from shardwright.model.transformer import Transformer
+    from shardwright.planner.search import Plan
+    from shardwright.report.run import RunRecord
+    from shardwright.verification import Report
+
+
+def extend(name: str | Path) -> None:
+    """Import a Python file, or a module by its name, that registers schedules, optimizers or families of models; here
+    and in every process that is started from here. Raises ConfigError, with the line, where that fails."""
+    extensions.load([extensions.resolve(str(name))])
+
+
+def plan(
+    model: ModelSpec | str,
+    cluster: str,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    memory_margin: float = 0.1,
+    top: int = 10,
+    hardware: str | Path | None = None,
+) -> "Plan":
+    """Find the fastest layouts of a cluster that fit, without a GPU and without PyTorch.
+
+    `model`: a ModelSpec or the name of a preset. `cluster`: accelerators and how many, such as "h100:64".
+    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, bf16, fp16 or fp8. `memory_margin`:
+    share of an accelerator's memory that is kept free. `hardware`: a TOML file with accelerators of your own.
+
+    Returns a Plan: `best` has up to `top` layouts, the fastest first, each with `layout`, `micro_batch`, `step_s` in
+    seconds, `peak_bytes` and `parts_s`, where the time of a step goes; empty where nothing fits. Raises InputError for
+    an unknown cluster, model or precision, LayoutError where no layout can share the batch.
+    """
+    from shardwright.cost.hardware import cluster as find_cluster
+    from shardwright.cost.job import Job
+    from shardwright.planner.search import search
+
+    job = Job(
+        model=resolve(model) if isinstance(model, str) else model,
+        cluster=find_cluster(cluster, None if hardware is None else Path(hardware)),
+        global_batch=global_batch,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+    )
+    return search(job, memory_margin=memory_margin, top=top)
+
+
+def verify(
+    layout: Layout,
+    model: ModelSpec | str = "debug",
+    *,
+    seq_len: int = 64,
+    global_batch: int = 8,
+    micro_batch: int = 1,
+    against: Layout | None = None,
+    steps: int = 3,
+    dtype: str = "float64",
+    seed: int = 0,
+    full: bool = False,
+    timeout_s: float = 300.0,
+) -> "Report":
+    """Compare what a layout computes with what one process in plain PyTorch computes: losses, gradient norms, every
+    gradient and every parameter of a few steps, and what several ranks hold, bit for bit.
+
+    `model`: a ModelSpec or the name of a preset, cut to test size unless `full`. `against`: another layout, in the
+    place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU.
+
+    Returns a Report: `equal`, `worst_error`, and `rows`, a comparison each. Raises LayoutError where the layout does
+    not fit the model or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
+    """
+    from shardwright.verification import Case, Verifier
+    from shardwright.verification.case import cut, cut_layout
+
+    spec = resolve(model) if isinstance(model, str) else model
+    case = true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
+    sides = [layout] if against is None else [layout, against]
+    if not full:
+        case = cut(true, sides)
+        sides = [cut_layout(each, true, case) for each in sides]
+    with Verifier(timeout_s=timeout_s) as verifier:
+        return verifier.parity(case, sides[0], None if against is None else (case, sides[1]))
+
+
+def train(
+    run: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None, *, quiet: bool = False
+) -> "Run | None":
+    """Train as a run file says; where its layout has several ranks and no launcher has started them, start them here.
+
+    `run`: the path of a run file, or its keys as a nested mapping. `changes`: keys to change, such as
+    {"layout.dp_shard": 2, "steps": 50}. `quiet`: print nothing.
+
+    Returns the run, as `load_run` does, or None on a rank other than the first. Raises ConfigError with every problem
+    of the run file, DataError or CheckpointError for data and checkpoints that cannot be used, WorkerError where
+    training fails.
+    """
+    from shardwright.config import as_toml, load, parse
+    from shardwright.training.start import start
+
+    overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
+    config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
+    return None if start(config, quiet=quiet) is None else load_run(config.out)
+
+
+def load_run(folder: str | Path) -> "Run":
+    """Read the folder of a run, one that is still going on included.
+
+    Raises InputError for a folder that is not one of a run, or where a record is damaged.
+    """
+    from shardwright.report.run import read_run
+
+    return Run(read_run(folder))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it. `record` has all that the report shows."""
+
+    record: "RunRecord"
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self.record.folder
+
+    @property
+    def config(self) -> "RunConfig":
+        """Its run file, every default filled in."""
+        return self.record.config
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged training steps, a dict each: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_s`, `step_s` and the
+        other keys of metrics.jsonl."""
+        return [vars(record) for record in self.record.train]
+
+    @property
+    def validation(self) -> list[tuple[int, float]]:
+        """(step, validation loss) of each evaluation."""
+        return [(record.step, record.loss) for record in self.record.held_out]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of the checkpoints that are kept, the oldest first."""
+        return published(self.folder / CHECKPOINTS)
+
+    def model(self, checkpoint: str | Path | None = None) -> "Transformer":
+        """The whole model of a checkpoint, the newest if none is named, on one process: on the CPU, in evaluation mode,
+        in the type it was trained in. Raises CheckpointError where there is none, or it is damaged."""
+        from shardwright.training.sample import newest_checkpoint, restore
+
+        return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

@@ -1,0 +1,144 @@
+"""Why not another layout: the best of each other kind, evaluated like the rest."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwright.cost.job import COLUMNS, Candidates
+from shardwright.layout import DENSE_AXES, KEYS
+from shardwright.planner.choice import Choice
+from shardwright.planner.distinct import SAME_TIME
+from shardwright.planner.pool import Condition, Mask
+from shardwright.planner.search import Plan, Priced, survey
+from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
+
+_SIDES = [name for name, key in KEYS.items() if key.runner_up]
+SIDES = (
+    *(name for name in _SIDES if name in (*COLUMNS, "pp")),
+    "micro_batch",
+    *(name for name in _SIDES if name not in (*COLUMNS, "pp")),
+)
+"""Choices for each of which the runner-up with another value is shown: numbers first, then words."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best layout of a kind. `name`: what kind. `priced`: None where none of the kind fits; then `nearest` is the
+    one that needs least memory, and how many bytes."""
+
+    name: str
+    priced: Priced | None
+    nearest: tuple[Choice, float] | None
+
+    @property
+    def choice(self) -> Choice:
+        """The layout, whether it fits or not."""
+        if self.priced is not None:
+            return self.priced.choice
+        assert self.nearest is not None
+        return self.nearest[0]
+
+    def as_fast(self, best: Priced) -> bool:
+        """Whether it takes as long as the best layout, as far as can be told."""
+        return self.priced is not None and abs(self.priced.step_s - best.step_s) <= SAME_TIME * best.step_s
+
+    def slower(self, best: Priced) -> float | None:
+        """By which share of the best layout's time a step takes longer; None where none fits."""
+        return None if self.priced is None else self.priced.step_s / best.step_s - 1
+
+
+def runners_up(plan: Plan) -> list[Alternative]:
+    """On each side of the best layout, the best one that differs from it there: another tp, another pp, ..."""
+    return list(_evaluated(plan, _sides(plan.best[0].choice.candidates)))
+
+
+def well_known(plan: Plan) -> list[Alternative]:
+    """Layouts that people reach for, where the best is not one of them."""
+    node = plan.job.cluster.node_size
+    best = plan.best[0].choice.candidates
+    kinds = {name: meant for name, meant in _recipes(node) if not meant(best)[0]}
+    return list(_evaluated(plan, kinds.items()))
+
+
+def reasons(best: Priced, other: Priced, most: int = 3) -> list[tuple[str, float]]:
+    """What another layout spends more time on than the best: kinds of work with seconds, the largest first; only those
+    that make up a tenth of the difference."""
+    worth = max(0.1 * (other.step_s - best.step_s), 1e-9)
+    return [(kind, seconds) for kind, seconds in _changes(best, other) if seconds > worth][:most]
+
+
+def savings(best: Priced, other: Priced) -> list[tuple[str, float]]:
+    """What another layout spends less time on than the best: kinds of work with seconds below 0, the largest first;
+    only those of more than a fifth of the difference, without which what it spends more seems not to add up."""
+    worth = max(0.2 * (other.step_s - best.step_s), 1e-9)
+    return [(kind, seconds) for kind, seconds in reversed(_changes(best, other)) if -seconds > worth]
+
+
+def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
+    """By how many seconds each kind of work is longer, the most first; they add up to the difference."""
+    theirs, ours = other.parts_s, best.parts_s
+    more = {kind: theirs.get(kind, 0.0) - ours.get(kind, 0.0) for kind in {**theirs, **ours}}
+    return sorted(more.items(), key=lambda item: -item[1])
+
+
+def _sides(best: Candidates) -> Iterator[tuple[str, Condition]]:
+    for side in SIDES:
+        if side in COLUMNS:
+            yield f"another {side}", _differs(side, getattr(best, side)[0])
+        elif KEYS[side].used(best) or side in DENSE_AXES:
+            yield f"another {side}", _differs_shared(side, getattr(best.shared, side))
+
+
+def _differs(side: str, value: int) -> Condition:
+    return lambda of: getattr(of, side) != value
+
+
+def _differs_shared(side: str, value: Any) -> Condition:
+    """Where the key is used: plain 1f1b is not another schedule of a layout without a pipeline."""
+
+    def condition(of: Candidates) -> Mask:
+        differs = getattr(of.shared, side) != value and (side in DENSE_AXES or KEYS[side].used(of.shared))
+        return np.full(len(of), differs)
+
+    return condition
+
+
+def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
+    def alone(of: Candidates) -> Mask:
+        return (of.tp == 1) & (of.cp == 1) & (of.pp == 1)
+
+    yield "zero 0 alone: a full copy on every rank (DDP)", lambda of: alone(of) & (of.zero == 0)
+    yield "zero 1 alone: optimizer state shared out", lambda of: alone(of) & (of.zero == 1) & (of.dp_replicate == 1)
+    yield "zero 3 alone: everything shared out (FSDP)", lambda of: alone(of) & (of.zero == 3) & (of.dp_replicate == 1)
+    yield (
+        "zero 3 within a node, copies across (HSDP)",
+        lambda of: alone(of) & (of.zero == 3) & (of.dp_shard == node) & (of.dp_replicate > 1),
+    )
+    yield (
+        "tp = a node, then pp with (interleaved) 1f1b, zero 1 (Megatron-LM)",
+        lambda of: (
+            (of.tp == node)
+            & (of.cp == 1)
+            & (of.zero <= 1)
+            & (of.pp > 1 and of.shared.pp_schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
+        ),
+    )
+    yield "tp across nodes", lambda of: of.tp > node
+    yield "no recomputation", lambda of: of.recompute == 0
+    yield "full recomputation", lambda of: of.recompute > 0
+    yield "no pipeline", lambda of: np.full(len(of), of.pp == 1)
+    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.shared.pp_schedule == ONE_F_ONE_B.name)
+
+
+def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:
+    """Kinds of which there is no layout at all are left out."""
+    for name, condition in kinds:
+        fastest = plan.pool.fastest(1, plan.pool.where(condition))
+        if fastest:
+            yield Alternative(name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
+            continue
+        found = survey(plan.job, 0.0, condition)
+        if found.nearest is not None:
+            yield Alternative(name, None, (found.nearest, found.nearest_bytes))

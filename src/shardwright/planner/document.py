@@ -1,0 +1,88 @@
+"""A plan as one JSON document."""
+
+from typing import Any
+
+import numpy as np
+
+from shardwright.cost.job import Job
+from shardwright.planner.alternatives import Alternative, reasons, savings
+from shardwright.planner.headline import accelerator_hours, days, headline
+from shardwright.planner.nearest import Remedy
+from shardwright.planner.search import Plan, Priced
+from shardwright.planner.warnings import warnings
+
+
+def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
+    """What was asked."""
+    return {
+        "model": name,
+        "parameters": job.model.n_parameters,
+        "cluster": job.cluster.name,
+        "accelerators": job.cluster.size,
+        "accelerator": job.cluster.accelerator.name,
+        "node_size": job.cluster.node_size,
+        "memory_bytes": job.cluster.accelerator.memory_bytes,
+        "limit_bytes": limit_bytes,
+        "global_batch": job.global_batch,
+        "seq_len": job.seq_len,
+        "precision": job.precision,
+        "stack": job.stack.name,
+    }
+
+
+def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | None = None) -> dict[str, Any]:
+    """One layout with its numbers; `memory_by_kind_bytes` has a list with a number for each rank of pp."""
+    found: dict[str, Any] = {
+        "layout": priced.choice.settings(),
+        "text": str(priced.choice),
+        **vars(headline(priced)),
+        "time_s": priced.parts_s,
+        "peak_bytes": priced.peak_bytes,
+        "fits": priced.peak_bytes <= limit_bytes,
+        "memory_by_kind_bytes": {kind: np.asarray(held)[0].tolist() for kind, held in priced.memory.kinds.items()},
+        "warnings": warnings(priced),
+    }
+    if budget_tokens is not None:
+        found["days"] = days(priced.job, priced.step_s, budget_tokens)
+        found["accelerator_hours"] = accelerator_hours(priced.job, priced.step_s, budget_tokens)
+    return found
+
+
+def plan_document(
+    plan: Plan, name: str, alternatives: list[Alternative], remedies: list[Remedy], budget_tokens: float | None
+) -> dict[str, Any]:
+    """All that was found. `best` are the fastest layouts that fit, each with those that cost the
+    same (`equals`); `alternatives` the best of other kinds, with
+    `slower` as a share of the best layout's time; where nothing fits, `nearest` and `remedies` say what would."""
+    found = {
+        **job_document(plan.job, name, plan.limit_bytes),
+        "n_layouts": plan.survey.n_layouts,
+        "n_fit": len(plan.pool),
+        "n_simulated": plan.pool.n_simulated,
+        "best": [
+            layout_document(each, plan.limit_bytes, budget_tokens) | {"equals": [str(choice) for choice in equals]}
+            for each, equals in zip(plan.best, plan.equals, strict=True)
+        ],
+        "alternatives": [_alternative(plan.best[0], each) for each in alternatives],
+    }
+    if not plan.best:
+        nearest = plan.survey.nearest
+        assert nearest is not None
+        found["nearest"] = {"text": str(nearest), "peak_bytes": plan.survey.nearest_bytes}
+        found["remedies"] = [each.what for each in remedies]
+    return found
+
+
+def _alternative(best: Priced, each: Alternative) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": each.name, "text": str(each.choice), "fits": each.priced is not None}
+    if each.priced is not None:
+        found |= {
+            "step_s": each.priced.step_s,
+            "slower": each.slower(best),
+            "peak_bytes": each.priced.peak_bytes,
+            "slower_in_s": dict(reasons(best, each.priced)),
+            "faster_in_s": dict(savings(best, each.priced)),
+        }
+    elif each.nearest is not None:
+        found["peak_bytes"] = each.nearest[1]
+    return found

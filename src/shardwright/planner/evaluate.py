@@ -1,0 +1,222 @@
+"""Predicted against measured: every row of a table of published runs, and how far off each source's rows are."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
+from shardwright.cost.step import step_time
+from shardwright.errors import InputError
+from shardwright.planner.run import Run, Skipped
+from shardwright.planner.runs import read_runs
+
+MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
+"""Published runs that come with Shardwright."""
+QUANTITIES = {"step time": "s", "peak memory": "GiB"}
+_KEYS = (
+    *("row", "id", "source", "model", "stack"),
+    *("predicted_step_time_s", "measured_step_time_s", "predicted_peak_mem_gib", "measured_peak_mem_gib"),
+    *("left_out_step_time_s", "assumed", "skipped"),
+)
+"""Of a row as JSON, whether it is predicted or skipped."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run with what is predicted for it. `left_out_s`: the step time by constants that were fitted without the row's
+    source; None where the source is not among those that the constants were fitted to."""
+
+    run: Run
+    step_s: float
+    peak_gib: float
+    left_out_s: float | None
+
+    def pair(self, quantity: str) -> tuple[float, float] | None:
+        """Predicted and measured, or None where nothing was measured."""
+        predicted, measured = {
+            "step time": (self.step_s, self.run.measured.step_time_s),
+            "peak memory": (self.peak_gib, self.run.measured.peak_mem_gib),
+        }[quantity]
+        return None if measured is None else (predicted, measured)
+
+    def error(self, quantity: str) -> float | None:
+        """predicted / measured - 1, or None."""
+        pair = self.pair(quantity)
+        return None if pair is None else pair[0] / pair[1] - 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of one quantity over the rows of one source, as shares. `left_out`: the mean absolute error by constants
+    that have not seen this source, or None."""
+
+    source: str
+    quantity: str
+    n: int
+    mean_absolute: float
+    median_absolute: float
+    bias: float
+    worst: float
+    worst_row: int
+    left_out: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def summaries(self) -> list[Summary]:
+        """One for each source and quantity that was measured there, in the order of the file."""
+        sources = list(dict.fromkeys(row.run.measured.source for row in self.rows))
+        return [
+            found
+            for source in sources
+            for quantity in QUANTITIES
+            if (found := _summary(source, quantity, [row for row in self.rows if row.run.measured.source == source]))
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """`rows`, with the skipped ones among them, and `sources`."""
+        rows = [_row_json(row) for row in self.rows]
+        rows += [dict.fromkeys(_KEYS) | _names(each) | {"skipped": each.reason} for each in self.skipped]
+        return {
+            "file": str(self.path),
+            "rows": sorted(rows, key=lambda row: row["row"]),
+            "sources": [vars(each) for each in self.summaries],
+        }
+
+
+def evaluate(path: Path) -> Evaluation:
+    """Predict every row of a CSV with the columns of `plan.run_columns`.
+
+    Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
+    """
+    return of_runs(path, read_runs(path))
+
+
+def of_runs(path: Path, found: Iterable[Run | Skipped]) -> Evaluation:
+    """The same for runs that have been read."""
+    predicted = [each if isinstance(each, Skipped) else _predict(each) for each in found]
+    rows = tuple(each for each in predicted if isinstance(each, Row))
+    return Evaluation(path, rows, tuple(each for each in predicted if isinstance(each, Skipped)))
+
+
+def step_seconds(run: Run, calibration: Calibration = CALIBRATED) -> float:
+    """Predicted seconds of a step of one run."""
+    stack = replace(run.job.stack, speed=run.job.stack.speed.calibrated(calibration))
+    job = replace(run.job, stack=stack, calibration=calibration)
+    return float(step_time(job, run.candidates).total_s[0])
+
+
+def report_lines(found: Evaluation) -> Iterator[str]:
+    """The evaluation as text: a line a row, the assumptions, then a table by source."""
+    yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
+    for row in found.rows:
+        line = f"{row.run.row:>4}  {row.run.measured.model[:28]:<28} "
+        if (time := row.pair("step time")) is None:
+            line += " " * 29
+        else:
+            line += f"{time[1]:>8.4g} s {time[0]:>8.4g} s {time[0] / time[1] - 1:>+6.1%}"
+        if (peak := row.pair("peak memory")) is not None:
+            line += f"  {peak[1]:>13.2f} {peak[0]:>10.2f} {peak[0] / peak[1] - 1:>+7.1%}"
+        yield line.rstrip()
+    yield from _grouped("skipped", ((each.reason, each.row) for each in found.skipped))
+    yield from _grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))
+    yield ""
+    titles = "mean abs", "median", "bias", "worst", "in row", "left out", "rows"
+    yield " ".join(f"{title:>8}" for title in titles) + "  what, source"
+    for each in found.summaries:
+        left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
+        yield (
+            f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
+            f"{each.worst_row:>8} {left_out:>8} {each.n:>8}  {each.quantity}, {each.source}"
+        )
+    if any(each.left_out is not None for each in found.summaries):
+        yield "left out: mean absolute error by constants that were fitted without this source"
+
+
+def _predict(run: Run) -> Row | Skipped:
+    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its microbatches."""
+    left_out = LEFT_OUT.get(run.measured.source)
+    try:
+        # What leaves the range of numbers is told apart below, and is no news for the terminal.
+        with np.errstate(all="ignore"):
+            row = Row(
+                run,
+                step_s=step_seconds(run),
+                peak_gib=run.predicted_peak_gib(),
+                left_out_s=None
+                if left_out is None or run.measured.step_time_s is None
+                else step_seconds(run, left_out),
+            )
+    except InputError as error:
+        return Skipped(run.row, run.measured, error.problems[0])
+    for what, value in (("step time", row.step_s), ("peak memory", row.peak_gib), ("step time", row.left_out_s)):
+        if value is not None and not 0 < value < inf:
+            return Skipped(run.row, run.measured, f"predicted {what} of {value}: the sizes are out of range")
+    return row
+
+
+def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
+    errors = [(row, error) for row in rows if (error := row.error(quantity)) is not None]
+    if not errors:
+        return None
+    worst_row, worst = max(errors, key=lambda each: abs(each[1]))
+    left_out = [
+        abs(row.left_out_s / row.run.measured.step_time_s - 1)
+        for row, _ in errors
+        if quantity == "step time" and row.left_out_s is not None and row.run.measured.step_time_s is not None
+    ]
+    values = [error for _, error in errors]
+    return Summary(
+        source=source,
+        quantity=quantity,
+        n=len(values),
+        mean_absolute=fmean(map(abs, values)),
+        median_absolute=median(map(abs, values)),
+        bias=fmean(values),
+        worst=worst,
+        worst_row=worst_row.run.row,
+        left_out=fmean(left_out) if left_out else None,
+    )
+
+
+def _names(of: Run | Skipped) -> dict[str, Any]:
+    return {"row": of.row, "id": of.measured.id, "source": of.measured.source, "model": of.measured.model}
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    run = row.run
+    return (
+        dict.fromkeys(_KEYS)
+        | _names(run)
+        | {
+            "stack": run.job.stack.name,
+            "predicted_step_time_s": row.step_s,
+            "measured_step_time_s": run.measured.step_time_s,
+            "predicted_peak_mem_gib": row.peak_gib,
+            "measured_peak_mem_gib": run.measured.peak_mem_gib,
+            "left_out_step_time_s": row.left_out_s,
+            "assumed": list(run.assumed),
+        }
+    )
+
+
+def _grouped(what: str, found: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Each text once, with the rows it is about and their number."""
+    rows: dict[str, list[int]] = {}
+    for text, row in found:
+        rows.setdefault(text, []).append(row)
+    for text, numbers in rows.items():
+        few = ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")
+        yield f"{what} ({len(numbers)} {'rows' if len(numbers) > 1 else 'row'}: {few}): {text}"

@@ -1,0 +1,136 @@
+"""Every formula behind a prediction with its numbers: the ledger of the cost model (`cost.ledger`), as text."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from shardwright.cost import ledger, memory
+from shardwright.cost.blocks import blocks
+from shardwright.cost.ledger import Entry, Number
+from shardwright.cost.notation import NOTATION
+from shardwright.cost.step import step_time
+from shardwright.model.modules import end_rows
+from shardwright.planner.headline import headline
+from shardwright.planner.search import Priced
+from shardwright.units import MiB, format_bytes
+
+
+def explain(priced: Priced) -> list[Entry]:
+    """From the batch to the step time, section by section."""
+    job, of = priced.job, priced.choice.candidates
+    held = priced.memory
+    with ledger.record() as entries:
+        _batch(priced)
+        _parameters(priced)
+        memory.note_fullest(job, of, held)
+        step_time(job, of)
+        headline(priced)
+    sections = list(dict.fromkeys(entry.section for entry in entries))
+    return sorted(entries, key=lambda entry: sections.index(entry.section))
+
+
+def lines(entries: Sequence[Entry]) -> Iterator[str]:
+    """The entries by section, those of one formula together. At the end the symbols."""
+    for section, inside in groupby(entries, key=lambda entry: entry.section):
+        yield ""
+        yield section
+        alike: dict[tuple[str, ...], list[Entry]] = {}
+        for entry in inside:
+            alike.setdefault((entry.formula or entry.what, entry.unit), []).append(entry)
+        for those in alike.values():
+            if len(those) == 1 and "; " not in those[0].formula:
+                yield f"  {_line(those[0])}"
+            else:
+                yield from _table(those)
+    used = {name for entry in entries for name in entry.inputs}
+    yield ""
+    yield "Symbols; other names are those of lines above"
+    for unit, meaning, names in dict.fromkeys(NOTATION[name] for name in NOTATION if name in used):
+        yield f"  {', '.join(names.split())}: {meaning}{f' ({unit})' if unit else ''}"
+
+
+def _table(entries: Sequence[Entry]) -> Iterator[str]:
+    """Entries of one formula: the formula, the inputs that are the same for all, and a line of each with its own."""
+    first = entries[0]
+    shared = {name: n for name, n in first.inputs.items() if all(each.inputs[name] == n for each in entries)}
+    for step in first.formula.split("; "):
+        yield f"  {step}"
+    if shared:
+        yield f"    with {_written(shared)}{_source(first)}"
+    for each in entries:
+        own = _written({name: value for name, value in each.inputs.items() if name not in shared})
+        yield f"    {each.what}{':' * bool(own)} {own}{' ' * bool(own)}= {_value(each.value, each.unit)}"
+
+
+def _line(entry: Entry) -> str:
+    """`what = formula = the formula with numbers = value (source)`."""
+    numbers = ledger.substituted(entry.formula, {name: _number(value) for name, value in entry.inputs.items()})
+    steps = [entry.what, entry.formula, numbers if entry.formula not in entry.inputs else ""]
+    steps = [step for at, step in enumerate(steps) if step and step not in steps[:at]]
+    return " = ".join([*steps, _value(entry.value, entry.unit)]) + _source(entry)
+
+
+def _source(entry: Entry) -> str:
+    return f" ({entry.source})" if entry.source else ""
+
+
+def _written(inputs: dict[str, Number]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in inputs.items())
+
+
+def _value(value: Number, unit: str) -> str:
+    if isinstance(value, float) and unit == "B" and value >= MiB:
+        return f"{_number(value)} B, {format_bytes(value)}"
+    return f"{_number(value)} {unit}".strip()
+
+
+def _number(value: Number) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_number, value))})"
+    return str(int(value)) if value.is_integer() and abs(value) < 1e12 else f"{value:.6g}"
+
+
+def _batch(priced: Priced) -> None:
+    job, of = priced.job, priced.choice.candidates
+    tokens, m = of.tokens(job.seq_len), of.microbatches(job.global_batch)
+    sizes: ledger.Inputs = {
+        **{name: getattr(of, name) for name in ("micro_batch", "cp", "tp", "ep", "dp_replicate", "dp_shard")},
+        "global_batch": job.global_batch,
+        "s": job.seq_len,
+        "data_ranks": of.data_ranks,
+        "T": tokens,
+        "token_shards": of.token_shards,
+    }
+    with ledger.section("Batch"):
+        ledger.note("tokens of a step", "global_batch * s", job.tokens, "tokens", **sizes)
+        ledger.note("data ranks", "dp_replicate * dp_shard", of.data_ranks, "ranks", **sizes)
+        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "microbatches", **sizes)
+        ledger.note("T", "micro_batch * s / cp", tokens, "tokens", "of a microbatch on a rank", **sizes)
+        ledger.note("T_shard", "T / token_shards", tokens / of.token_shards, "tokens", "between matmuls", **sizes)
+        if of.zero[0]:
+            ledger.note("shards", "dp_shard * cp", of.shards, "ranks", "that share P", **sizes)
+        if of.zero[0] and job.model.moe is not None:
+            formula = "max(dp_shard * cp * tp // ep, 1)"
+            ledger.note("expert shards", formula, of.expert_shards, "ranks", "that share Q", **sizes)
+
+
+def _parameters(priced: Priced) -> None:
+    """All rows of the model."""
+    spec = priced.job.model
+    with ledger.section("Parameters of the model"):
+        terms: dict[str, tuple[int, int]] = {}
+        for block, layers in blocks(spec).items():
+            rows = {row.name: row.numel for row in block.rows if row.counted}
+            what = f"parameters of {block.name}"
+            terms[ledger.identifier(what)] = (len(layers), _rows(what, rows))
+        ends = {row.name: row.numel for row in end_rows(spec)}
+        terms["embedding_norm_head"] = (1, _rows("embedding, norm, head", ends))
+        formula = " + ".join(f"{count} * {name}" for name, (count, _) in terms.items())
+        ledger.note("model", formula, spec.n_parameters, "", "exact", **{name: n for name, (_, n) in terms.items()})
+
+
+def _rows(what: str, numel: dict[str, int]) -> int:
+    """Record the elements of some rows, whose names are those of the model."""
+    found = sum(numel.values())
+    names = {ledger.identifier(name): n for name, n in numel.items()}
+    ledger.note(what, " + ".join(names), found, "", "model/modules.py", **names)
+    return found

@@ -1,0 +1,74 @@
+"""What a layout comes to, in the few numbers that people compare."""
+
+from dataclasses import dataclass
+
+from shardwright.cost import ledger
+from shardwright.cost.flops import executed_flops, model_flops
+from shardwright.cost.job import Job
+from shardwright.planner.search import Priced
+
+SECONDS_A_DAY = 86400.0
+_PALM = "PaLM, arXiv 2204.02311, section 4.1"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Speed of a layout. Shares of the peak by both conventions of attention: `full` counts the whole square of scores
+    (PaLM), `causal` the half that is not masked (Megatron-LM today)."""
+
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_per_accelerator: float
+    flops_per_s_per_accelerator: float
+    mfu_full: float
+    mfu_causal: float
+    hfu_full: float
+    hfu_causal: float
+
+
+def headline(priced: Priced) -> Headline:
+    """MFU = tokens/s x model FLOPs of a token / (accelerators x peak), HFU the same with what is executed.
+
+    Source: PaLM, arXiv 2204.02311, section 4.1 and appendix B; FLOPs by `cost.flops`.
+    """
+    job = priced.job
+    per_s = job.tokens / priced.step_s
+    peak = job.cluster.size * job.cluster.accelerator.flops_per_s[job.precision]
+    needed, executed = model_flops(job), executed_flops(job, priced.choice.candidates)
+    found = Headline(
+        step_s=priced.step_s,
+        tokens_per_s=per_s,
+        tokens_per_s_per_accelerator=per_s / job.cluster.size,
+        flops_per_s_per_accelerator=per_s * float(needed.full) / job.cluster.size,
+        mfu_full=per_s * float(needed.full) / peak,
+        mfu_causal=per_s * float(needed.causal) / peak,
+        hfu_full=per_s * float(executed.full[0]) / peak,
+        hfu_causal=per_s * float(executed.causal[0]) / peak,
+    )
+    with ledger.section("Speed"):
+        ledger.note(
+            "tokens per s", "tokens_of_a_step / step", per_s, "1/s", tokens_of_a_step=job.tokens, step=priced.step_s
+        )
+        shares = [("MFU, full square", "model", found.mfu_full, needed.full)]
+        shares.append(("MFU, causal half", "model", found.mfu_causal, needed.causal))
+        if priced.choice.layout.recompute != "none":
+            shares.append(("HFU, full square", "executed", found.hfu_full, executed.full))
+            shares.append(("HFU, causal half", "executed", found.hfu_causal, executed.causal))
+        for what, kind, share, flops in shares:
+            name = ledger.identifier(f"{kind} FLOPs, {what[5:]}")
+            ledger.note(
+                what, f"tokens_per_s * {name} / (accelerators * peak_rate)", share, "", _PALM,
+                tokens_per_s=per_s, accelerators=job.cluster.size,
+                peak_rate=job.cluster.accelerator.flops_per_s[job.precision], **{name: flops},
+            )  # fmt: skip
+    return found
+
+
+def days(job: Job, step_s: float, budget_tokens: float) -> float:
+    """Of training on so many tokens, without checkpoints, evaluations and failures."""
+    return budget_tokens / job.tokens * step_s / SECONDS_A_DAY
+
+
+def accelerator_hours(job: Job, step_s: float, budget_tokens: float) -> float:
+    """The same on all accelerators together."""
+    return days(job, step_s, budget_tokens) * 24 * job.cluster.size

@@ -1,0 +1,83 @@
+"""What would make a model fit where no layout does: each change is tried, and named only if it works."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+
+from shardwright.cost.job import Job
+from shardwright.errors import LayoutError
+from shardwright.planner.search import fits, limit_bytes
+
+MOST_TIMES = 256
+"""How many times as many accelerators are tried."""
+SHORTEST = 512
+"""Tokens of a sequence below which none is tried."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change after which a layout fits. `what`: in words."""
+
+    what: str
+    job: Job
+
+
+def remedies(job: Job, memory_margin: float) -> list[Remedy]:
+    """Single changes of the job with each of which some layout fits, the least change of each kind.
+
+    Layout, micro-batch and recomputation are not among them: every choice of those has been searched.
+    """
+
+    def works(changed: Job, margin: float = memory_margin) -> bool:
+        try:
+            return fits(changed, limit_bytes(changed, margin))
+        except LayoutError:
+            return False
+
+    kinds = (_larger(job), _even(job), _shorter(job), _narrower(job))
+    found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
+    remedies = [each for each in found if each is not None]
+    if memory_margin and works(job, 0.0):
+        remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
+    return remedies
+
+
+def _larger(job: Job) -> Iterator[Remedy]:
+    """More accelerators: twice, three times, four times, ... as many."""
+    times = 2
+    while times <= MOST_TIMES:
+        size = job.cluster.size * times
+        cluster = replace(job.cluster, size=size)
+        more = "twice" if times == 2 else f"{times} times"
+        yield Remedy(f"{size} accelerators of the same kind, {more} as many", replace(job, cluster=cluster))
+        times = times + 1 if times < 4 else times * 2
+
+
+def _shorter(job: Job) -> Iterator[Remedy]:
+    """Shorter sequences, of as many tokens a step."""
+    seq_len, global_batch = job.seq_len, job.global_batch
+    while seq_len % 2 == 0 and seq_len // 2 >= SHORTEST:
+        seq_len, global_batch = seq_len // 2, global_batch * 2
+        changed = replace(job, seq_len=seq_len, global_batch=global_batch)
+        yield Remedy(f"--seq-len {seq_len} with --global-batch {global_batch}, as many tokens a step", changed)
+
+
+def _even(job: Job) -> Iterator[Remedy]:
+    """The nearest sequence length that tp and cp can cut into more parts, of as many sequences a step: an even one, one
+    for a node, one for all ranks. cp cuts each sequence into twice as many parts as it has ranks."""
+    size, node = job.cluster.size, job.cluster.node_size
+    tried = {job.seq_len}
+    for parts in (2, 2 * node, 2 * size) if size > 1 else ():
+        near = max(1, round(job.seq_len / parts)) * parts
+        if near not in tried:
+            tried.add(near)
+            can, could = (gcd(seq_len, 2 * size) for seq_len in (near, job.seq_len))
+            into = f"as many as {can} equal parts, {job.seq_len} into {could}"
+            what = f"--seq-len {near}, which tp and cp can cut into {into}"
+            yield Remedy(what, replace(job, seq_len=near))
+
+
+def _narrower(job: Job) -> Iterator[Remedy]:
+    """Products in 16 bits."""
+    if job.precision == "fp32":
+        yield Remedy("--precision bf16", replace(job, precision="bf16"))

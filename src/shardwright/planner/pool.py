@@ -1,0 +1,84 @@
+"""Layouts that fit, with a bound on the time of each, and the fastest of any part of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.step import step_time
+from shardwright.planner.choice import Choice, choice_at
+
+Mask = NDArray[np.bool_]
+Condition = Callable[[Candidates], Mask]
+"""Which of some candidates are meant, (n,)."""
+
+AT_ONCE = 8
+"""Layouts of one round of simulations. More would simulate some that one more result could have excluded."""
+
+
+class Pool:
+    """n layouts of a job in groups that share a pipeline. `bound_s`, `peak_bytes`: (n,), in the order of the groups.
+
+    The time of a layout is simulated when it is asked for, and kept.
+    """
+
+    def __init__(self, job: Job, groups: Sequence[Candidates], bound_s: Floats, peak_bytes: Floats) -> None:
+        self.job = job
+        self.groups = list(groups)
+        self.bound_s = bound_s
+        self.peak_bytes = peak_bytes
+        self._ends = np.cumsum([len(group) for group in self.groups], dtype=np.int64)
+        self._order = np.argsort(bound_s, kind="stable")
+        self._exact: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self.bound_s)
+
+    @property
+    def n_simulated(self) -> int:
+        """How many have been simulated so far."""
+        return len(self._exact)
+
+    def where(self, condition: Condition) -> Mask:
+        """Which of the n a condition means."""
+        return np.concatenate([condition(group) for group in self.groups]) if self.groups else np.zeros(0, dtype=bool)
+
+    def choice(self, number: int) -> Choice:
+        """Layout number `number`."""
+        group, row = self._place(number)
+        return choice_at(self.groups[group], row)
+
+    def fastest(self, k: int, among: Mask | None = None) -> list[int]:
+        """Numbers of the k layouts with the least simulated time, the fastest first; of equals the simpler one, which
+        stands first. `among`, (n,): only of these. Fewer than k where there are not so many.
+
+        Best first: layouts are simulated in the order of their bounds, until no bound that is left is below the k-th
+        time found. As no layout is faster than its bound, this is what simulating all would give.
+        """
+        order = self._order if among is None else self._order[among[self._order]]
+        found: list[tuple[float, int]] = []
+        for begin in range(0, len(order), AT_ONCE):
+            if len(found) >= k and self.bound_s[order[begin]] >= found[k - 1][0]:
+                break
+            numbers = order[begin : begin + AT_ONCE].tolist()
+            found = sorted([*found, *zip(self.times_s(numbers), numbers, strict=True)])[:k]
+        return [number for _, number in found]
+
+    def times_s(self, numbers: Iterable[int]) -> list[float]:
+        """Simulated seconds of a step of some layouts."""
+        wanted = list(numbers)
+        by_group: dict[int, list[int]] = {}
+        for number in wanted:
+            if number not in self._exact:
+                by_group.setdefault(self._place(number)[0], []).append(number)
+        for group, those in by_group.items():
+            rows = np.array([self._place(number)[1] for number in those])
+            seconds = step_time(self.job, self.groups[group].take(rows), simulated=True).total_s
+            self._exact.update(zip(those, np.asarray(seconds).tolist(), strict=True))
+        return [self._exact[number] for number in wanted]
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """In which group a layout is, and which of it."""
+        group = int(np.searchsorted(self._ends, number, side="right"))
+        return group, number - int(self._ends[group] - len(self.groups[group]))

@@ -1,0 +1,262 @@
+"""A measured run as a job and a layout that the cost model can price, or why it cannot."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardwright.cost import memory
+from shardwright.cost.hardware import Cluster, cluster
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.stack import STACKS, Stack
+from shardwright.errors import InputError
+from shardwright.layout import Layout
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.planner.run_columns import NO_FIGURES, Measured
+from shardwright.schedule.registry import find
+from shardwright.split import rules, stages
+from shardwright.units import GiB
+
+MOST_STAGES = 512
+"""Of a pipeline, whose schedule is simulated action by action."""
+MOST_PARAMETERS = 1e16
+MOST_TOKENS = 1e12
+"""Of a step. Beyond these, products of sizes leave the whole numbers of 64 bits that the cost model counts with."""
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8-tensor": "fp8", "fp8-row": "fp8"}
+"""Number formats of a table that have a price, as the cost model names them."""
+STACK = {"deepspeed": "megatron", "nanotron": "megatron-core", "automodel": "fsdp-compiled", "other": "megatron-core"}
+"""Software of a table that is priced as another."""
+FUSED_LOSS = {"megatron-core": "megatron-core-fused-loss", "fsdp-compiled": "fsdp-compiled-loss"}
+RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
+"""Places in `cost.job.RECOMPUTE`."""
+ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A row of a table that can be predicted. `row`: its line. `assumed`: by the table and by the cost model."""
+
+    row: int
+    measured: Measured
+    job: Job
+    candidates: Candidates
+    assumed: tuple[str, ...] = ()
+
+    def predicted_peak_gib(self) -> float:
+        """The same quantity as `measured.peak_mem_gib` by the memory model."""
+        found = memory.of(self.job, self.candidates)
+        ranks = found.rank_bytes[0]
+        held = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
+        share = 1 + found.fragmentation if self.measured.peak_mem_from == "reserved" else 1.0
+        return float(held * share) / GiB
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that is not predicted, and why."""
+
+    row: int
+    measured: Measured
+    reason: str
+
+
+def prepared(line: int, row: Measured) -> Run | Skipped:
+    """A row for its prediction; `line`: where it stands in the file."""
+    if row.usable == "no":
+        return Skipped(line, row, row.why_not)
+    if reason := next(_not_priced(row), None):
+        return Skipped(line, row, reason)
+    try:
+        # Schedules with a fixed number of stages do not name it.
+        virtual = row.virtual_stages if find(row.schedule).virtual_stages_tried else None
+        piped = Layout(pp=row.pp, pp_schedule=row.schedule).changed(virtual_stages=virtual)
+        job = Job(
+            model=_model(row),
+            cluster=_cluster(row),
+            seq_len=row.seq_len,
+            global_batch=row.global_batch,
+            precision=PRECISIONS[row.precision],
+            stack=_stack(row),
+        )
+        candidates = _candidates(row, piped)
+    except InputError as error:
+        return Skipped(line, row, _of_columns(error.problems[0]))
+    if reason := next(_problems(job, candidates, piped), None):
+        return Skipped(line, row, _of_columns(reason))
+    return Run(row=line, measured=row, job=job, candidates=candidates, assumed=tuple(_assumed(row)))
+
+
+def _not_priced(row: Measured) -> Iterator[str]:
+    """What the row says that the cost model has no figures or formulas for."""
+    if row.accelerator in NO_FIGURES:
+        yield f"accelerator={row.accelerator} has no figures in hardware.toml"
+    if row.precision not in PRECISIONS:
+        yield f"precision={row.precision} has no price; priced: {', '.join(PRECISIONS)}"
+    if row.recompute not in RECOMPUTE and not _core_attention(row):
+        yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
+    if row.offload != "none":
+        yield f"offload={row.offload} has no price; priced: none"
+    if row.mtp:
+        yield "mtp=1: a layer that predicts a second token has no price"
+    if row.window:
+        yield "sliding-window attention has no price"
+    if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
+        yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
+
+
+def _core_attention(row: Measured) -> bool:
+    """Whether it recomputes what Megatron's "selective" does, by the module's name."""
+    return row.recompute == "selective:core_attn" and STACKS[STACK.get(row.stack, row.stack)].selective == "scores"
+
+
+def _assumed(row: Measured) -> Iterator[str]:
+    if row.note:
+        yield row.note
+    if row.precision == "fp8-row":
+        yield "precision=fp8-row priced as one scale a tensor"
+    if row.stack in STACK:
+        yield f"stack {row.stack} priced as {STACK[row.stack]}"
+    if row.moe_dispatch not in (None, "alltoall"):
+        yield f"moe_dispatch={row.moe_dispatch} priced as alltoall"
+
+
+def _model(row: Measured) -> ModelSpec:
+    latent, moe = None, None
+    if row.mla_kv_rank is not None:
+        latent = LatentAttentionSpec(
+            kv_rank=row.mla_kv_rank,
+            q_rank=row.mla_q_rank,
+            nope_dim=row.mla_nope,
+            rope_dim=row.mla_rope,
+            v_dim=row.mla_v,
+        )
+    if row.experts is not None:
+        moe = MoESpec(
+            n_experts=row.experts,
+            top_k=row.top_k,
+            d_ffn=row.expert_ffn,
+            n_shared=row.shared_experts,
+            first_dense=row.dense_layers,
+            # The score of the only expert is its weight.
+            normalise=row.top_k > 1,
+        )
+    return ModelSpec(
+        n_layers=row.layers,
+        d_model=row.d_model,
+        n_heads=row.heads,
+        n_kv_heads=row.heads if latent else row.kv_heads,
+        head_dim=latent.v_dim if latent else row.head_dim,
+        d_ffn=row.d_ffn,
+        vocab_size=row.vocab,
+        max_seq_len=row.seq_len,
+        norm="rmsnorm" if row.gated else "layernorm",
+        activation="swiglu" if row.gated else "gelu_tanh",
+        positions="learned" if row.positions == "learned" else "rope",
+        bias=row.bias,
+        tied_embedding=row.tied,
+        dropout=row.dropout,
+        moe=moe,
+        latent_attention=latent,
+    )
+
+
+def _stack(row: Measured) -> Stack:
+    """The row's software, with what the row itself says of its kernels, types and overlaps."""
+    name = STACK.get(row.stack, row.stack)
+    stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
+    speed = stack.speed
+    if row.flash is not None:
+        stack = replace(stack, flash_attention=row.flash)
+    if row.grad_dtype is not None:
+        speed = replace(speed, reduce_bytes=ELEMENT_BYTES[row.grad_dtype])
+        stack = replace(stack, reduced_bytes=ELEMENT_BYTES[row.grad_dtype])
+    if row.optimizer_dtype is not None:
+        stack = replace(stack, state_bytes=ELEMENT_BYTES[row.optimizer_dtype])
+    if row.overlap_tp is not None:
+        speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
+    if row.overlap_dp is not None:
+        speed = replace(speed, hides_dp=row.overlap_dp)
+    return replace(stack, speed=speed)
+
+
+def _cluster(row: Measured) -> Cluster:
+    """Evenly over as few NVLink domains as hold the run."""
+    n = row.accelerators
+    domains = next(k for k in range(-(-n // row.per_domain), n + 1) if n % k == 0)
+    found = cluster(f"{row.accelerator}:{n}/{n // domains}")
+    if row.network_gbs is not None:
+        found = found.with_network(row.network_gbs * 1e9 * found.node_size)
+    return found if row.network is None else found.on(row.network)
+
+
+def _candidates(row: Measured, piped: Layout) -> Candidates:
+    each = {
+        "dp_replicate": row.dp_replicate,
+        "dp_shard": row.dp_shard,
+        "cp": row.cp,
+        "tp": row.tp,
+        # Experts cut over their own tp hold as much, and see as many tokens, as over as many more ranks of ep.
+        "ep": row.ep * (row.etp or row.tp) if row.experts else 1,
+        "zero": row.zero,
+        "micro_batch": row.micro_batch,
+        "recompute": RECOMPUTE.get(row.recompute, RECOMPUTE["selective"]),
+    }
+    arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
+    return Candidates(
+        shared=replace(
+            piped,
+            stage_layers=_stage_layers(row, piped.n_stages),
+            cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
+        ),
+        sequence_parallel=np.array([row.sp]),
+        **arrays,
+    )
+
+
+def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
+    """Layers of each stage; None where they are balanced by cost."""
+    if row.pp == 1 or row.layer_split == "uneven":
+        return None
+    ends = 1 if row.layer_split == "ends" else 0
+    each, rest = divmod(row.layers + 2 * ends, n_stages)
+    if rest:
+        raise InputError(
+            f"layer_split={row.layer_split}: {row.layers} layers do not fill {n_stages} stages; valid: uneven"
+        )
+    return each - ends, *(each,) * (n_stages - 2), each - ends
+
+
+def _problems(job: Job, of: Candidates, piped: Layout) -> Iterator[str]:
+    """The rules of any training code that the run breaks. Not asked is what only this system wants: other programs
+    spread experts over data replicas, pad a vocabulary, and may leave a stage without a layer."""
+    spec = job.model
+    yield from spec.problems()
+    if spec.n_parameters > MOST_PARAMETERS or job.tokens > MOST_TOKENS:
+        yield f"{spec.n_parameters:.3g} parameters and {job.tokens:.3g} tokens in a step are out of range"
+    priced = job.cluster.accelerator.flops_per_s
+    if job.precision not in priced:
+        yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
+    # Dense, and without data ranks: rules of those are about how this system shards state.
+    inside = Layout(
+        tp=int(of.tp[0]),
+        cp=int(of.cp[0]),
+        cp_method=of.shared.cp_method,
+        sequence_parallel=bool(of.sequence_parallel[0]),
+    )
+    yield from rules.problems(replace(spec, moe=None), inside, job.seq_len)
+    if piped.n_stages > MOST_STAGES:
+        yield f"{piped.n_stages} stages are more than the {MOST_STAGES} that are simulated"
+        return
+    yield from stages.schedule_problems(piped, int(of.microbatches(job.global_batch)[0]))
+    if of.pp > 1 and of.shared.stage_layers is None:
+        yield from stages.problems(spec, piped)
+    elif of.shared.stage_layers is not None and min(of.shared.stage_layers) < 0:
+        yield f"{spec.n_layers} layers cannot be cut into the {piped.n_stages} stages of pp={of.pp}"
+
+
+def _of_columns(problem: str) -> str:
+    """A rule in the words of a table, which has no sections."""
+    return re.sub(r"\b(layout|model|batch)\.(?=[a-z])", "", problem)

@@ -1,0 +1,83 @@
+"""A chosen layout as a run file that `train` and `verify` accept, once its data are filled in."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from shardwright import extensions
+from shardwright.cost.job import Job
+from shardwright.errors import InputError
+from shardwright.model.presets import PRESETS
+from shardwright.planner.choice import Choice
+
+PRECISIONS = ("fp32", "bf16")
+"""What `train` computes in."""
+STEPS = 1000
+
+
+def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
+    """The text of a run file.
+
+    `name`: the preset that the model is; `command`: what found the layout, for the first line; `budget_tokens`: how
+    long the run is to be. Raises InputError for a job that `train` cannot run.
+    """
+    if job.precision not in PRECISIONS:
+        raise InputError(
+            f"--write with --precision {job.precision}: train computes in {' or '.join(PRECISIONS)}; choose one of them"
+        )
+    steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
+    tokens = steps * job.tokens
+    layout = choice.settings()
+    micro_batch = layout.pop("micro_batch")
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"preset": name} | _changes(job, name),
+        "data": {"path": "data/tokens"},
+        "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
+        "layout": layout,
+        "precision": {"compute": job.precision},
+    }
+    if job.optimizer != Job.optimizer:
+        sections["optimizer"] = {"name": job.optimizer}
+    remarks = {
+        "data.path": "fill in: a folder written by `shardwright data prepare`, with this model's tokenizer",
+        "steps": f"fill in: {steps:,} steps are {tokens:,} tokens",
+        "out": "fill in: where the run is kept",
+    }
+    lines = [
+        f"# Written by `{command}`.",
+        f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer options are defaults.",
+        "",
+        _line("out", f"runs/{name}", remarks["out"]),
+        _line("steps", steps, remarks["steps"]),
+    ]
+    if loaded := extensions.loaded():
+        lines.append(_line("extensions", loaded, ""))
+    for section, values in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [_line(key, value, remarks.get(f"{section}.{key}", "")) for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _changes(job: Job, name: str) -> dict[str, Any]:
+    """Sizes in which the model differs from its preset; a table that differs is written whole."""
+    found: dict[str, Any] = {}
+    preset = PRESETS[name]
+    for each in fields(preset):
+        value = getattr(job.model, each.name)
+        if value != getattr(preset, each.name):
+            found[each.name] = value
+    if job.seq_len > job.model.max_seq_len:
+        found["max_seq_len"] = job.seq_len
+    return found
+
+
+def _line(key: str, value: Any, remark: str) -> str:
+    written = f"{key} = {_toml(value)}"
+    return f"{written}  # {remark}" if remark else written
+
+
+def _toml(value: Any) -> str:
+    if hasattr(value, "__dataclass_fields__"):
+        inner = {each.name: getattr(value, each.name) for each in fields(value)}
+        return "{ " + ", ".join(f"{key} = {_toml(below)}" for key, below in inner.items()) + " }"
+    return json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,143 @@
+"""Reads a table of measured runs: a CSV with exactly the columns of `plan.run_columns`."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import InputError, nearest
+from shardwright.planner.run import Run, Skipped, prepared
+from shardwright.planner.run_columns import Measured, columns
+from shardwright.schedule.named import ONE_F_ONE_B
+
+LONGEST_QUOTE = 40
+FEW = 3
+"""Missing columns that are explained one by one."""
+
+
+def read_runs(path: Path) -> list[Run | Skipped]:
+    """Every row of a table, in order; what has no price is `Skipped`.
+
+    Raises InputError with every problem of the file at once: an unknown or missing column, a cell that is not valid,
+    and rows whose cells contradict each other.
+    """
+    return [prepared(line, row) for line, row in read_table(path)]
+
+
+def read_table(path: Path) -> list[tuple[int, Measured]]:
+    """Every row with its line in the file (the last one of a row that has several). Raises InputError as above."""
+    try:
+        # Spreadsheets begin a file with a byte order mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(cells)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: cannot be read as a CSV: {getattr(error, 'strerror', None) or error}") from None
+    header = lines[0][1] if lines else []
+    if found := list(_header_problems(header)):
+        raise InputError(*(f"{path}: {problem}" for problem in found))
+    if len(lines) == 1:
+        raise InputError(f"{path}: no rows below the header")
+    rows: list[tuple[int, Measured]] = []
+    problems: list[str] = []
+    lines_of_ids: dict[str, int] = {}
+    for line, cells in lines[1:]:
+        if len(cells) != len(header):
+            problems.append(f"row {line}: {len(cells)} cells, and the header has {len(header)} columns")
+            continue
+        row, wrong = _read(dict(zip(header, cells, strict=True)))
+        wrong = wrong or list(_contradictions(row))
+        if row.id and (first := lines_of_ids.setdefault(row.id, line)) != line:
+            wrong.append(f"id={_quoted(row.id)}: row {first} has the same; valid: one that no other row has")
+        problems += (f"row {line}: {problem}" for problem in wrong)
+        rows.append((line, row))
+    if problems:
+        raise InputError(*(f"{path}, {problem}" for problem in problems))
+    return rows
+
+
+def _header_problems(header: list[str]) -> Iterator[str]:
+    for sign, plural in ((";", "semicolons"), ("\t", "tabs")):
+        if len(header) == 1 and sign in header[0]:
+            yield f"its columns are separated by {plural}; valid: commas"
+            return
+    for name in dict.fromkeys(header):
+        if name not in columns():
+            hint = nearest(name, columns())
+            yield f"column {_quoted(name)!r} is not known" + (f"; {hint}" if hint.startswith("did") else "")
+        elif header.count(name) > 1:
+            yield f"column {name!r} stands there {header.count(name)} times; valid: once"
+    missing = [name for name in columns() if name not in header]
+    for name in missing[:FEW]:
+        yield f"column {name!r} is missing; it is: {columns()[name].help}"
+    if missing:
+        rest = f"{len(missing) - FEW} more are missing: {', '.join(missing[FEW:])}; " if missing[FEW:] else ""
+        yield (
+            f"{rest}a table has all {len(columns())} columns, with empty cells where a row need not say them; "
+            "docs/measured-runs.md says what each is"
+        )
+
+
+def _read(cells: dict[str, str]) -> tuple[Measured, list[str]]:
+    """A row, and what is wrong with its cells one by one; with a problem the row has None there."""
+    values: dict[str, Any] = dict.fromkeys(columns())
+    problems: list[str] = []
+    for name, column in columns().items():
+        try:
+            values[name] = column.read(cells[name])
+        except ValueError as error:
+            problems.append(f"{name}={_quoted(cells[name])!r}: {error}")
+    row = Measured(**values)
+    when = {
+        "always": True,
+        "usable": row.usable == "yes",
+        "experts": row.experts is not None,
+        "pp": row.usable == "yes" and (row.pp or 1) > 1,
+        "mla": any(text for name, text in cells.items() if columns()[name].needed == "mla"),
+        "peak": row.peak_mem_gib is not None,
+    }
+    for name, column in columns().items():
+        if not cells[name] and when.get(column.needed):
+            problems.append(f"{name} is empty, and this row needs it: {column.help}; valid: {column.rule}")
+    return row, problems
+
+
+def _contradictions(row: Measured) -> Iterator[str]:
+    """Rules between the cells of a row, each of which is valid by itself."""
+    if row.usable == "no":
+        if not row.why_not:
+            yield "why_not is empty, and a row with usable='no' says there why it is not compared"
+        return
+    if row.model_kind != "decoder":
+        yield f"model_kind={row.model_kind!r} with usable='yes'; valid: decoder, or usable='no'"
+    if row.step_time_s is None and row.peak_mem_gib is None:
+        yield "step_time_s and peak_mem_gib are empty; valid: one of them, or usable='no'"
+    data_ranks = row.dp_replicate * row.dp_shard
+    world = row.tp * row.pp * row.cp * data_ranks
+    if world != row.accelerators:
+        yield (
+            f"tp {row.tp} x pp {row.pp} x cp {row.cp} x dp_replicate {row.dp_replicate} x dp_shard {row.dp_shard} = "
+            f"{world}, not accelerators={row.accelerators}"
+        )
+    if row.global_batch % (row.micro_batch * data_ranks):
+        each = f"micro_batch {row.micro_batch} x {data_ranks} data ranks"
+        yield f"global_batch={row.global_batch} is not a multiple of {each}"
+    if row.zero == 0 and row.dp_shard > 1:
+        yield f"zero=0 shards nothing over dp_shard={row.dp_shard}; valid: dp_replicate={data_ranks}, dp_shard=1"
+    if row.sp and row.tp == 1:
+        yield "sp=1 with tp=1; valid: 0"
+    if row.experts is None and row.ep > 1:
+        yield f"ep={row.ep} without experts; valid: 1"
+    if row.experts is not None and row.experts % row.ep:
+        valid = ", ".join(str(n) for n in range(1, row.experts + 1) if row.experts % n == 0)
+        yield f"ep={row.ep} does not divide {row.experts} experts; valid: {valid}"
+    etp, stage = row.etp or row.tp, row.tp * row.cp * data_ranks
+    if row.experts is not None and stage % (row.ep * etp):
+        yield f"ep={row.ep} x etp {etp} does not divide tp x cp x data ranks = {stage}"
+    if row.pp == 1 and (row.virtual_stages > 1 or row.schedule != ONE_F_ONE_B.name):
+        yield f"schedule={row.schedule}, virtual_stages={row.virtual_stages} with pp=1; valid: 1f1b, 1"
+
+
+def _quoted(text: str) -> str:
+    """A cell as a message repeats it: not at any length."""
+    return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 4]}..."

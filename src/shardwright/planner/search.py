@@ -1,0 +1,133 @@
+"""The fastest layouts that fit: memory of all, a bound on the time of those that fit, and simulation of the best."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.cost import memory
+from shardwright.cost.estimate import Estimate
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.step import step_time
+from shardwright.errors import InputError
+from shardwright.layout import Layout
+from shardwright.planner.choice import Choice, choice_at
+from shardwright.planner.distinct import distinct
+from shardwright.planner.pool import Condition, Pool
+from shardwright.planner.space import groups
+
+MARGIN = 0.1
+"""Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
+TOP = 10
+CELLS = 2**17
+"""Layouts x ranks of `pp` that are evaluated at once: as many as keep the arrays of a formula in the cache."""
+
+
+@dataclass(frozen=True)
+class Priced(Estimate):
+    """One layout of the space with what it costs."""
+
+    choice: Choice
+
+    @property
+    def layout(self) -> Layout:
+        """Degrees and what goes with them."""
+        return self.choice.layout
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences a rank runs at a time."""
+        return self.choice.micro_batch
+
+    @staticmethod
+    def of(job: Job, choice: Choice) -> "Priced":
+        """Not checked: what stands in the space is valid."""
+        return Priced(job, choice.candidates, choice)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What there is of some layouts: how many, all that fit, and the one that needs least memory, None of none."""
+
+    n_layouts: int
+    pool: Pool
+    nearest: Choice | None
+    nearest_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
+    for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`)."""
+
+    job: Job
+    limit_bytes: float
+    survey: Survey
+    best: list[Priced]
+    equals: list[list[Choice]]
+
+    @property
+    def pool(self) -> Pool:
+        """All layouts that fit."""
+        return self.survey.pool
+
+
+def limit_bytes(job: Job, memory_margin: float) -> float:
+    """What a layout may need. Raises InputError for a margin that is no share."""
+    if not 0 <= memory_margin < 1:
+        raise InputError(f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1")
+    return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
+
+
+def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
+    """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
+
+    `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
+    of `plan.space` with a simulated schedule would find (`Pool.fastest`).
+
+    Raises LayoutError where no layout can deal out the batch, InputError for a margin that is no share.
+    """
+    limit = limit_bytes(job, memory_margin)
+    found = survey(job, limit)
+    listed = distinct(found.pool, top)
+    best = [Priced.of(job, each.members[each.simplest]) for each in listed]
+    return Plan(job, limit, found, best, [each.others for each in listed])
+
+
+def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:
+    """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
+
+    `condition`: only of layouts of this kind. Raises LayoutError where no layout can deal out the batch.
+    """
+    kept: list[Candidates] = []
+    bounds, peaks = [np.zeros(0)], [np.zeros(0)]
+    n_layouts, least = 0, np.inf
+    nearest: Choice | None = None
+    for group in _parts(job, condition):
+        needed = memory.reserved_bytes(job, group)
+        n_layouts += len(group)
+        at = int(needed.argmin())
+        if needed[at] < least:
+            nearest, least = choice_at(group, at), float(needed[at])
+        fits = needed <= limit
+        if fits.any():
+            kept.append(group.take(fits))
+            peaks.append(needed[fits])
+            bounds.append(step_time(job, kept[-1], simulated=False).total_s)
+    pool = Pool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
+    return Survey(n_layouts, pool, nearest, float(least))
+
+
+def fits(job: Job, limit: float) -> bool:
+    """Whether any layout needs no more than `limit` bytes; returns at the first that does."""
+    return any((memory.reserved_bytes(job, group) <= limit).any() for group in _parts(job, None))
+
+
+def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
+    """The groups of the space, in parts that the formulas take at once."""
+    for group in groups(job):
+        if condition is not None:
+            group = group.take(condition(group))
+        step = max(1, CELLS // group.pp)
+        for begin in range(0, len(group), step):
+            yield group.take(slice(begin, begin + step))

@@ -1,0 +1,71 @@
+"""How a plan changes with the number of accelerators and with the length of a sequence."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwright.cost.job import Candidates
+from shardwright.errors import LayoutError
+from shardwright.planner.pool import Mask
+from shardwright.planner.search import Plan, Priced, survey
+from shardwright.split.rules import problems
+
+NEAR = 2
+"""By which factor tp, cp and pp may differ from those of the plan on a cluster of another size."""
+SIZES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+LENGTHS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best layout on a cluster of another size, with the same batch; None where none fits."""
+
+    size: int
+    priced: Priced | None
+
+
+def by_size(plan: Plan) -> list[Point]:
+    """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be dealt out to.
+
+    Degrees of tp, cp and pp are searched within a factor of two of the plan's, everything else in full.
+    """
+    best = plan.best[0]
+    found = []
+    for factor in SIZES:
+        size, whole = _scaled(plan.job.cluster.size, factor)
+        node = plan.job.cluster.node_size
+        if not whole or size % node:
+            continue
+        if factor == 1:
+            found.append(Point(size, best))
+            continue
+        job = replace(plan.job, cluster=replace(plan.job.cluster, size=size))
+        try:
+            near = survey(job, plan.limit_bytes, lambda of: _near(of, best.choice.candidates))
+        except LayoutError:
+            continue
+        if near.n_layouts:
+            fastest = near.pool.fastest(1)
+            found.append(Point(size, Priced.of(job, near.pool.choice(fastest[0])) if fastest else None))
+    return found
+
+
+def _near(of: Candidates, best: Candidates) -> Mask:
+    mask = np.full(len(of), best.pp <= NEAR * of.pp and of.pp <= NEAR * best.pp)
+    for mine, its in ((of.tp, best.tp), (of.cp, best.cp)):
+        mask &= (its <= NEAR * mine) & (mine <= NEAR * its)
+    return mask
+
+
+def by_length(best: Priced) -> list[Priced]:
+    """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot cut are left
+    out."""
+    job, layout = best.job, best.choice.layout
+    lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
+    can_be_cut = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
+    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in can_be_cut]
+
+
+def _scaled(n: int, factor: float) -> tuple[int, bool]:
+    """n x factor, and whether that is a whole number."""
+    return int(n * factor), float(n * factor).is_integer() and n * factor >= 1

@@ -1,0 +1,104 @@
+"""A layout, and what others lose against it, as a person reads it."""
+
+from collections.abc import Sequence
+
+from shardwright.cost.job import Job
+from shardwright.keys import Sizes, written
+from shardwright.layout import KEYS, accumulation
+from shardwright.planner.alternatives import Alternative, reasons, savings
+from shardwright.planner.choice import Choice
+from shardwright.planner.distinct import CHOICES, differing, value
+from shardwright.planner.search import Priced
+from shardwright.units import format_bytes, format_seconds
+
+
+def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
+    """Each key that is used, with its value and what it means for this job."""
+    layout = choice.layout
+    experts = job.model.moe.n_experts if job.model.moe else 0
+    sizes = Sizes(job.model.n_layers, experts, job.seq_len, job.cluster.node_size)
+    values = {name: getattr(layout, name) for name in KEYS}
+    rows = [
+        (name, written(value), KEYS[name].words(layout, sizes))
+        for name, value in values.items()
+        if value is not None and KEYS[name].used(layout)
+    ]
+    m = accumulation(job.global_batch, choice.micro_batch, layout.data_ranks)
+    batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'microbatch')} x {choice.micro_batch}"
+    return [*rows, ("batch", str(job.global_batch), batch)]
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("" if n == 1 else "es" if what.endswith("ch") else "s")
+
+
+def merged(found: Sequence[Alternative]) -> list[tuple[str, Alternative]]:
+    """Alternatives with their names, those that are one layout once; those that fit first, the fastest first."""
+    names: dict[Choice, list[str]] = {}
+    kept: dict[Choice, Alternative] = {}
+    for each in found:
+        names.setdefault(each.choice, []).append(each.name)
+        kept.setdefault(each.choice, each)
+    ordered = sorted(kept.values(), key=lambda each: each.priced.step_s if each.priced else float("inf"))
+    return [(_joined(names[each.choice]), each) for each in ordered]
+
+
+def _joined(names: Sequence[str]) -> str:
+    """`another tp`, `another pp` -> `another tp, pp`."""
+    sides = [name.removeprefix("another ") for name in names if name.startswith("another ")]
+    others = [name for name in names if not name.startswith("another ")]
+    return "; ".join([*(["another " + ", ".join(sides)] if sides else []), *others])
+
+
+def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
+    """How much slower an alternative is, or by how much it does not fit: `+38 %`."""
+    slower = other.slower(best)
+    if slower is not None:
+        return f"{slower:+.1%}"
+    assert other.nearest is not None
+    return f"does not fit: {format_bytes(other.nearest[1])} of {format_bytes(limit_bytes)}"
+
+
+def why(best: Priced, other: Alternative) -> str:
+    """Where an alternative loses its time, and where it wins some back."""
+    if other.priced is None:
+        return "with the least memory of its kind"
+    parts = [f"{kind} +{format_seconds(seconds)}" for kind, seconds in reasons(best, other.priced)]
+    parts += [f"{kind} -{format_seconds(-seconds)}" for kind, seconds in savings(best, other.priced)]
+    return ", ".join(parts) or "as fast, as far as can be told"
+
+
+def difference(best: Choice, other: Choice) -> str:
+    """What another layout chooses otherwise: `zero=3`, or `tp=4, dp_shard=2`."""
+    keys = [key for name in differing(best, other) for key in CHOICES[name]]
+    return ", ".join(f"{key}={value(other, key)}" for key in keys if value(other, key) != value(best, key))
+
+
+def also_fast(best: Priced, found: Sequence[Alternative]) -> str:
+    """In one line, what could be chosen otherwise at no cost in time, with its memory; empty where nothing could."""
+    named: dict[str, str] = {}
+    for each in found:
+        if each.as_fast(best) and each.priced is not None and each.choice != best.choice:
+            same = abs(each.priced.peak_bytes - best.peak_bytes) < 1e-3 * best.peak_bytes
+            needs = "" if same else f" (with {format_bytes(each.priced.peak_bytes)})"
+            named[difference(best.choice, each.choice)] = needs
+    return "; ".join(f"{what}{needs}" for what, needs in named.items())
+
+
+def left_out(best: Sequence[Priced], equals: Sequence[Sequence[Choice]]) -> str:
+    """How many layouts cost the same as one that is listed, and in what they differ; empty where none does."""
+    n = sum(map(len, equals))
+    if not n:
+        return ""
+    told: dict[str, list[int]] = {}
+    for number, (each, others) in enumerate(zip(best, equals, strict=True), 1):
+        for other in others:
+            told.setdefault(difference(each.choice, other), []).append(number)
+    parts = []
+    for what, numbers in told.items():
+        which = ", ".join(map(str, numbers))
+        one = f"number {which}" if len(numbers) == 1 else f"numbers {which}"
+        whom = "each" if len(numbers) == len(best) > 1 else one
+        parts.append(f"{whom} also with {what}")
+    layouts = "1 more layout costs" if n == 1 else f"{n} more layouts cost"
+    return f"{layouts} as much time and memory as one of these: {'; '.join(parts)}"

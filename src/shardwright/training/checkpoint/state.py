@@ -1,0 +1,168 @@
+"""Saving and loading the state of training: every tensor under a global name, whatever layout holds it."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.run_folder import RUN_FILE
+from shardwright.training.checkpoint.manifest import Manifest, Progress, TensorRecord, read_manifest
+from shardwright.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.optimizer import named_state
+from shardwright.training.step import Trainer
+
+
+def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """All that a checkpoint holds, `model/NAME` and `optimizer/KIND/NAME`: the very tensors in training."""
+    parameters = trainer.model.named_parameters
+    state = named_state(trainer.optimizer, parameters.items())
+    return {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
+
+
+def checkpoint_bytes(trainer: Trainer) -> int:
+    """Bytes of whole tensors, each once, over all ranks. Other pipeline stages hold as much for a parameter as this."""
+    held = sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(trainer).values())
+    here = sum(parameter.numel() for parameter in trainer.model.named_parameters.values())
+    return held * trainer.model.spec.n_parameters // here
+
+
+def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dict[str, Any], run_toml: str) -> Path:
+    """Write and publish a checkpoint; every rank calls this, and it is there once this returns.
+
+    Raises CheckpointError on every rank if any rank could not write; what was published before stays.
+    """
+    tensors = named_tensors(trainer)
+    partial = store.partial_of(progress.step)
+
+    def publish(records: dict[str, TensorRecord]) -> None:
+        manifest = Manifest(
+            progress=progress,
+            model=dataclasses.asdict(trainer.model.spec),
+            data=data,
+            world_size=dist.get_world_size(),
+            tensors=records,
+        )
+        manifest.write(partial)
+        (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
+        store.publish(progress.step)
+
+    writer = SafetensorsWriter(
+        partial,
+        dist.get_rank(),
+        prepare=lambda: store.begin(progress.step, checkpoint_bytes(trainer)),
+        publish=publish,
+    )
+    try:
+        dcp.save(dict(tensors), storage_writer=writer)
+    except CheckpointException as error:
+        if dist.get_rank() == 0:
+            store.sweep()
+        raise _first_cause(error, f"writing {partial} (earlier checkpoints are untouched)") from None
+    return store.path_of(progress.step)
+
+
+def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progress:
+    """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this.
+
+    Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
+    CheckpointError if it is of another model or seed, or, where `data` (of the manifest) is given, of other
+    samples. After an error the tensors may hold anything.
+    """
+    tensors = named_tensors(trainer)
+    refusal = manifest = None
+    try:
+        manifest = read_manifest(folder)
+        if problems := _differences(manifest, tensors, trainer, data):
+            refusal = CheckpointError(*(f"{folder}: {problem}" for problem in problems))
+    except CheckpointError as error:
+        refusal = error
+    _raise_first(refusal)
+    assert manifest is not None
+    read_into(folder, manifest, tensors)
+    trainer.model.after_change()
+    return manifest.progress
+
+
+def _raise_first(error: CheckpointError | None) -> None:
+    """Raise on every rank what any has to complain of: one that went on alone would hang in a collective."""
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if first := next((e for e in errors if e is not None), None):
+        raise error or first
+
+
+def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors, sharded or whole, from a checkpoint that holds at least their names."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+        try:
+            dcp.load(dict(tensors), storage_reader=SafetensorsReader(folder, manifest))
+        except CheckpointException as error:
+            raise _first_cause(error, f"reading {folder}") from None
+
+
+def _differences(
+    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: dict[str, Any] | None
+) -> list[str]:
+    """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
+    ours = dataclasses.asdict(trainer.model.spec)
+    found = [
+        f"it is of another model: {key}={saved!r}, and this run has {ours.get(key)!r}"
+        for key, saved in manifest.model.items()
+        if key not in ("dropout", "init_std", "max_seq_len") and saved != ours.get(key)
+    ]
+    if found:
+        return found
+    if manifest.progress.seed != trainer.seed:
+        found.append(
+            f"it was trained with seed={manifest.progress.seed} and this run has seed={trainer.seed}, so "
+            f"samples would repeat; set seed={manifest.progress.seed}"
+        )
+    for key, here in (data or {}).items():
+        if here != (saved := manifest.data.get(key)):
+            found.append(
+                f"it was trained on samples of {key}={_short(saved)}, and this run cuts them with {key}="
+                f"{_short(here)}, so it cannot go on with each sample once; give the data and sizes it was trained with"
+            )
+    differing = []
+    for name in sorted(tensors.keys() | manifest.tensors.keys()):
+        saved, here = manifest.tensors.get(name), tensors.get(name)
+        if here is None and name.rpartition("/")[2] in trainer.model.held_on:
+            continue  # of another pipeline stage
+        if saved is None or here is None:
+            differing.append(f"{name} is {'not in it' if saved is None else 'not in this run'}")
+            continue
+        dtype = str(here.dtype).removeprefix("torch.")
+        if (saved.shape, saved.dtype) != (tuple(here.shape), dtype):
+            differing.append(
+                f"{name} is {saved.dtype} {list(saved.shape)}, and this run has {dtype} {list(here.shape)}; "
+                f"nothing is converted in loading, so give the model and precision it was trained with"
+            )
+    if len(differing) > 3:
+        differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
+    return found + differing
+
+
+def _short(value: Any) -> str:
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else repr(value)
+
+
+def _first_cause(error: CheckpointException, doing: str) -> BaseException:
+    """The error of the first rank that failed, out of PyTorch's wrapping."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    if isinstance(cause, ShardwrightError):
+        return cause
+    if "No space left" in str(cause):
+        return CheckpointError(f"{doing}: the disk is full; free some of it, or choose another `out` ({cause})")
+    if isinstance(cause, OSError | SafetensorError):
+        return CheckpointError(f"{doing}: rank {rank}: {cause}")
+    return error

@@ -1,0 +1,180 @@
+"""The storage under PyTorch's checkpoint planner: safetensors files out, verified safetensors files in.
+
+PyTorch decides which rank writes which shard, and which parts of which a rank needs; here the bytes move.
+"""
+
+import hashlib
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from shardwright.errors import CheckpointError, DamagedError
+from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, TensorRecord
+
+
+def sha256_of(tensor: Tensor) -> str:
+    """Hex digest of a CPU tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+class _AsPlanned:
+    """What PyTorch asks of a storage and ours leaves as it is: its plans, and the name of the checkpoint."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class SafetensorsWriter(_AsPlanned, StorageWriter):
+    """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with the
+    records."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        prepare: Callable[[], None],
+        publish: Callable[[dict[str, TensorRecord]], None],
+    ) -> None:
+        self.folder = folder
+        self.file = f"rank-{rank:05d}.safetensors"
+        self._prepare = prepare
+        self._publish = publish
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self._prepare()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder}, which rank 0 has made, cannot be seen from {socket.gethostname()}; `out` "
+                f"must be on a file system that all machines of the run share"
+            )
+        tensors: dict[str, Tensor] = {}
+        results = []
+        for item in plan.items:
+            assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
+            offsets = tuple(item.tensor_data.chunk.offsets)
+            key = item.index.fqn if not any(offsets) else f"{item.index.fqn}@{','.join(map(str, offsets))}"
+            resolved = planner.resolve_data(item)
+            assert isinstance(resolved, Tensor)
+            tensors[key] = tensor = resolved.detach().cpu().contiguous()
+            record = ShardRecord(offsets, tuple(tensor.shape), self.file, key, sha256_of(tensor))
+            results.append(WriteResult(item.index, tensor.nbytes, record))
+        path = self.folder / self.file
+        # What fails on one rank, PyTorch's planner tells to all.
+        save_file(tensors, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        shards: dict[str, list[ShardRecord]] = defaultdict(list)
+        for of_rank in results:
+            for result in of_rank:
+                shards[result.index.fqn].append(result.storage_data)
+        records = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            records[name] = TensorRecord(tuple(entry.size), dtype, tuple(shards[name]))
+            assert records[name].is_whole, f"{name} would be saved with a gap"
+        self._publish(records)
+
+
+class SafetensorsReader(_AsPlanned, StorageReader):
+    """Reads the shards a rank needs, each whole and checked against its sha256 before any of it is used."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._records = {
+            MetadataIndex(name, shard.offsets): shard
+            for name, tensor in manifest.tensors.items()
+            for shard in tensor.shards
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                    torch.Size(tensor.shape),
+                    [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards],
+                )
+                for name, tensor in self.manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted = defaultdict(list)
+        for item in plan.items:
+            index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
+            wanted[self._records[index]].append(item)
+        for record, items in sorted(wanted.items(), key=lambda pair: (pair[0].file, pair[0].key)):
+            shard = read_shard(self.folder, record)
+            for item in items:
+                part = shard
+                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, offset, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def read_shard(folder: Path, record: ShardRecord) -> Tensor:
+    """One shard from its file. Raises DamagedError, naming file and tensor, if a single bit of it has
+    changed."""
+    path = folder / record.file
+    try:
+        with safe_open(path, framework="pt") as file:
+            shard: Tensor = file.get_tensor(record.key)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing; it should hold {record.key}") from None
+    except OSError as error:
+        # Not damage: the next try may succeed, and passing over it would in the end delete a good checkpoint.
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    except (SafetensorError, ValueError) as error:
+        raise DamagedError(f"{path} is damaged and cannot be read (looking for {record.key}): {error}") from None
+    if tuple(shard.shape) != record.shape or sha256_of(shard) != record.sha256:
+        raise DamagedError(
+            f"{path} is damaged: the bytes of {record.key} do not have the sha256 that the manifest gives"
+        )
+    return shard

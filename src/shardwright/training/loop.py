@@ -1,0 +1,277 @@
+"""A run from its resolved run file to its last checkpoint, as one rank."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright.config import RunConfig, resolved_toml
+from shardwright.data.batches import Batches, evaluation_batches
+from shardwright.data.samples import open_samples
+from shardwright.errors import CheckpointError, DamagedError, WorkerError
+from shardwright.files import sole_owner, write_whole
+from shardwright.parallel.apply import apply
+from shardwright.parallel.expert import take_sent_bytes
+from shardwright.parallel.model import ExpertLoad
+from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record
+from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
+from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
+from shardwright.training.load import expert_numbers
+from shardwright.training.metrics import Writer, open_writers
+from shardwright.training.optimizer import build_optimizer
+from shardwright.training.ranks import Place, pick_device, process_group
+from shardwright.training.schedule import learning_rate
+from shardwright.training.screen import Screen
+from shardwright.training.step import StepResult, Trainer
+from shardwright.training.stop import StopRequest
+from shardwright.training.timeline import timeline_file
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
+    """Train as rank `place.rank` until the steps are done or a signal asks to stop.
+
+    Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
+    user can mend; whatever it raises, published checkpoints stay good.
+    """
+    layout = config.layout.layout()
+    layout.check_world(place.world_size)
+    device = pick_device(config.device, place)
+    if device.type == "cpu":
+        keep_freed_memory()
+    owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
+    with owned, process_group(place, device):
+        try:
+            _Run(config, place, device, quiet).go()
+        except torch.OutOfMemoryError as error:
+            raise WorkerError(
+                f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
+                f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
+                f"tp or cp, layout.recompute='full', or precision.compute='bf16'"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: steps and samples behind it, and the checkpoint they came from."""
+
+    step: int = 0
+    samples: int = 0
+    checkpoint: Path | None = None
+
+
+class _Run:
+    """The parts of one rank's run; they are let go before the process group is left."""
+
+    def __init__(self, config: RunConfig, place: Place, device: torch.device, quiet: bool) -> None:
+        self.config, self.place, self.device, self.quiet = config, place, device, quiet
+        self.layout = config.layout.layout()
+        self.spec = config.model.spec()
+        self.samples = open_samples(config, "train")
+        self.data = {
+            "fingerprint": self.samples.split.manifest.fingerprint,
+            "seq_len": config.batch.seq_len,
+            "sequences": config.data.sequences,
+        }
+        # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
+        self.held_out = open_samples(config, "validation") if config.evaluation.samples else None
+        compute = DTYPES[config.precision.compute]
+        self.compute_dtype = compute
+        model = apply(
+            self.spec,
+            self.layout,
+            device,
+            seed=config.seed,
+            param_dtype=torch.promote_types(compute, torch.float32),
+            compute_dtype=compute,
+            compile_blocks=config.precision.compile,
+            seq_len=config.batch.seq_len,
+        )
+        self.trainer = Trainer(
+            model,
+            build_optimizer(model.named_parameters, self.spec, config.optimizer),
+            device=device,
+            seed=config.seed,
+            clip_norm=config.optimizer.clip_norm,
+            compile_loss=config.precision.compile,
+        )
+        self.timeline = timeline_file(config, model.runner, place.rank)
+        self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
+        self.remarks: list[str] = []
+
+    def go(self) -> None:
+        config, steps = self.config, self.config.steps
+        start = self._start()
+        # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends
+        # all.
+        if self.place.rank == 0:
+            self.store.require_space(checkpoint_bytes(self.trainer))
+            # Only now: a run that is refused must not write over the run file of the one that is there.
+            write_whole(Path(config.out) / RUN_FILE, resolved_toml(config).encode())
+        screen = Screen(steps, start.step, self.place.rank, self.quiet)
+        writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
+        stop = StopRequest()
+        batches = Batches(
+            self.samples,
+            global_batch=config.batch.global_batch,
+            micro_batch=config.batch.micro_batch,
+            data_rank=self.layout.data_rank(self.place.rank),
+            data_ranks=self.layout.data_ranks,
+            seed=config.seed,
+            vocab_size=self.spec.vocab_size,
+            start_sample=start.samples,
+            prefetch=config.data.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
+        with screen, stop.listening(), batches:
+            for remark in self.remarks:
+                screen.say(remark)
+            if start.checkpoint is not None:
+                screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
+            try:
+                done = self._steps(start, batches, stop, writers, screen)
+            finally:
+                for writer in writers:
+                    writer.close()
+            stop.settle()
+        if done < steps:
+            screen.say(
+                f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with --resume"
+            )
+
+    def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
+        """Take the steps; returns how many of the run are done."""
+        config, trainer = self.config, self.trainer
+        step = logged = start.step
+        if step == 0:
+            self._evaluate(0, writers)
+        trainer.clock.restart()
+        while step < config.steps and not stop.everyone():
+            batch = next(batches)
+            trainer.clock.mark("data")
+            rate = learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)
+            result = trainer.step(batch, step, rate)
+            step += 1
+            screen.at(step)
+            last = step == config.steps
+            if step % config.metrics.every == 0 or last:
+                self._log(step, step - logged, rate, result, writers)
+                trainer.clock.restart()
+                logged = step
+            if _due(step, config.evaluation.every) or last:
+                self._evaluate(step, writers)
+            if _due(step, config.checkpoint.every) or last:
+                self._save(step, batches.next_sample)
+        if start.step < step < config.steps:
+            if logged < step:
+                self._log(step, step - logged, rate, result, writers)
+            if not _due(step, config.checkpoint.every):
+                self._save(step, batches.next_sample)
+        return step
+
+    def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
+        """The one place of the step path where values are read back from the device."""
+        self.trainer.model.sum_over_losses(result.loss_part)
+        loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
+        if self.timeline is not None:
+            self.timeline.write(step)
+        sent_bytes = sum(take_sent_bytes(part) for part in self.trainer.model.parts)
+        if not writers:
+            return
+        load, moe = self.trainer.model.load, self.spec.moe
+        experts: Record = {}
+        if load is not None and moe is not None:
+            experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe)
+            if self.layout.ep > 1:
+                experts["expert_sent_bytes"] = sent_bytes // n_steps
+        phases = self.trainer.clock.read()
+        phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
+        step_s = sum(phase_means_s.values())
+        batch = self.config.batch
+        tokens_per_s = batch.global_batch * batch.seq_len / step_s
+        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(batch.seq_len)
+        peak = peak_flops_per_s(self.device, self.compute_dtype)
+        told = Logged(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            target_tokens=int(n_targets),
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / self.layout.world_size,
+            tflops_per_s_per_device=flops_per_s / 1e12,
+            mfu=None if peak is None else flops_per_s / peak,
+            memory_bytes=peak_memory_bytes(self.device),
+            step_s=step_s,
+            **phase_means_s,
+            **experts,
+        )
+        for writer in writers:
+            writer.write(as_record(told))
+
+    def _evaluate(self, step: int, writers: list[Writer]) -> None:
+        config = self.config
+        if self.held_out is None:
+            return
+        batches = evaluation_batches(
+            self.held_out,
+            micro_batch=config.batch.micro_batch,
+            data_rank=self.layout.data_rank(self.place.rank),
+            data_ranks=self.layout.data_ranks,
+            vocab_size=self.spec.vocab_size,
+            max_samples=config.evaluation.samples,
+        )
+        loss = float(self.trainer.evaluate(batches))
+        for writer in writers:
+            writer.write(as_record(Evaluated(step, loss)))
+        self.trainer.clock.mark("evaluation")
+
+    def _save(self, step: int, samples: int) -> None:
+        progress = Progress(step, samples, self.config.seed)
+        save(self.store, self.trainer, progress, self.data, resolved_toml(self.config))
+        self.trainer.clock.mark("checkpoint")
+
+    def _start(self) -> Start:
+        """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
+        resume = self.config.checkpoint.resume
+        published: list[list[Path] | None] = [None]
+        if self.place.rank == 0:
+            self.store.sweep()
+            published = [self.store.published()]
+        if resume == "no":
+            return Start()
+        if resume != "auto":
+            return self._load(Path(resume))
+        # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
+        dist.broadcast_object_list(published)
+        damage: list[str] = []
+        for path in reversed(published[0] or []):
+            try:
+                return self._load(path)
+            except DamagedError as error:
+                damage += error.problems
+                self.remarks += [*error.problems, f"passing over {path.name}"]
+        if damage:
+            raise CheckpointError(
+                *damage,
+                f"no checkpoint in {self.store.folder} is whole, and --resume does not start anew over "
+                f"them; to start anew, name another folder with --set out=..., or move this one away",
+            )
+        return Start()
+
+    def _load(self, path: Path) -> Start:
+        progress = load(path, self.trainer, self.data)
+        if progress.step > self.config.steps:
+            raise CheckpointError(
+                f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
+            )
+        return Start(progress.step, progress.samples, path)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

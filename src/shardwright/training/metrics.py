@@ -1,0 +1,125 @@
+"""What a run says about itself: a line a logged step, to JSON lines, the screen, TensorBoard and W&B."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from shardwright.config import RunConfig
+from shardwright.errors import InputError
+from shardwright.files import write_whole
+from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
+from shardwright.units import format_bytes, format_count, format_seconds
+
+
+class Writer(Protocol):
+    """Somewhere a record goes."""
+
+    def write(self, record: Record) -> None:
+        """Take one record: `step`, `kind` (train or evaluation), numbers, lists of them; None is one not known."""
+
+    def close(self) -> None:
+        """Nothing comes after this."""
+
+
+class JsonLines:
+    """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        try:
+            keep = [line for line in whole_lines(path) if json.loads(line)["step"] <= resumed_step]
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{path} is damaged ({error}); mend or remove it, and resume again") from None
+        if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
+            keep = []
+        write_whole(path, "".join(line + "\n" for line in keep).encode())
+        self._file: TextIO = path.open("a")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Events in OUT/tensorboard."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, record: Record) -> None:
+        for key, value in _numbers(record).items():
+            self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run in the configured project."""
+
+    def __init__(self, project: str, config: RunConfig) -> None:
+        import wandb
+
+        try:
+            self._run = wandb.init(project=project, dir=config.out, config=config.model_dump())
+        except Exception as error:  # wandb raises many kinds; all of them are about its set-up
+            raise InputError(f"metrics.wandb_project={project!r}: W&B does not start: {error}") from None
+
+    def write(self, record: Record) -> None:
+        numbers = _numbers(record)
+        self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def missing_extras(config: RunConfig) -> list[str]:
+    """What a run asks to write to and has not installed, with the command that installs it."""
+    wanted = {"tensorboard": config.metrics.tensorboard, "wandb": bool(config.metrics.wandb_project)}
+    return [
+        f"[metrics] asks for {name}, which is not installed: pip install {name}"
+        for name, asked in wanted.items()
+        if asked and importlib.util.find_spec(name) is None
+    ]
+
+
+def _numbers(record: Record) -> Record:
+    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+
+
+def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
+    """The writers to files and services that a run asks for."""
+    out = Path(config.out)
+    writers: list[Writer] = [JsonLines(out / METRICS, resumed_step)]
+    if config.metrics.tensorboard:
+        writers.append(TensorBoard(out / TENSORBOARD))
+    if config.metrics.wandb_project:
+        writers.append(WeightsAndBiases(config.metrics.wandb_project, config))
+    return writers
+
+
+def line(record: Record, steps: int) -> str:
+    """A record as one line of text."""
+    if record["kind"] == "evaluation":
+        return f"step {record['step']:>5}/{steps} | held-out loss {record['loss']:.4f}"
+    mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+    load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
+    return " | ".join(
+        (
+            f"step {record['step']:>5}/{steps}",
+            f"loss {record['loss']:.4f}",
+            *load,
+            f"grad_norm {record['grad_norm']:.3g}",
+            f"lr {record['lr']:.2e}",
+            f"{format_count(record['tokens_per_s'])} tok/s, {format_count(record['tokens_per_s_per_device'])}/device",
+            f"{record['tflops_per_s_per_device']:.3g} TFLOP/s, MFU {mfu}",
+            format_bytes(record["memory_bytes"]),
+            f"data {format_seconds(record['data_s'])}, fwd+bwd {format_seconds(record['forward_backward_s'])}, "
+            f"opt {format_seconds(record['optimizer_s'])}",
+        )
+    )

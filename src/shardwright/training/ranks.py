@@ -1,0 +1,175 @@
+"""Which rank this process is, and the process group it joins and leaves.
+
+| started by              | rank, world size               | store                                  |
+| ----------------------- | ------------------------------ | -------------------------------------- |
+| one process             | 0 of 1                         | in memory; no server, no port          |
+| `shardwright train`       | RANK, WORLD_SIZE of its parent | TCP on a socket the parent has bound   |
+| torchrun                | RANK, WORLD_SIZE               | MASTER_ADDR:MASTER_PORT of its agent   |
+| srun (Slurm)            | SLURM_PROCID, SLURM_NTASKS     | TCP at the first node, port by job     |
+
+Keys lie under run id and restart count: restarted workers must not read what their predecessors left.
+"""
+
+import gc
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import InputError
+from shardwright.training.launch import LISTEN_FD
+
+COLLECTIVE_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among all: its rank in the world and on its machine."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The rank given by torchrun, by our own launcher or by srun; None if no one has given one.
+
+    Raises InputError for an environment that is half set, or set to what cannot be.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in environment]
+        if missing:
+            raise InputError(
+                f"the environment gives part of a rank but not {', '.join(missing)}; start with torchrun, "
+                f"which sets them all, or unset RANK and WORLD_SIZE to start local workers"
+            )
+        rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+        return _checked(Place(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
+    # A batch script has SLURM_PROCID=0 too; only the tasks of a step, which srun starts, have a step's node
+    # list.
+    if "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS", "1") != "1":
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+        return _checked(Place(*(_number(environment, name) for name in names)), "SLURM_PROCID", "SLURM_NTASKS")
+    return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name)
+    if text is None or not text.strip().isdecimal():
+        raise InputError(
+            f"the environment has {name}={text!r}, which is no rank or count; start with torchrun or srun, which set it"
+        )
+    return int(text)
+
+
+def _checked(place: Place, rank: str, world_size: str) -> Place:
+    if place.rank >= place.world_size:
+        raise InputError(
+            f"the environment has {rank}={place.rank} and {world_size}={place.world_size}; ranks go from 0 "
+            f"to {world_size} - 1 = {place.world_size - 1}"
+        )
+    return place
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm node list: `gpu[03-05,9],login1` -> `gpu03`, `r[1-2]n[4,6]-ib` ->
+    `r1n4-ib`."""
+    match = re.match(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist.strip())
+    if match is None:
+        raise InputError(f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR to that of the first node")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
+
+
+def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Address and port where ranks meet: MASTER_ADDR and MASTER_PORT, or what Slurm's variables say.
+
+    Under Slurm the port is made from job and step, so that jobs that share a node do not meet each other; it
+    lies below the ports that Linux gives to clients (32768 and up).
+    """
+    address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
+    if "MASTER_PORT" in environment:
+        return address, _number(environment, "MASTER_PORT")
+    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return address, 12000 + (job * 16 + step) % 20000
+
+
+def pick_device(wanted: str, place: Place) -> torch.device:
+    """`auto`, `cpu` or `cuda` as the device of this rank. Raises InputError where there is no GPU for it."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InputError("device='cuda', but PyTorch sees no GPU here; set device to 'cpu' or 'auto'")
+    if torch.cuda.device_count() == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+        return torch.device("cuda", 0)  # srun shows each task its own GPU alone
+    if place.local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"local rank {place.local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start "
+            f"fewer workers on it, or set device='cpu'"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+@contextmanager
+def process_group(place: Place, device: torch.device) -> Iterator[None]:
+    """Join the group of all ranks, and leave it in order. Tensors on the CPU travel by gloo, on GPUs by
+    NCCL."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=_store(place),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    yield
+    # Only a run that ended well leaves in step with the others; after an error they may never come.
+    # Live FSDP and optimizer objects abort the process at exit on gloo: they go first.
+    gc.collect()
+    if place.world_size > 1:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _store(place: Place) -> dist.Store:
+    if place.world_size == 1:
+        return dist.HashStore()
+    environment = os.environ
+    address, port = meeting_point(environment)
+    # torchrun's agent may already serve the store; our launcher has bound the port for rank 0 to listen on.
+    serves = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    bound = int(environment[LISTEN_FD]) if serves and LISTEN_FD in environment else None
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            place.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=bound,
+        )
+    except dist.DistNetworkError as error:
+        if serves:
+            raise InputError(
+                f"rank 0 cannot listen on {address}:{port}, where the ranks are to meet; another program "
+                f"may be using the port: set MASTER_PORT to a free one, and MASTER_ADDR to this machine "
+                f"({_first_line(error)})"
+            ) from None
+        raise InputError(
+            f"rank {place.rank} cannot reach rank 0 at {address}:{port}; are all ranks started, is "
+            f"MASTER_ADDR right, and may the machines talk to each other on that port? ({_first_line(error)})"
+        ) from None
+    run = environment.get("TORCHELASTIC_RUN_ID", environment.get("SLURM_JOB_ID", "local"))
+    return dist.PrefixStore(f"shardwright/{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,44 @@
+"""What rank 0 shows while a run goes on: a live bar on a terminal, plain lines anywhere else, nothing elsewhere."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardwright.run_folder import Record
+from shardwright.training.metrics import line
+
+
+class Screen(Progress):
+    """Records and remarks of a run, printed by rank 0 alone; `quiet` prints nothing. A `metrics.Writer`."""
+
+    def __init__(self, steps: int, first_step: int, rank: int, quiet: bool = False) -> None:
+        silent = rank != 0 or quiet
+        super().__init__(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(highlight=False, soft_wrap=True, emoji=False, quiet=silent),
+            disable=silent or not sys.stdout.isatty(),
+        )
+        self.steps = steps
+        self._bar = self.add_task("training", total=steps, completed=first_step, note="")
+
+    def write(self, record: Record) -> None:
+        """One record as a line, above the bar where there is one."""
+        self.say(line(record, self.steps))
+        if record["kind"] == "train":
+            self.update(self._bar, note=f"loss {record['loss']:.3f}")
+
+    def close(self) -> None:
+        """The bar ends with the `with` that it is in."""
+
+    def at(self, step: int) -> None:
+        """`step` steps are done."""
+        self.update(self._bar, completed=step)
+
+    def say(self, text: str) -> None:
+        """A remark."""
+        self.console.print(text, markup=False)

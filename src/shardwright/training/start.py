@@ -1,0 +1,153 @@
+"""What `shardwright train` does: check all that can be checked without workers, then run or start them."""
+
+import atexit
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwright.config import RunConfig
+from shardwright.data.samples import open_samples
+from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
+from shardwright.processes import formatted, is_lost_peer
+from shardwright.report.headline import headline
+from shardwright.report.run import read_run
+from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published
+from shardwright.training.launch import launch
+from shardwright.training.metrics import missing_extras
+from shardwright.training.ranks import Place, place_from_environment
+from shardwright.training.worker import exit_code
+
+_LOST_PEER_WAIT_S = 3.0
+
+
+def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
+    """Train as a configuration says; where several ranks are needed and none are set up, start them here.
+
+    Returns what the run came to (steps, losses, where things are), or None on a rank other than the first.
+    Raises InputError before anything is written if something given cannot be used, and WorkerError for what
+    goes wrong in training.
+    """
+    place = place_from_environment()
+    in_training = False
+    try:
+        _prepare(config, place)
+        in_training = True
+        return _train(config, place, quiet)
+    except BaseException as error:
+        if place is not None and place.world_size > 1:
+            raise _of_one_rank(error, place, in_training) from None
+        if isinstance(error, ShardwrightError | KeyboardInterrupt):
+            raise
+        raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{formatted(error)}") from None
+
+
+def _prepare(config: RunConfig, place: Place | None) -> None:
+    """Raises InputError for what can be known to be wrong without training; makes the folder of the run."""
+    layout = config.layout.layout()
+    layout.check_world(layout.world_size if place is None else place.world_size)
+    _check(config)
+    try:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"out={config.out!r} cannot be made: {error.filename}: {error.strerror}; name another folder with "
+            f"--set out=..."
+        ) from None
+
+
+def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any] | None:
+    out, world_size = Path(config.out), config.layout.layout().world_size
+    if place is None and world_size > 1:
+        try:
+            launch(config, out / LOGS, quiet)
+        except WorkerError as error:
+            saved = published(out / CHECKPOINTS)
+            way_on = f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
+            raise WorkerError(f"{error}\n{way_on}") from None
+    else:
+        from shardwright.training.loop import run
+
+        run(config, place or Place(), quiet=quiet)
+    return summary(out) if place is None or place.rank == 0 else None
+
+
+def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
+    """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
+    # Every rank comes to the same of these, so one of them on each machine speaks.
+    shared = not in_training or isinstance(error, CheckpointError)
+    code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
+    kind = type(error).__name__
+    if in_training:
+        # What PyTorch has under way with the other ranks would abort this process as it ends, and hide its exit code.
+        atexit.register(os._exit, code)
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    if is_lost_peer(error):
+        # The rank at fault is to fail first in the eyes of the launcher, which then ends this one.
+        time.sleep(_LOST_PEER_WAIT_S)
+        return WorkerError(
+            f"rank {place.rank} could not reach another rank; if one failed, its own error tells why. Here: "
+            f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        )
+    problems = error.problems if isinstance(error, InputError) else [f"{kind}: {error}"]
+    if not shared:
+        problems = [f"rank {place.rank}: {problem}" for problem in problems]
+    if not isinstance(error, ShardwrightError):
+        problems[-1] += "\n\n" + formatted(error)
+    _tell_torchrun("\n".join(problems))
+    if shared and place.local_rank != 0:
+        return SystemExit(code)
+    return InputError(*problems) if isinstance(error, InputError) else WorkerError(*problems)
+
+
+def _tell_torchrun(text: str) -> None:
+    """Leave an error where torchrun's own summary, printed last, finds it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def _check(config: RunConfig) -> None:
+    """Raises InputError for data that does not fit the model, and for a folder that already holds a run."""
+    problems = missing_extras(config)
+    try:
+        for name in ("train", "validation") if config.evaluation.samples else ("train",):
+            open_samples(config, name)
+    except InputError as error:
+        problems += error.problems
+    out = Path(config.out)
+    saved = published(out / CHECKPOINTS)
+    if config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
+        problems.append(
+            f"{out} already holds a run"
+            + (f", saved up to {saved[-1].name}" if saved else "")
+            + "; add --resume to go on with it, or name another folder with --set out=..."
+        )
+    elif config.checkpoint.resume not in ("no", "auto"):
+        given = Path(config.checkpoint.resume)
+        if not given.is_dir():
+            example = saved[-1] if saved else out / CHECKPOINTS / checkpoint_name(100)
+            problems.append(
+                f"checkpoint.resume={config.checkpoint.resume!r} is not a folder; give 'auto', 'no' or the "
+                f"path of a checkpoint such as {example}"
+            )
+        elif saved and given.resolve() != saved[-1].resolve():
+            problems.append(
+                f"{out} holds a run, saved up to {saved[-1].name}, which going on from {given} would "
+                f"overwrite; name another folder with --set out=..., or add --resume to go on with the run "
+                f"in it"
+            )
+    if problems:
+        raise InputError(*problems)
+
+
+def summary(out: Path) -> dict[str, Any]:
+    """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
+    saved = published(out / CHECKPOINTS)
+    # A run that was complete when it was resumed has logged nothing.
+    logged = (out / METRICS).stat().st_size > 0
+    numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
+    return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}

@@ -1,0 +1,297 @@
+"""What is trained to compare layouts: the model of a run file, cut to test size, and a batch made up from the seed.
+
+The cut keeps what decides how a model and a batch can be split: which numbers of ranks divide the heads, the inner
+width, the experts and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers
+can be cut, and which stage has more of them. It keeps every choice of the model as it is.
+
+Shapes: B sequences of the global batch, T tokens of a sequence.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwright.config import OptimizerSection, RunConfig
+from shardwright.data.samples import IGNORE
+from shardwright.errors import InputError, nearest
+from shardwright.layout import Layout, accumulation
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.split.stages import schedule_problems
+
+DType = Literal["float64", "float32", "bfloat16"]
+# Type of what lasts (weights, their gradients, optimizer state), and type of products.
+DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    "float64": (torch.float64, torch.float64),
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.float32, torch.bfloat16),
+}
+
+_HEAD_DIM = 8
+_LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
+_FFN = 24  # at least
+_TOKENS = 12  # at least
+_EXPERT_FFN = 16  # at least; so is it a multiple of what grouped products ask for, where the true one is
+_TOP_K = 2
+_GROUPS = 4
+_LATENT = 12  # of keys and values; that of queries is narrower, to be told from it
+_NOPE_DIM, _ROPE_DIM = 8, 4
+_VOCABULARY = 61  # prime, so that no degree divides it
+_ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
+# With 0.02 and so few tokens, gradients of the first layers are a thousandth of those of the last. With 0.3 rounding
+# grows from layer to layer: of 17, bfloat16 has nothing of a gradient right in the third step (0.2: 95 % of it).
+_INIT_STD = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of a few steps that every layout has to agree on.
+
+    `global_batch` and `micro_batch` are in sequences, `seq_len` in tokens; `micro_batch` is that of a layout's ranks,
+    the reference takes the whole batch at once. `dtype` is a key of DTYPES.
+    """
+
+    spec: ModelSpec
+    seq_len: int
+    global_batch: int
+    micro_batch: int = 1
+    seed: int = 0
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    steps: int = 3
+    dtype: str = "float64"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype={self.dtype!r} is not one that can be compared; {nearest(self.dtype, DTYPES)}")
+        if self.steps < 1:
+            raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
+
+    @property
+    def trainings(self) -> tuple[str, str]:
+        """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
+        which AdamW divides out; then that of the run."""
+        return "sgd", self.optimizer.name
+
+    def accumulation(self, layout: Layout) -> int:
+        """Microbatches of a step on each rank. Raises LayoutError where that is not a whole number."""
+        return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)
+
+    def shares(self, layout: Layout) -> bool:
+        """Whether the data ranks of a layout can share the batch, in microbatches that its schedule can run."""
+        rounds, rest = divmod(self.global_batch, self.micro_batch * layout.data_ranks)
+        return not rest and not schedule_problems(layout, rounds)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and targets (B, T) and sample ids (B,) of a step, from the seed.
+
+        Masks are ragged: of every five samples, in an order made from the seed, a random half of the targets counts in
+        one, a single target in another, then none, all, and the first few.
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        shape = (self.global_batch, self.seq_len)
+        tokens_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        targets_BT = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        for row, kind in enumerate(torch.randperm(self.global_batch, generator=generator).tolist()):
+            counts_T = torch.ones(self.seq_len, dtype=torch.bool)
+            if kind % 5 == 0:
+                counts_T = torch.rand(self.seq_len, generator=generator) < 0.5
+                counts_T[-1] = True
+            elif kind % 5 == 1:
+                counts_T = torch.arange(self.seq_len) == torch.randint(self.seq_len, (), generator=generator)
+            elif kind % 5 == 2:
+                counts_T[:] = False
+            elif kind % 5 == 4:
+                counts_T = torch.arange(self.seq_len) <= torch.randint(self.seq_len, (), generator=generator)
+            targets_BT[row, ~counts_T] = IGNORE
+        return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
+
+
+def case_of(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
+    """The case of a run file with its true sizes."""
+    return Case(
+        spec=config.model.spec(),
+        seq_len=config.batch.seq_len,
+        global_batch=config.batch.global_batch,
+        micro_batch=config.batch.micro_batch,
+        seed=config.seed,
+        optimizer=config.optimizer,
+        steps=steps,
+        dtype=dtype,
+    )
+
+
+def cut(case: Case, layouts: Iterable[Layout]) -> Case:
+    """A case at test size.
+
+    The model is as possible, or impossible, on `layouts` as the true one, those that say `stage_layers` by
+    `cut_layout`; the batch is made so that all of them can share it.
+    """
+    layouts = list(layouts)
+    world_size = max(layout.world_size for layout in layouts)
+    data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
+    seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
+    each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
+    micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    return replace(
+        case,
+        spec=replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len),
+        seq_len=seq_len,
+        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch),
+        micro_batch=micro_batch,
+    )
+
+
+def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
+    """A layout of `true` as it is for the case that is cut from it: `stage_layers` cut as the layers are, in the same
+    order.
+
+    Those that do not fit the true model are left as they are, to be refused.
+    """
+    counts = _cut_stages(layout, true.spec.n_layers, case.spec.n_layers)
+    return replace(layout, stage_layers=counts) if counts else layout
+
+
+def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> ModelSpec:
+    """The smallest model that splits over any number of ranks up to `world_size` as this one does, of so many layers
+    if it has them."""
+    n_heads, n_kv_heads = next(_heads(spec.n_heads, spec.n_kv_heads, world_size))
+    latent = _cut_latent(spec.latent_attention) if spec.latent_attention else None
+    head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
+    square = spec.d_model == spec.n_heads * spec.head_dim
+    return replace(
+        spec,
+        n_layers=min(n_layers, spec.n_layers),
+        d_model=n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ffn=_like(spec.d_ffn, _FFN, world_size),
+        vocab_size=min(_VOCABULARY, spec.vocab_size),
+        moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
+        latent_attention=latent,
+        init_std=_INIT_STD,
+    )
+
+
+def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
+    """The fewest experts that any degree deals out as it does the true ones; a token still has to choose among them,
+    and among groups, where it had to."""
+    top_k, n_groups = min(moe.top_k, _TOP_K), min(moe.n_groups, _GROUPS)
+    choosy = moe.groups_per_token < moe.n_groups
+    groups_per_token = min(moe.groups_per_token, 2, n_groups - 1) if choosy else n_groups
+    wanted = _divided_by(moe.n_experts, world_size)
+
+    def alike(n_experts: int) -> bool:
+        size, rest = divmod(n_experts, n_groups)
+        enough = groups_per_token * size >= top_k and size >= min(2, moe.n_experts // moe.n_groups)
+        return not rest and enough and (n_experts > top_k) and _divided_by(n_experts, world_size) == wanted
+
+    n_experts = next((n for n in range(1, moe.n_experts) if alike(n)), None)
+    if n_experts is None:
+        n_experts, n_groups = moe.n_experts, moe.n_groups
+        top_k, groups_per_token = moe.top_k, moe.groups_per_token
+    return replace(
+        moe,
+        n_experts=n_experts,
+        top_k=top_k,
+        d_ffn=_like(moe.d_ffn, _EXPERT_FFN, world_size),
+        n_shared=_like(moe.n_shared, 1, world_size),
+        first_dense=min(moe.first_dense, 1),
+        n_groups=n_groups,
+        groups_per_token=groups_per_token,
+    )
+
+
+def _cut_latent(latent: LatentAttentionSpec) -> LatentAttentionSpec:
+    nope_dim, rope_dim = min(latent.nope_dim, _NOPE_DIM), min(latent.rope_dim, _ROPE_DIM)
+    return LatentAttentionSpec(
+        kv_rank=min(latent.kv_rank, _LATENT),
+        q_rank=min(latent.q_rank, _LATENT - 2),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=min(latent.v_dim, _HEAD_DIM, nope_dim + rope_dim),
+    )
+
+
+def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
+    """The fewest layers with which every pipeline has uneven stages, or those in the order that it says."""
+    ordered = [layout for layout in layouts if layout.stage_layers]
+    uneven = [layout for layout in layouts if layout.pp > 1 and not layout.stage_layers]
+    least = max([_LAYERS, *(layout.n_stages for layout in ordered), *(layout.n_stages + 1 for layout in uneven)])
+    enough = (n for n in range(least, spec.n_layers) if all(_cut_stages(each, spec.n_layers, n) for each in ordered))
+    return next(enough, spec.n_layers)
+
+
+def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | None:
+    """`stage_layers` for `n_layers` instead of `whole`: which stage has more than which, and which as many, stays.
+
+    None where no such counts add up to that, or those of the layout do not add up to `whole`.
+    """
+    counts = layout.stage_layers
+    if counts is None or sum(counts) != whole:
+        return None
+    levels = sorted(set(counts))
+    # From one level to the next every stage from there on has at least one layer more.
+    rises = next(_multiples([sum(count >= level for count in counts) for level in levels], n_layers), None)
+    if rises is None:
+        return None
+    heights = dict(zip(levels, accumulate(rises), strict=True))
+    return tuple(heights[count] for count in counts)
+
+
+def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """How often to take each number, at least once, for them to add up to `total`; the first as seldom as can be."""
+    first, *rest = numbers
+    if not rest:
+        if total > 0 and total % first == 0:
+            yield (total // first,)
+        return
+    for times in range(1, total // first + 1):
+        for others in _multiples(rest, total - times * first):
+            yield (times, *others)
+
+
+def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int) -> int:
+    """Microbatches for each of `data_ranks`, their number a multiple of that of every layout: enough for each layout,
+    up to one sequence a microbatch, and an even number where a schedule has to halve them."""
+
+    def enough(n: int, layout: Layout) -> bool:
+        microbatches = n * data_ranks // layout.data_ranks
+        wanted = layout.n_stages + 1 if layout.pp > 1 else _ACCUMULATION
+        possible = not schedule_problems(layout, microbatches)
+        return possible and microbatches >= min(wanted, max(1, global_batch // layout.data_ranks))
+
+    return next(n for n in count(1) if all(enough(n, layout) for layout in layouts))
+
+
+def _like(size: int, least: int, up_to: int) -> int:
+    """The smallest number from `least` on that is divided by exactly those of 1 to `up_to` that divide `size`."""
+    wanted = _divided_by(size, up_to)
+    return next((n for n in range(min(least, size), size) if _divided_by(n, up_to) == wanted), size)
+
+
+def _divided_by(size: int, up_to: int) -> list[bool]:
+    return [size % degree == 0 for degree in range(1, up_to + 1)]
+
+
+def _heads(n_heads: int, n_kv_heads: int, up_to: int) -> Iterator[tuple[int, int]]:
+    """Query and kv heads that any degree splits as it does the true ones, the fewest first.
+
+    A degree splits kv heads, or needs copies of them where it is a multiple of their number, or cannot be.
+    """
+
+    def way(kv_heads: int, degree: int) -> str:
+        return "split" if kv_heads % degree == 0 else "copied" if degree % kv_heads == 0 else "impossible"
+
+    degrees = range(1, up_to + 1)
+    for heads in range(1, n_heads + 1):
+        if _divided_by(heads, up_to) == _divided_by(n_heads, up_to):
+            for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
+                alike = all(way(kv_heads, degree) == way(n_kv_heads, degree) for degree in degrees)
+                if alike and (heads > kv_heads) == (n_heads > n_kv_heads):
+                    yield heads, kv_heads

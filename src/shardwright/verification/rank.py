@@ -1,0 +1,81 @@
+"""What each rank of a layout runs to be verified: the training step itself, with everything it computes recorded.
+
+Shapes: A microbatches, B sequences, T tokens.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright.data.batches import Batch
+from shardwright.data.samples import IGNORE
+from shardwright.layout import Layout
+from shardwright.parallel.apply import apply
+from shardwright.training.optimizer import build_optimizer
+from shardwright.training.step import Trainer
+from shardwright.verification.case import DTYPES, Case
+from shardwright.verification.reference import SGD_RATE
+from shardwright.verification.trace import Quantity, RankTrace, Recorder
+
+
+def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
+    """Take the steps of a case with each optimizer, as one rank of a layout."""
+    recorder = Recorder(folder)
+    for training in case.trainings:
+        trainer = build_trainer(case, layout, training)
+        parameters = trainer.model.named_parameters
+        rate = SGD_RATE if training == "sgd" else case.optimizer.lr
+        if training == "sgd":
+            recorder.tensors(Quantity("initial", training, 0), parameters)
+        for step in range(case.steps):
+            loss_part, _ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), step), step)
+            recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(loss_part))
+            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+            recorder.tensors(Quantity("gradient", training, step + 1), gradients)
+            recorder.scalar(Quantity("grad norm", training, step + 1), trainer.update(rate))
+        recorder.tensors(Quantity("parameter", training, case.steps), parameters)
+        del trainer, parameters, gradients
+    return recorder.trace
+
+
+def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
+    """The trainer of this rank, with the optimizer of that name."""
+    device = torch.device("cpu")
+    kept, compute = DTYPES[case.dtype]
+    model = apply(
+        case.spec,
+        layout,
+        device,
+        seed=case.seed,
+        param_dtype=kept,
+        compute_dtype=compute,
+        seq_len=case.seq_len,
+    )
+    optimizer: torch.optim.Optimizer
+    if training == "sgd":
+        # One at a time: parameters on different meshes cannot go through one fused call.
+        optimizer = torch.optim.SGD(model.named_parameters.values(), lr=SGD_RATE, foreach=False)
+    else:
+        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
+    return Trainer(
+        model,
+        optimizer,
+        device=device,
+        seed=case.seed,
+        clip_norm=case.optimizer.clip_norm,
+    )
+
+
+def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
+    """A rank's share of a step, dealt as data/batches.py deals it: contiguous blocks in the order of data ranks."""
+    block = case.global_batch // layout.data_ranks
+    first = layout.data_rank(rank) * block
+    tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))
+    shape_AB = (case.accumulation(layout), case.micro_batch)
+    return Batch(
+        tokens_BT.reshape(*shape_AB, case.seq_len),
+        targets_BT.reshape(*shape_AB, case.seq_len),
+        ids_B.reshape(shape_AB),
+        int((targets_BT != IGNORE).sum()),
+    )

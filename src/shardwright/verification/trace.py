@@ -1,0 +1,149 @@
+"""What a run leaves behind: numbers, and the pieces of every tensor as the ranks held them.
+
+A rank writes down where each of its pieces begins and a hash of its bytes; the bytes themselves are written by the
+first rank that holds them. So copies can be compared bit for bit, and whole tensors are put together here, one at a
+time, by offsets alone: nothing of what is being verified is asked to gather them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwright.parallel.initialise import local_box
+from shardwright.training.checkpoint.storage import sha256_of
+
+
+class Quantity(NamedTuple):
+    """Something a training computes in a step; step 0 is what there is before the first."""
+
+    kind: str
+    """`initial`, `loss`, `grad norm`, `gradient` or `parameter`."""
+    training: str
+    """Name of the optimizer of this training, as there are two."""
+    step: int
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a piece begins in the whole tensor, and its shape."""
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that one rank holds."""
+
+    box: Box
+    digest: str
+    written: bool
+
+
+@dataclass
+class RankTrace:
+    """What one rank recorded; the bytes are in its files."""
+
+    scalars: dict[Quantity, float] = field(default_factory=dict)
+    pieces: dict[Quantity, dict[str, Piece]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records on a rank, into a folder that all ranks share. Every rank records the same, in the same order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trace = RankTrace()
+
+    def scalar(self, quantity: Quantity, value: Tensor) -> None:
+        """A number that all ranks have to agree on."""
+        self.trace.scalars[quantity] = float(value)
+
+    def tensors(self, quantity: Quantity, tensors: Mapping[str, Tensor]) -> None:
+        """Whole tensors or shards of them; a collective, through which ranks settle who writes."""
+        boxes: dict[str, Box] = {}
+        local: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            part, offsets = local_box(tensor)
+            local[name] = part.contiguous()
+            boxes[name] = (tuple(offsets), tuple(part.shape))
+            self.trace.shapes[name] = tuple(tensor.shape)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, boxes)
+        rank = dist.get_rank()
+        written = {
+            name: prod(box[1]) > 0 and not any(before.get(name) == box for before in everyone[:rank])
+            for name, box in boxes.items()
+        }
+        self.trace.pieces[quantity] = {
+            name: Piece(box, sha256_of(local[name]), written[name]) for name, box in boxes.items()
+        }
+        save_file({name: part for name, part in local.items() if written[name]}, _file(self.folder, quantity, rank))
+
+
+def _file(folder: Path, quantity: Quantity, rank: int) -> Path:
+    return folder / f"{'-'.join(map(str, quantity)).replace(' ', '-')}-{rank}.safetensors"
+
+
+class Trace:
+    """All ranks' records of one run."""
+
+    def __init__(self, folder: Path, ranks: list[RankTrace]) -> None:
+        self.folder = folder
+        self.ranks = ranks
+        self.scalars = ranks[0].scalars
+        self.quantities = list(ranks[0].pieces)
+        self._files: dict[tuple[Quantity, int], Any] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every whole tensor."""
+        return {name: shape for rank in self.ranks for name, shape in rank.shapes.items()}
+
+    def tensor(self, quantity: Quantity, name: str) -> Tensor | None:
+        """The whole tensor, or None where the pieces do not cover each element of it exactly once."""
+        shape = self.shapes()[name]
+        pieces = [(rank, found) for rank, trace in enumerate(self.ranks) if (found := trace.pieces[quantity].get(name))]
+        written = [(rank, piece.box) for rank, piece in pieces if piece.written]
+        if sum(prod(extent) for _, (_, extent) in written) != prod(shape):
+            return None
+        whole: Tensor | None = None
+        covered = torch.zeros(shape, dtype=torch.bool)
+        for rank, (offsets, extent) in written:
+            part = self._open(quantity, rank).get_tensor(name)
+            whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
+            box = tuple(slice(first, first + size) for first, size in zip(offsets, extent, strict=True))
+            whole[box] = part
+            covered[box] = True
+        return whole if bool(covered.all()) else None
+
+    def _open(self, quantity: Quantity, rank: int) -> Any:
+        if (quantity, rank) not in self._files:
+            self._files[quantity, rank] = safe_open(_file(self.folder, quantity, rank), framework="pt")
+        return self._files[quantity, rank]
+
+    def copies(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
+        """Everything that more than one rank holds: what, and those ranks, grouped by the bits they hold."""
+        if len(self.ranks) == 1:
+            return
+        for quantity in self.scalars:
+            yield quantity, "", _groups((trace.scalars[quantity].hex(), rank) for rank, trace in enumerate(self.ranks))
+        for quantity in self.quantities:
+            holders: dict[tuple[str, Box], list[tuple[str, int]]] = defaultdict(list)
+            for rank, trace in enumerate(self.ranks):
+                for name, piece in trace.pieces[quantity].items():
+                    holders[name, piece.box].append((piece.digest, rank))
+            for (name, _), found in holders.items():
+                if len(found) > 1:
+                    yield quantity, name, _groups(found)
+
+
+def _groups(found: Any) -> list[list[int]]:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for bits, rank in found:
+        ranks[bits].append(rank)
+    return list(ranks.values())

@@ -1,0 +1,175 @@
+"""The planner's error on published runs, source by source, stays under what the field has reached."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from shardwright.cost.calibration import LEFT_OUT
+from shardwright.errors import InputError
+from shardwright.planner.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
+from tests.marks import prove
+from tests.planner.measured import DENSE, EXPERTS, PIPED, write
+
+
+@pytest.fixture(scope="module")
+def published() -> Evaluation:
+    return evaluate(MEASURED_RUNS)
+
+
+def error(rows: list[Row], quantity: str) -> float:
+    """Mean absolute error over all rows where the quantity was measured."""
+    found = [abs(error) for row in rows if (error := row.error(quantity)) is not None]
+    assert found
+    return fmean(found)
+
+
+# What others reach on the same rows: Calculon 3.65 % on the first and 10.3 % on the second, 19.7 % and 39 % on those of
+# vTrain, which itself profiles each model first and has 14.7 % over nodes.
+@prove
+@pytest.mark.parametrize(
+    ("source", "at_most", "rows"),
+    [
+        ("korthikanti-t5", 0.036, 9),
+        ("sc21-table1", 0.06, 10),
+        ("vtrain-multi", 0.12, 50),
+        ("vtrain-single", 0.15, 140),
+        ("zero-bubble", 0.06, 27),
+    ],
+)
+def test_step_times_of_megatron_runs(published: Evaluation, source: str, at_most: float, rows: int):
+    those = [row for row in published.rows if row.run.measured.source == source]
+    assert len(those) == rows
+    assert error(those, "step time") <= at_most
+
+
+@prove
+def test_step_times_of_every_table_of_llm_foundry(published: Evaluation):
+    those = [row for row in published.rows if row.run.measured.family == "mpt"]
+    assert len(those) == 89
+    assert error(those, "step time") <= 0.08
+    for source in {row.run.measured.source for row in those}:
+        assert error([row for row in those if row.run.measured.source == source], "step time") <= 0.08, source
+
+
+@prove
+def test_step_times_of_torchtitan_in_bf16(published: Evaluation):
+    those = [
+        row for row in published.rows if row.run.measured.family == "torchtitan" and row.run.job.precision == "bf16"
+    ]
+    assert len(those) == 8
+    assert error(those, "step time") <= 0.08
+
+
+@prove
+def test_peak_memory_of_torchtitan(published: Evaluation):
+    those = [row for row in published.rows if row.run.measured.source == "torchtitan-2412"]
+    assert len(those) == 18
+    assert error(those, "peak memory") <= 0.08
+
+
+@prove
+def test_peak_memory_of_megatrons_own_tests():
+    found = evaluate(MEASURED_RUNS.with_name("megatron_ci.csv"))
+    those = [row for row in found.rows if row.run.measured.source == "megatron-ci"]
+    assert len(those) >= 80
+    assert all((row.run.measured.peak_mem_gib or 0) > 2 for row in those)
+    assert error(those, "peak memory") <= 0.03, "required: 0.05"
+    # What is left out is no decoder, not plainly trained, or not described.
+    assert len(found.rows) + len(found.skipped) == 301
+    assert {row.measured.usable for row in found.skipped} == {"no"}
+
+
+@prove
+def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: Evaluation):
+    fitted = [each for each in published.summaries if each.left_out is not None]
+    assert {each.source for each in fitted} == set(LEFT_OUT)
+    assert fmean(each.left_out or 0 for each in fitted) <= 2 * fmean(each.mean_absolute for each in fitted)
+
+
+def test_only_a_row_without_a_price_is_skipped(published: Evaluation):
+    reasons = Counter(each.reason.split(" has no price")[0] for each in published.skipped)
+    assert reasons == {"precision=mxfp8": 16, "precision=nvfp4": 4, "offload=activations:40": 5}
+
+
+def test_the_report_names_every_row_and_source(published: Evaluation):
+    text = "\n".join(report_lines(published))
+    for summary in published.summaries:
+        assert f"{summary.quantity}, {summary.source}" in text
+    assert "assumed (4 rows: 43, 44, 49, 50): precision=fp8-row priced as one scale a tensor" in text
+    assert "skipped (4 rows: 447, 451, 458, 464): precision=nvfp4 has no price" in text
+
+
+def test_the_table_in_the_documentation_is_what_is_printed(published: Evaluation):
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    lines = list(report_lines(published))
+    table = lines[lines.index("") + 1 :]
+    assert len(table) > 15
+    assert "\n".join(table) in page
+
+
+def test_the_answer_for_machines_has_a_prediction_for_each_measurement(published: Evaluation):
+    answer = json.loads(json.dumps(published.as_json()))
+    assert [row["row"] for row in answer["rows"]] == list(range(2, 491))
+    for row in answer["rows"]:
+        if row["skipped"] is None:
+            assert row["predicted_step_time_s"] > 0
+            assert row["predicted_peak_mem_gib"] > 0
+    by_source = {(each["source"], each["quantity"]): each for each in answer["sources"]}
+    assert len(by_source) == len(published.summaries)
+
+
+HOSTILE = (
+    "",
+    "0",
+    "1",
+    "-1",
+    "0.5",
+    "7",
+    "1000",
+    "10000000",
+    "1e30",
+    "inf",
+    "nan",
+    "x",
+    "9" * 400,
+    "a/b/c",
+    "\u0663",
+    "no",
+)
+
+
+@pytest.mark.parametrize("base", [PIPED, EXPERTS], ids=["dense", "experts"])
+def test_no_cell_of_a_table_ends_it_with_a_traceback(tmp_path: Path, base: dict[str, str]):
+    """Rows with one strange cell each: some are named as errors; without those, the others are predicted or skipped."""
+    path = tmp_path / "runs.csv"
+    rows = [base | {column: value} for column in base if column != "id" for value in HOSTILE]
+    with pytest.raises(InputError) as error:
+        evaluate(write(path, *rows))
+    named = re.compile(r"row (\d+): ")
+    bad = {int(found[1]) for problem in error.value.problems if (found := named.search(problem))}
+    good = [row for line, row in enumerate(rows, start=2) if line not in bad]
+    assert len(bad) > len(good) > len(base)
+    found = evaluate(write(path, *good))
+    assert len(found.rows) + len(found.skipped) == len(good)
+    json.dumps(found.as_json(), allow_nan=False)
+    assert list(report_lines(found))
+
+
+def test_a_skipped_row_has_the_keys_of_the_others(tmp_path: Path):
+    rows = evaluate(write(tmp_path / "runs.csv", DENSE, DENSE | {"precision": "mxfp8"})).as_json()["rows"]
+    assert rows[0].keys() == rows[1].keys()
+    assert {rows[1][key] for key in rows[1] if "predicted" in key or "measured" in key} == {None}
+
+
+def test_a_peak_is_that_of_the_rank_and_of_the_kind_that_were_measured(tmp_path: Path):
+    peak = {"peak_mem_gib": "50", "peak_mem_from": "allocated"}
+    rows = [PIPED | peak | {"peak_mem_rank": rank} for rank in ("most", "first", "last")]
+    rows.append(PIPED | peak | {"peak_mem_rank": "most", "peak_mem_from": "reserved"})
+    most, first, last, reserved = (row.peak_gib for row in evaluate(write(tmp_path / "runs.csv", *rows)).rows)
+    assert most == max(first, last)
+    assert first > last, "the first rank keeps more micro-batches"
+    assert reserved > most

@@ -1,0 +1,196 @@
+"""A table of measured runs is read strictly: every problem of a file is named at once, and nothing is guessed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
+from shardwright.errors import InputError
+from shardwright.planner.evaluate import MEASURED_RUNS
+from shardwright.planner.run import Run, Skipped
+from shardwright.planner.run_columns import columns
+from shardwright.planner.runs import read_runs
+from tests.planner.measured import DENSE, EXPERTS, PIPED, write
+
+
+def test_a_published_row_becomes_the_job_and_layout_that_it_describes():
+    row = read_runs(MEASURED_RUNS)[7]
+    assert isinstance(row, Run)
+    assert (row.row, row.measured.id, row.measured.step_time_s) == (9, "sc21-table1-006aec", 37.614)
+    model = row.job.model
+    assert (model.n_layers, model.d_model, model.norm, model.bias, model.tied_embedding) == (
+        *(96, 16384),
+        *("layernorm", True, True),
+    )
+    assert (row.job.cluster.size, row.job.cluster.node_bytes_per_s, row.job.precision) == (1920, 200e9, "fp16")
+    of = row.candidates
+    assert (of.pp, of.shared.pp_schedule, of.shared.virtual_stages, of.shared.stage_layers) == (
+        16,
+        "interleaved-1f1b",
+        2,
+        (3,) * 32,
+    )
+    assert (int(of.tp[0]), int(of.data_ranks[0]), int(of.world[0])) == (8, 15, 1920)
+    assert row.job.stack.name == "megatron"
+    assert not row.job.stack.flash_attention
+
+
+def test_a_row_with_experts_and_latent_attention_says_all_sizes_itself(tmp_path: Path):
+    (row,) = read_runs(write(tmp_path / "runs.csv", EXPERTS | {"optimizer_dtype": "bf16"}))
+    assert isinstance(row, Run)
+    moe, latent = row.job.model.moe, row.job.model.latent_attention
+    assert moe is not None
+    assert latent is not None
+    assert (moe.n_experts, moe.top_k, moe.n_shared, moe.first_dense) == (256, 8, 1, 1)
+    assert (latent.q_rank, latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.v_dim) == (1536, 512, 128, 64, 128)
+    speed = replace(row.job.stack.speed, hides_tp=True, hides_tp_backward=True, hides_dp=True)
+    assert replace(row.job.stack, speed=speed, state_bytes=4.0) == MEGATRON_CORE_FUSED_LOSS
+    assert row.job.stack.state_bytes == 2.0
+    assert not row.job.stack.speed.hides_dp
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        ('id\n"open', "cannot be read"),
+        ("", "column 'id' is missing"),
+        ("source;model;layers\nsomewhere;GPT;12\n", "separated by semicolons; valid: commas"),
+        ("source\tmodel\tlayers\nsomewhere\tGPT\t12\n", "separated by tabs; valid: commas"),
+        (
+            ",".join(columns()).replace("d_model", "hidden") + "\n",
+            "column 'hidden' is not known; .*'d_model' is missing",
+        ),
+        (",".join(columns()) + ",layer\n", r"column 'layer' is not known; did you mean 'layers'\?"),
+        (",".join(columns()) + ",tp\n", "column 'tp' stands there 2 times"),
+        (",".join(columns()) + "\n", "no rows"),
+        (",".join(columns()) + "\na,b,c\n", f"row 2: 3 cells, and the header has {len(columns())} columns"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, text: str | bytes | None, said: str):
+    path = tmp_path / "runs.csv"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=f"(?s){said}"):
+        read_runs(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": "many"}, "layers='many': valid: a whole number from 1 to 1,000"),
+        ({"layers": "12.5"}, "layers='12.5': valid: a whole number"),
+        ({"layers": ""}, "layers is empty, and this row needs it: transformer layers; valid: a whole number"),
+        ({"vocab": "1e400"}, "vocab='1e400': valid: a whole number from 1 to 10,000,000"),
+        ({"step_time_s": "-1"}, "step_time_s='-1': valid: a decimal from 0.000001 to 1000000000"),
+        ({"step_time_s": ""}, "step_time_s and peak_mem_gib are empty"),
+        ({"peak_mem_gib": "10"}, "peak_mem_from is empty"),
+        ({"tied": "yes"}, "tied='yes': valid: 0, 1"),
+        ({"accelerator": "h1000"}, "accelerator='h1000': accelerator 'h1000' is not known; did you mean 'h100'?"),
+        ({"stack": "megatron-lm"}, "stack='megatron-lm': valid: megatron, megatron-core, deepspeed, fsdp"),
+        ({"schedule": "sideways"}, "schedule='sideways': valid: afab, 1f1b, "),
+        ({"recompute": "sometimes"}, "valid: none, full, selective, selective:a+b, partial:N"),
+        ({"recompute": "selective:a+b"}, "recompute='selective:a+b': valid: none"),
+        ({"zero": "9"}, "zero='9': valid: a whole number from 0 to 3"),
+        ({"usable": "no"}, "why_not is empty"),
+        ({"model_kind": "hybrid"}, "model_kind='hybrid' with usable='yes'"),
+        ({"experts": "8"}, "top_k is empty"),
+        ({"mla_v": "128"}, "mla_q_rank is empty"),
+        ({"tp": "4"}, "tp 4 x pp 1 x cp 1 x dp_replicate 1 x dp_shard 1 = 4, not accelerators=8"),
+        ({"global_batch": "5"}, "global_batch=5 is not a multiple of micro_batch 4 x 1 data ranks"),
+        ({"accelerators": "16", "dp_shard": "2", "global_batch": "8"}, "zero=0 shards nothing over dp_shard=2"),
+        ({"accelerators": "1", "tp": "1", "sp": "1"}, "sp=1 with tp=1; valid: 0"),
+        ({"ep": "2"}, "ep=2 without experts; valid: 1"),
+        ({"virtual_stages": "2"}, "schedule=1f1b, virtual_stages=2 with pp=1"),
+        ({"accelerators": "16", "pp": "2"}, "layer_split is empty"),
+    ],
+)
+def test_a_bad_cell_is_an_error_with_its_row_column_value_and_rule(tmp_path: Path, change: dict[str, str], said: str):
+    with pytest.raises(InputError) as error:
+        read_runs(write(tmp_path / "runs.csv", DENSE, DENSE | change))
+    assert any("row 3: " in problem and said in problem for problem in error.value.problems), error.value.problems
+
+
+def test_the_degree_of_experts_is_checked_with_their_tensor_parallelism(tmp_path: Path):
+    for change, said in (({"ep": "3"}, "ep=3 does not divide 256 experts"), ({"etp": "2"}, "ep=4 x etp 2 does not")):
+        with pytest.raises(InputError, match=said):
+            read_runs(write(tmp_path / "runs.csv", EXPERTS | change))
+
+
+def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
+    path = write(tmp_path / "runs.csv", DENSE | {"layers": "x", "tied": "x"}, PIPED, PIPED | {"pp": "4"})
+    text = path.read_text().replace("row-4", "row-3")
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        read_runs(path)
+    said = ["row 2: layers='x'", "row 2: tied='x'", "row 4: tp 8 x pp 4", "row 4: id=row-3: row 3 has the same"]
+    assert [text in problem for text, problem in zip(said, error.value.problems, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "reason"),
+    [
+        (DENSE, {"usable": "no", "why_not": "two jobs on the machine"}, "two jobs on the machine"),
+        (DENSE, {"accelerator": "v100"}, "accelerator=v100 has no figures in hardware.toml"),
+        (DENSE, {"precision": "nvfp4"}, "precision=nvfp4 has no price; priced: fp32, bf16"),
+        (DENSE, {"precision": "fp8-tensor"}, "no figures for fp8 on a100-80gb; valid: "),
+        (DENSE, {"recompute": "partial:4"}, "recompute=partial:4 has no price"),
+        (DENSE, {"offload": "activations:2"}, "offload=activations:2 has no price"),
+        (DENSE, {"window": "4096", "windowed_layers": "24"}, "sliding-window attention has no price"),
+        (DENSE, {"mtp": "1"}, "mtp=1"),
+        (DENSE, {"fused_loss": "1"}, "fused_loss=1 has no price with stack megatron"),
+        (DENSE, {"kv_heads": "5"}, "n_kv_heads=5 does not divide n_heads=64"),
+        (DENSE, {"kv_heads": "1", "heads": "4"}, "tp=8 does not divide 4 query heads"),
+        (DENSE, {"d_ffn": "1001"}, "tp=8 does not divide 1001 ffn features"),
+        (DENSE, {"tp": "4", "cp": "2", "seq_len": "2046"}, "seq_len=2046 is not a multiple of"),
+        (EXPERTS, {"top_k": "257"}, "top_k=257 is more than moe.n_experts=256"),
+        (EXPERTS, {"bias": "1"}, "bias=true goes with plain attention"),
+        (PIPED, {"layers": "97"}, "layer_split=even: 97 layers do not fill 24 stages; valid: uneven"),
+        (PIPED, {"layers": "12", "layer_split": "uneven"}, "make 24 stages, more than the 12 layers"),
+        (PIPED, {"schedule": "dualpipe", "virtual_stages": "1", "global_batch": "9"}, "microbatches=9 is odd"),
+    ],
+)
+def test_a_row_without_a_price_is_skipped_with_the_reason(
+    tmp_path: Path, row: dict[str, str], change: dict[str, str], reason: str
+):
+    found = read_runs(write(tmp_path / "runs.csv", row | change, row))
+    assert [type(each) for each in found] == [Skipped, Run]
+    assert isinstance(found[0], Skipped)
+    assert reason in found[0].reason
+
+
+def test_what_is_priced_as_something_else_is_said(tmp_path: Path):
+    change = {"stack": "nanotron", "precision": "fp8-row", "accelerator": "h100", "note": "a note"}
+    (row,) = read_runs(write(tmp_path / "runs.csv", DENSE | change))
+    assert isinstance(row, Run)
+    assert row.assumed == (
+        "a note",
+        "precision=fp8-row priced as one scale a tensor",
+        "stack nanotron priced as megatron-core",
+    )
+
+
+def test_a_run_is_spread_evenly_over_as_few_domains_as_hold_it(tmp_path: Path):
+    for n, size in ((8, 8), (64, 64), (128, 64), (200, 50), (2, 2)):
+        change = {"accelerator": "gb200", "per_domain": "72", "accelerators": str(n), "tp": "2", "sp": "0"}
+        change |= {"dp_replicate": str(n // 2), "global_batch": str(4 * n // 2)}
+        (row,) = read_runs(write(tmp_path / "runs.csv", DENSE | change))
+        assert isinstance(row, Run)
+        assert row.job.cluster.node_size == size, n
+
+
+def test_the_ends_of_a_pipeline_may_have_a_layer_less(tmp_path: Path):
+    change = {"layers": "94", "layer_split": "ends"}
+    (row,) = read_runs(write(tmp_path / "runs.csv", PIPED | change))
+    assert isinstance(row, Run)
+    assert row.candidates.shared.stage_layers == (3, *(4,) * 22, 3)
+
+
+def test_a_table_from_a_spreadsheet_is_read_with_its_lines_counted(tmp_path: Path):
+    path = write(tmp_path / "runs.csv", DENSE, DENSE, DENSE | {"ref": "some\nwhere"}, DENSE)
+    header, first, *others = path.read_text().splitlines()
+    blanks = header.replace(",", " , ")
+    path.write_text("\n".join([blanks, first, "", *others]), encoding="utf-8-sig")
+    assert [row.row for row in read_runs(path)] == [2, 4, 6, 7]

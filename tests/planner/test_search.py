@@ -1,0 +1,284 @@
+"""Proves that a search finds what evaluating everything would find, that what it says of a layout is true of it, and
+that it is fast enough to be used."""
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.cost import memory
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.cost.step import step_time
+from shardwright.errors import InputError, LayoutError
+from shardwright.model.presets import PRESETS, resolve
+from shardwright.model.spec import ModelSpec
+from shardwright.planner.alternatives import reasons, runners_up, savings, well_known
+from shardwright.planner.choice import Choice, choice_at
+from shardwright.planner.distinct import differing
+from shardwright.planner.nearest import remedies
+from shardwright.planner.search import Plan, fits, limit_bytes, search, survey
+from shardwright.planner.space import groups
+from shardwright.planner.words import also_fast, left_out
+from shardwright.units import GiB
+from tests.marks import prove, rest_prove
+
+DEEP = replace(PRESETS["debug"], n_layers=6, d_model=512, n_heads=8, head_dim=64, d_ffn=1536)
+MIXED = replace(PRESETS["debug-moe"], n_layers=6, d_model=512)
+
+
+def job(spec: ModelSpec, hardware: str, global_batch: int, seq_len: int, memory_gib: float | None = None) -> Job:
+    """On accelerators with as little memory as a test needs."""
+    found = cluster(hardware)
+    if memory_gib is not None:
+        chip = replace(found.accelerator, memory_bytes=memory_gib * GiB)
+        found = replace(found, accelerator=chip)
+    return Job(model=spec, cluster=found, global_batch=global_batch, seq_len=seq_len)
+
+
+def brute_force(asked: Job, limit: float) -> list[tuple[float, Choice]]:
+    """Every layout that fits with its simulated time, the fastest first."""
+    found = []
+    for group in groups(asked):
+        kept = group.take(memory.of(asked, group).reserved_bytes <= limit)
+        if len(kept):
+            times = step_time(asked, kept, simulated=True).total_s
+            found += [(float(times[at]), choice_at(kept, at)) for at in range(len(kept))]
+    return sorted(found, key=lambda each: each[0])
+
+
+def test_the_best_layout_of_one_accelerator_is_the_one_with_the_best_micro_batch():
+    found = search(job(DEEP, "h100:1/1", 8, 256))
+    assert [each.choice.layout.world_size for each in found.best] == [1] * 8
+    assert {each.choice.micro_batch for each in found.best} == {1, 2, 4, 8}
+    assert [each.step_s for each in found.best] == sorted(each.step_s for each in found.best)
+
+
+def check_listed(found: Plan, everything: list[tuple[float, Choice]], top: int) -> None:
+    """None that is faster than the last one listed is missing: it is listed, or equal to a listed one that is."""
+    times = {choice: time for time, choice in everything}
+    listed = [each.choice for each in found.best]
+    assert [each.step_s for each in found.best] == pytest.approx([times[choice] for choice in listed], rel=1e-9)
+    for each, others in zip(found.best, found.equals, strict=True):
+        assert all(times[other] == pytest.approx(each.step_s, rel=3e-6) for other in others)
+    covered = {*listed, *(other for others in found.equals for other in others)}
+    assert len(covered) == len(listed) + sum(map(len, found.equals))
+    last = found.best[-1].step_s if len(listed) == top else np.inf
+    assert not {choice for time, choice in everything if time < last * (1 - 3e-6)} - covered
+    for at, each in enumerate(found.best):
+        for other in found.best[:at]:
+            same = abs(each.step_s / other.step_s - 1) < 1e-9 and each.peak_bytes == other.peak_bytes
+            assert not (same and len(differing(each.choice, other.choice)) == 1), (each.choice, other.choice)
+
+
+def check_against_brute_force(asked: Job, top: int) -> None:
+    limit = limit_bytes(asked, 0.1)
+    everything = brute_force(asked, limit)
+    found = search(asked, top=top)
+    assert len(found.pool) == len(everything)
+    check_listed(found, everything, top)
+    assert all(each.peak_bytes <= limit for each in found.best)
+    if not everything:
+        return
+    # The best of each part as well, which is what is shown beside it.
+    best = found.best[0].choice.layout
+    for other in runners_up(found):
+        side = other.name.removeprefix("another ")
+        if side in ("pp_schedule", "micro_batch"):
+            continue
+        times = [time for time, choice in everything if getattr(choice.layout, side) != getattr(best, side)]
+        if times:
+            assert other.priced is not None
+            assert other.priced.step_s == pytest.approx(times[0], rel=1e-9)
+        else:
+            assert other.priced is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "hardware", "global_batch", "memory_gib"),
+    rest_prove(
+        [
+            (DEEP, "h100:4/4", 16, None),
+            (DEEP, "a100:8/4", 8, 0.35),
+            (MIXED, "h100:4/2", 8, None),
+            (DEEP, "h100:6/2", 12, 0.5),
+            (DEEP, "h100:4/4", 16, 0.01),
+        ],
+        (MIXED, "h100:4/2", 8, None),
+        (DEEP, "h100:4/4", 16, 0.01),
+    ),
+)
+def test_a_search_finds_what_brute_force_finds(
+    spec: ModelSpec, hardware: str, global_batch: int, memory_gib: float | None
+):
+    check_against_brute_force(job(spec, hardware, global_batch, 256, memory_gib), top=7)
+
+
+@prove
+@settings(max_examples=12, deadline=None)
+@given(
+    hardware=st.sampled_from(["h100:2/2", "h100:4/2", "a100:3/1", "h100:4/4", "b200:6/3"]),
+    global_batch=st.sampled_from([6, 8, 12]),
+    seq_len=st.sampled_from([64, 96, 256]),
+    memory_gib=st.sampled_from([0.3, 0.5, 80.0]),
+    n_layers=st.integers(2, 7),
+    mixture=st.booleans(),
+    top=st.integers(1, 12),
+)
+def test_a_search_of_any_job_finds_what_brute_force_finds(
+    hardware: str, global_batch: int, seq_len: int, memory_gib: float, n_layers: int, mixture: bool, top: int
+):
+    spec = replace(MIXED if mixture else DEEP, n_layers=n_layers)
+    try:
+        check_against_brute_force(job(spec, hardware, global_batch, seq_len, memory_gib), top)
+    except LayoutError:
+        assert global_batch % 3  # the batch that three ranks of nothing but data could not share
+
+
+@pytest.mark.parametrize(
+    ("spec", "hardware", "global_batch"), [(DEEP, "h100:8", 16), (MIXED, "h100:8", 16), (DEEP, "h100:8/2", 16)]
+)
+def test_no_layout_is_faster_than_its_bound_and_none_needs_other_memory_than_is_said(
+    spec: ModelSpec, hardware: str, global_batch: int
+):
+    asked = job(spec, hardware, global_batch, 256)
+    for group in groups(asked):
+        few = group.take(slice(None, None, 7))
+        bound, exact = (step_time(asked, few, simulated=on).total_s for on in (False, True))
+        assert np.all(bound <= exact * (1 + 1e-9)), group.shared
+        assert memory.reserved_bytes(asked, few) == pytest.approx(memory.of(asked, few).reserved_bytes, rel=1e-12)
+
+
+def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_works():
+    roomy = job(DEEP, "h100:4/4", 8, 32768)
+    needed = min(memory.of(roomy, group).reserved_bytes.min() for group in groups(roomy))
+    # Memory for the leanest layout, but for the margin.
+    asked = job(DEEP, "h100:4/4", 8, 32768, memory_gib=1.01 * needed / GiB)
+    found = search(asked)
+    assert found.best == []
+    assert found.survey.nearest_bytes == pytest.approx(needed)
+    nearest = found.survey.nearest
+    assert nearest is not None
+    assert memory.of(asked, nearest.candidates).reserved_bytes[0] == pytest.approx(needed)
+    named = {remedy.what: remedy.job for remedy in remedies(asked, 0.1)}
+    no_margin = next(what for what in named if "--memory-margin 0" in what)
+    assert search(named.pop(no_margin), memory_margin=0.0).best
+    assert any("accelerators" in what for what in named)
+    assert any("--seq-len 16384 with --global-batch 16" in what for what in named)
+    for what, changed in named.items():
+        assert search(changed).best, what
+
+
+def test_a_remedy_is_the_least_of_its_kind():
+    asked = job(resolve("llama-3.1-70b"), "h100:8", 64, 8192)
+    assert search(asked).best == []
+    more = next(remedy.job.cluster.size for remedy in remedies(asked, 0.1) if "accelerators" in remedy.what)
+    smaller = [size for size in (16, 24, 32, 64, 128) if size < more]
+    limit = limit_bytes(asked, 0.1)
+    for size in smaller:
+        changed = replace(asked, cluster=replace(asked.cluster, size=size))
+        with suppress(LayoutError):  # three times as many cannot share the batch
+            assert not fits(changed, limit), size
+
+
+def test_a_margin_that_is_no_share_is_refused():
+    for margin in (-0.1, 1.0, float("nan")):
+        with pytest.raises(InputError, match="--memory-margin"):
+            search(job(DEEP, "h100:1/1", 1, 64), memory_margin=margin)
+
+
+def test_what_another_layout_loses_is_what_it_takes_longer():
+    found = search(job(DEEP, "h100:8", 16, 256))
+    best = found.best[0]
+    for other in [*runners_up(found), *well_known(found)]:
+        if other.priced is None:
+            assert other.nearest is not None
+            assert other.nearest[1] > found.limit_bytes
+            continue
+        slower = other.slower(best)
+        assert slower is not None
+        assert slower >= -1e-12
+        every = dict(reasons(best, other.priced, most=99))
+        assert sum(every.values()) >= 0.5 * (other.priced.step_s - best.step_s) - 1e-9
+        more = other.priced.step_s - best.step_s
+        back = dict(savings(best, other.priced))
+        assert all(-seconds > 0.2 * more for seconds in back.values())
+        rest = set(best.parts_s) | set(other.priced.parts_s)
+        n_untold = len(rest - set(every) - set(back))
+        assert abs(sum(every.values()) + sum(back.values()) - more) <= 0.2 * n_untold * more + 1e-8
+
+
+def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are_named():
+    found = search(job(resolve("llama-3.1-70b"), "h100:64", 1024, 8192))
+    assert len(found.best) == 10
+    assert {each.choice.layout.zero for each in found.best} == {1}
+    for each, others in zip(found.best, found.equals, strict=True):
+        assert {other.layout.zero for other in others} == {3}, each.choice
+    assert "each also with zero=3" in left_out(found.best, found.equals)
+    same = next(other for other in runners_up(found) if other.name == "another zero")
+    assert same.as_fast(found.best[0])
+    assert also_fast(found.best[0], [same]) == "zero=3"
+
+
+def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
+    asked = job(resolve("llama-3.1-8b"), "h100:64", 64, 131073)
+    assert search(asked).best == []
+    near = next(remedy for remedy in remedies(asked, 0.1) if remedy.what.startswith("--seq-len"))
+    assert near.job.seq_len == 131072
+    assert "into as many as 128 equal parts, 131073 into 1" in near.what
+    assert search(near.job, top=1).best
+
+
+def test_well_known_layouts_are_of_their_kind():
+    found = {each.name.split(":")[0]: each.choice.layout for each in well_known(search(job(DEEP, "h100:16", 32, 256)))}
+    assert "tp across nodes" not in found, "8 heads are not cut into more than 8 parts"
+    assert (found["zero 3 alone"].zero, found["zero 3 alone"].dp_shard) == (3, 16)
+    assert all(found["zero 1 alone"].degree(axis) == 1 for axis in ("tp", "cp", "pp", "dp_replicate"))
+    assert found["no pipeline"].pp == 1
+
+
+LARGE = """
+import json, pathlib, re, resource, sys
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.model.presets import resolve
+from shardwright.planner.search import search
+asked = Job(model=resolve("llama-3.1-405b"), cluster=cluster("h100:16384"), seq_len=8192, global_batch=2048)
+found = search(asked)
+# A new program begins with the peak of the process that started it in ru_maxrss; VmHWM is its own.
+status = pathlib.Path("/proc/self/status")
+if status.exists():
+    peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read_text())[1]) * 1024
+else:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps([found.survey.n_layouts, peak, len(found.best)]))
+"""
+
+
+@prove
+def test_405b_on_16384_is_searched_in_full_in_a_gib():
+    n_layouts, peak_bytes, n_best = json.loads(subprocess.check_output([sys.executable, "-c", LARGE], text=True))
+    assert n_layouts > 1_000_000
+    assert n_best == 10
+    assert peak_bytes < GiB
+
+
+def test_a_survey_of_a_kind_sees_that_kind_alone():
+    asked = job(DEEP, "h100:8", 16, 256)
+    all_of_them, some = survey(asked, 80 * GiB), survey(asked, 80 * GiB, lambda of: of.tp == 2)
+    assert 0 < some.n_layouts < all_of_them.n_layouts
+    assert {some.pool.choice(at).layout.tp for at in range(len(some.pool))} == {2}
+    assert survey(asked, 80 * GiB, lambda of: of.tp == 3).nearest is None
+
+
+def test_sequences_and_accelerators_of_a_real_model_have_a_plan():
+    found = search(job(resolve("llama-3.1-8b"), "h100:8", 128, 8192), top=3)
+    assert len(found.best) == 3
+    assert found.best[0].choice.layout.world_size == 8
+    assert sum(found.best[0].parts_s.values()) == pytest.approx(found.best[0].step_s)

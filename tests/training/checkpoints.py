@@ -1,0 +1,74 @@
+"""What tests of checkpoints share: saving and loading as every rank of a world, and comparing bits."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import CheckpointError
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.state import load, named_tensors, save
+from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.step import Trainer
+from tests.mutation import Mutation, mutated
+from tests.training.worlds import RATE, SEED, SPEC, build, local_batch, whole
+
+ONE, ZERO_3 = Layout(), Layout(dp_shard=2, zero=3)
+DATA = {"fingerprint": "f" * 64, "seq_len": 10, "sequences": "packed"}
+Logical = dict[str, Tensor]
+
+
+def logical(trainer: Trainer) -> Logical:
+    """Every tensor of the training state, whole."""
+    return {name: whole(tensor) for name, tensor in named_tensors(trainer).items()}
+
+
+def take_step(trainer: Trainer, layout: Layout, step: int) -> None:
+    batch = local_batch(step, layout.data_rank(dist.get_rank()), layout.data_ranks, accumulation=2)
+    trainer.forward_backward(batch, step)
+    trainer.update(RATE)
+
+
+def equal(found: Logical, expected: Logical) -> bool:
+    """The same names, types and bits."""
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in expected
+    )
+
+
+def save_ranks(folder: Path, layout: Layout, steps: int = 1) -> Logical:
+    """To be run on every rank: train, save under FOLDER, and say what was saved."""
+    trainer = build(layout, torch.float32)
+    for step in range(steps):
+        take_step(trainer, layout, step)
+    progress = Progress(step=steps, samples=12 * steps, seed=SEED)
+    save(CheckpointStore(folder, keep_last=9), trainer, progress, DATA, "steps = 1\n")
+    return logical(trainer)
+
+
+def load_ranks(
+    path: Path,
+    layout: Layout,
+    mutations: tuple[Mutation, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    spec: ModelSpec = SPEC,
+    seed: int = SEED,
+    data: dict[str, Any] | None = DATA,
+) -> Logical | CheckpointError:
+    """To be run on every rank: take up a checkpoint, and say what is there then, or the error."""
+    with ExitStack() as stack:
+        stack.enter_context(mutated(*mutations))
+        trainer = build(layout, dtype, spec)
+        trainer.seed = seed
+        for tensor in named_tensors(trainer).values():
+            tensor.detach().zero_()
+        try:
+            load(path, trainer, data)
+        except CheckpointError as error:
+            return error
+        return logical(trainer)

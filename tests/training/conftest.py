@@ -1,0 +1,33 @@
+"""Tokens that runs train on and a checkpoint to take up, made once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardwright.data import prepare as module
+from shardwright.data.prepare import prepare
+from tests.distributed import run_ranks
+from tests.training.checkpoints import ZERO_3, save_ranks
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of a source file, with a vocabulary of 300 and no validation split."""
+    out = tmp_path_factory.mktemp("tokens") / "tokens"
+    prepare(Path(module.__file__), out, vocab_size=300, validation=0.0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks under ZeRO-3."""
+    folder = tmp_path_factory.mktemp("pristine")
+    run_ranks(save_ranks, 2, folder, ZERO_3)
+    return folder / "step-00000001"
+
+
+@pytest.fixture
+def saved(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return shutil.copytree(pristine, tmp_path / pristine.name)

@@ -1,0 +1,124 @@
+"""Proves what happens to the folder of checkpoints: full disks, `keep_last`, sweeping, publishing by a rename."""
+
+import os
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import CheckpointError
+from shardwright.training.checkpoint import state, storage
+from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.state import save
+from shardwright.training.checkpoint.store import CheckpointStore
+from tests.distributed import run_ranks
+from tests.training.checkpoints import DATA, ONE, ZERO_3, load_ranks, take_step
+from tests.training.worlds import SEED, build
+
+
+def save_on_a_full_disk(folder: Path, free_bytes: int | None) -> str:
+    """Save once; then with `free_bytes` on the disk, or where the disk fills up while rank 1 writes (None)."""
+    trainer, store = build(ZERO_3, torch.float32), CheckpointStore(folder)
+    save(store, trainer, Progress(1, 12, SEED), DATA, "")
+    take_step(trainer, ZERO_3, 0)
+    if free_bytes is not None:
+        shutil.disk_usage = lambda path: types.SimpleNamespace(free=free_bytes)  # type: ignore[assignment]
+    elif dist.get_rank() == 1:
+        storage.save_file = write_half
+    with pytest.raises(CheckpointError) as caught:
+        save(store, trainer, Progress(2, 24, SEED), DATA, "")
+    dist.barrier()
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def write_half(tensors: dict[str, Tensor], path: Path) -> None:
+    """What safetensors does and raises when the disk is full (seen on a tmpfs)."""
+    path.write_bytes(b"half")
+    raise storage.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def test_a_disk_without_room_for_the_next_checkpoint_is_noticed_before_anything_is_written(tmp_path):
+    for message in run_ranks(save_on_a_full_disk, 2, tmp_path / "run", 2**16):
+        needed, free = "the next checkpoint takes 1.1", "has 64 KiB free"
+        assert needed in message, message
+        assert free in message, message
+        assert f"the last good one is {tmp_path / 'run' / 'step-00000001'}" in message
+    assert os.listdir(tmp_path / "run") == ["step-00000001"]
+    assert isinstance(run_ranks(load_ranks, 1, tmp_path / "run" / "step-00000001", ONE)[0], dict)
+
+
+def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it(tmp_path):
+    for message in run_ranks(save_on_a_full_disk, 2, tmp_path, None):
+        assert (
+            f"writing {tmp_path / 'step-00000002.partial'} (earlier checkpoints are untouched): the disk is" in message
+        )
+        assert "Traceback" not in message
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert isinstance(run_ranks(load_ranks, 1, tmp_path / "step-00000001", ONE)[0], dict)
+
+
+def test_a_bug_in_saving_is_not_passed_off_as_bad_input(tmp_path, monkeypatch):
+    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+    for cause, kind in ((KeyError("x"), CheckpointException), (PermissionError(13, "no"), CheckpointError)):
+        try:
+            raise cause
+        except Exception as error:
+            found = state._first_cause(CheckpointException("write", {1: _wrap_exception(error)}), "writing")
+            assert isinstance(found, kind)
+
+
+def publish(store: CheckpointStore, step: int) -> None:
+    store.begin(step, 0)
+    (store.partial_of(step) / "manifest.json").write_text(str(step))
+    store.publish(step)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_checkpoints_are_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (5, 10, 100_000_000):
+        publish(store, step)
+    assert names(tmp_path) == ["step-00000010", "step-100000000"]
+    assert store.published() == [tmp_path / "step-00000010", tmp_path / "step-100000000"]
+
+
+def test_a_new_checkpoint_is_never_deleted_for_damaged_ones_of_later_steps(tmp_path):
+    for step in (5, 10, 15):
+        publish(CheckpointStore(tmp_path, keep_last=3), step)
+    publish(CheckpointStore(tmp_path, keep_last=1), 7)
+    assert names(tmp_path) == ["step-00000007"]
+
+
+def test_what_a_killed_process_left_is_swept_and_what_it_had_moved_aside_is_put_back(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    publish(store, 5)
+    store.begin(10, 0)
+    (tmp_path / "step-00000005").rename(tmp_path / "step-00000005.replaced.partial")
+    assert store.published() == []
+    store.sweep()
+    assert names(tmp_path) == ["step-00000005"]
+    publish(store, 5)
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    seen = []
+    rename = Path.rename
+
+    def watch(self, target):
+        seen.append((names(tmp_path), self.name, Path(target).name))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watch)
+    publish(store, 5)
+    assert seen == [(["step-00000005.partial"], "step-00000005.partial", "step-00000005")]

@@ -1,0 +1,51 @@
+"""Proves that compiled blocks train as uncompiled ones do, also when they are gathered and freed, or cut."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.layout import Layout
+from shardwright.parallel.apply import apply
+from shardwright.training.optimizer import build_optimizer
+from shardwright.training.step import Trainer
+from tests.distributed import run_ranks
+from tests.marks import prove
+from tests.training.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch
+
+GROUPED = replace(SPEC, n_heads=4, n_kv_heads=2)
+CPU = torch.device("cpu")
+
+
+def losses(layout: Layout, compiled: bool) -> list[float]:
+    model = apply(GROUPED, layout, CPU, seed=SEED, compile_blocks=compiled)
+    optimizer = build_optimizer(model.named_parameters, model.spec, OPTIMIZER)
+    trainer = Trainer(model, optimizer, device=CPU, seed=SEED, clip_norm=1.0, compile_loss=compiled)
+    found = []
+    for step in range(3):
+        batch = local_batch(step, layout.data_rank(dist.get_rank()), layout.data_ranks, accumulation=2)
+        loss = trainer.step(batch, step, RATE).loss_part
+        model.sum_over_losses(loss)
+        found.append(float(loss))
+    return found
+
+
+@prove
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero=3),
+        Layout(tp=2, sequence_parallel=True),
+        Layout(cp=2, cp_method="ring", recompute="full"),
+        Layout(pp=2),
+        Layout(pp=2, pp_schedule="zb-h1"),
+    ],
+    ids=["zero 3", "tp2 sp", "cp2, recomputed", "pp2 1f1b", "pp2 zb-h1"],
+)
+def test_compiled_blocks_give_the_losses_of_uncompiled_ones(layout: Layout):
+    plain = run_ranks(losses, 2, layout, False)[0]
+    compiled = run_ranks(losses, 2, layout, True, timeout_s=250)[0]
+    # Fused kernels round float32 elsewhere; three steps apart.
+    assert compiled == pytest.approx(plain, rel=1e-5)

@@ -1,0 +1,265 @@
+"""Proves that a worker that fails in any way ends the run, in its own words, and leaves no process.
+
+The workers are real processes under the real launcher (runs.py); what happens to them is put into rank 1.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.marks import prove
+from tests.training.runs import Run, is_alive, kill_itself, records, train, training, trajectory, write_run_file
+
+WITHIN_S = 90.0
+"""For a run to end after its fault, also on a busy machine; left to itself a collective waits for 600 s."""
+
+
+@pytest.fixture
+def run_file(tokens: Path, tmp_path: Path) -> Path:
+    return write_run_file(tmp_path, tokens)
+
+
+def in_step_3_of_rank_1(rank: int, what) -> None:
+    from shardwright.training.step import Trainer
+
+    forward_backward, calls = Trainer.forward_backward, []
+
+    def fail(self, batch, step):
+        calls.append(step)
+        if rank == 1 and len(calls) == 3:
+            # Not before rank 0 waits in a collective of this step.
+            time.sleep(0.2)
+            what()
+        return forward_backward(self, batch, step)
+
+    Trainer.forward_backward = fail
+
+
+def ends(run_file: Path, fault, expect: int) -> Run:
+    with training(run_file, fault=fault) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 2)
+        code = run.wait(WITHIN_S)
+        assert code == expect, run.stderr
+    assert len(run.workers()) == 2
+    assert not any(is_alive(pid) for pid in run.workers())
+    return run
+
+
+def raises(rank: int) -> None:
+    def what():
+        raise RuntimeError("the dog ate rank 1's gradient")
+
+    in_step_3_of_rank_1(rank, what)
+
+
+def test_a_worker_that_raises_is_heard_and_no_one_else_is(run_file):
+    run = ends(run_file, raises, 3)
+    assert run.stderr.startswith("error: rank 1 failed: RuntimeError: the dog ate rank 1's gradient\n")
+    assert run.stderr.count("Traceback") == 1
+    assert "Connection closed" not in run.stderr
+    assert f"its full output: {run_file.parent}/out/logs/rank-1.log" in run.stderr
+
+
+def is_killed(rank: int) -> None:
+    in_step_3_of_rank_1(rank, kill_itself)
+
+
+def test_a_worker_that_is_killed_is_named(run_file):
+    run = ends(run_file, is_killed, 3)
+    assert run.stderr.startswith("error: rank 1 was killed by signal 9 (SIGKILL); when no one sent it, the machine")
+    assert "Traceback" not in run.stderr
+
+
+def reads_address_zero(rank: int) -> None:
+    in_step_3_of_rank_1(rank, lambda: ctypes.string_at(0))
+
+
+@prove
+def test_a_worker_that_crashes_shows_where_it_was(run_file):
+    run = ends(run_file, reads_address_zero, 3)
+    assert run.stderr.startswith("error: rank 1 was killed by signal 11 (SIGSEGV)")
+    assert "Fatal Python error: Segmentation fault" in run.stderr
+    assert "ctypes/__init__.py" in run.stderr
+    assert len(run.stderr.splitlines()) < 15
+
+
+def leaves_with_code_5(rank: int) -> None:
+    in_step_3_of_rank_1(rank, lambda: (print("so long", file=sys.stderr, flush=True), os._exit(5)))
+
+
+@prove
+def test_a_worker_that_leaves_without_a_word_is_noticed(run_file):
+    run = ends(run_file, leaves_with_code_5, 3)
+    assert run.stderr.startswith("error: rank 1 left with code 5 without a word\nthe end of its output:\nso long")
+
+
+def leaves_as_if_all_were_well(rank: int) -> None:
+    in_step_3_of_rank_1(rank, lambda: os._exit(0))
+
+
+@prove
+def test_code_0_before_the_work_is_done_is_a_failure(run_file):
+    run = ends(run_file, leaves_as_if_all_were_well, 3)
+    assert run.stderr.startswith("error: rank 1 left with code 0, but before its work was done")
+
+
+def complains_of_input(rank: int) -> None:
+    def what():
+        from shardwright.errors import DataError
+
+        raise DataError("tokens/train-00000.bin has a hole at 17", "and another at 34")
+
+    in_step_3_of_rank_1(rank, what)
+
+
+def test_bad_input_found_by_a_worker_is_the_plain_message_once_and_exit_code_2(run_file):
+    run = ends(run_file, complains_of_input, 2)
+    assert run.stderr == "error: tokens/train-00000.bin has a hole at 17\nerror: and another at 34\n"
+
+
+def all_complain_of_input(rank: int) -> None:
+    from shardwright.errors import DataError
+    from shardwright.training import loop
+
+    def fail(*arguments, **named):
+        raise DataError("no rank can read this")
+
+    loop.apply = fail
+
+
+def test_bad_input_found_by_every_worker_is_told_once(run_file):
+    assert train(run_file, fault=all_complain_of_input, expect=2).stderr == "error: no rank can read this\n"
+
+
+def is_slow(rank: int) -> None:
+    in_step_3_of_rank_1(rank, lambda: time.sleep(600))
+
+
+@prove
+def test_when_the_launcher_is_killed_its_workers_leave_too(run_file):
+    with training(run_file, fault=is_slow) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 2)
+        os.kill(run.process.pid, signal.SIGKILL)
+        until = time.monotonic() + WITHIN_S
+        while any(is_alive(pid) for pid in run.workers()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    assert len(run.workers()) == 2
+
+
+@prove
+def test_two_runs_at_once_on_one_machine_do_not_meet(tokens, tmp_path):
+    files = [write_run_file(folder, tokens) for folder in (tmp_path / "a", tmp_path / "b") if not folder.mkdir()]
+    # Both are also told of a port that is taken, as a shell that once ran torchrun may tell them.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        with (
+            training(files[0], environment=environment) as one,
+            training(files[1], "--set", "seed=4", environment=environment) as other,
+        ):
+            assert [one.wait(), other.wait()] == [0, 0], one.stderr + other.stderr
+    assert [len(trajectory(file)) for file in files] == [20, 20]
+    assert trajectory(files[0]) != trajectory(files[1])
+
+
+def test_a_run_of_one_rank_needs_no_launcher_and_reports_as_one(run_file):
+    train(run_file, "--set", "layout.dp_shard=1", "--set", "steps=3")
+    assert not (run_file.parent / "out" / "logs").exists()
+    assert records(run_file)[-1]["step"] == 3
+    failed = train(
+        run_file, "--set", "layout.dp_shard=1", "--set", "steps=9", "--resume", fault=raises_in_step_5, expect=3
+    )
+    assert failed.stderr.startswith("error: training failed: RuntimeError: alone in step 5\n")
+
+
+def raises_in_step_5(rank: int) -> None:
+    from shardwright.training.step import Trainer
+
+    forward_backward = Trainer.forward_backward
+
+    def fail(self, batch, step):
+        if step == 5:
+            raise RuntimeError("alone in step 5")
+        return forward_backward(self, batch, step)
+
+    Trainer.forward_backward = fail
+
+
+def test_an_out_that_cannot_be_made_is_refused(run_file):
+    (run_file.parent / "file").touch()
+    run = train(run_file, "--set", f"out={run_file.parent}/file/out", expect=2)
+    assert f"out='{run_file.parent}/file/out' cannot be made" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def is_killed_once(rank: int) -> None:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        in_step_8(rank, kill_itself)
+
+
+def in_step_8(rank: int, what) -> None:
+    from shardwright.training.step import Trainer
+
+    forward_backward = Trainer.forward_backward
+
+    def fail(self, batch, step):
+        if rank == 1 and step == 7:
+            what()
+        return forward_backward(self, batch, step)
+
+    Trainer.forward_backward = fail
+
+
+def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(run_file):
+    run = train(run_file, "--resume", "--set", "steps=10", fault=is_killed_once, torchrun=True)
+    assert "resumed from" in run.stdout
+    assert "step-00000005: step 5" in run.stdout
+    assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 11))
+
+
+@prove
+def test_under_torchrun_the_rank_at_fault_speaks_and_is_the_root_cause(run_file):
+    run = train(run_file, "--resume", fault=raises, torchrun=True, expect=1)
+    assert "error: rank 1: RuntimeError: the dog ate rank 1's gradient" in run.stderr
+    root = run.stderr.partition("Root Cause")[2]
+    assert "rank 1: RuntimeError: the dog ate" in root
+    assert "exitcode  : 3" in root
+    assert not any(is_alive(pid) for pid in run.workers())
+
+
+@prove
+def test_under_torchrun_bad_input_is_told_once_a_machine(run_file):
+    train(run_file, "--set", "steps=2")
+    run = train(run_file, torchrun=True, expect=1)
+    assert run.stderr.count("error: " + str(run_file.parent / "out") + " already holds a run") == 2  # once a start
+    assert "exitcode  : 2" in run.stderr.partition("Root Cause")[2]
+
+
+def takes_its_time(rank: int) -> None:
+    from shardwright.training.step import Trainer
+
+    update = Trainer.update
+
+    def slow(self, rate):
+        time.sleep(0.1)
+        return update(self, rate)
+
+    Trainer.update = slow
+
+
+@prove
+def test_a_ctrl_c_under_torchrun_saves_though_it_reaches_the_workers_twice(run_file):
+    with training(run_file, fault=takes_its_time, torchrun=True) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 2)
+        # A terminal sends it to every process; torchrun then hands it on.
+        for pid in (*run.workers(), run.process.pid):
+            os.kill(pid, signal.SIGINT)
+        run.wait_for(lambda: "as asked; the last checkpoint is of this step. Go on with --resume" in run.stdout)
+    stopped = len(trajectory(run_file))
+    assert (run_file.parent / "out" / "checkpoints" / f"step-{stopped:08d}").is_dir()

@@ -1,0 +1,204 @@
+"""Proves what a run says about itself: JSON lines that survive a kill, the screen line, extras, known peaks only."""
+
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.config import RunConfig, parse
+from shardwright.errors import InputError
+from shardwright.model.presets import resolve
+from shardwright.model.sections import MoESpec
+from shardwright.parallel.model import ExpertLoad
+from shardwright.training.device import peak_flops_per_s, peak_of_name
+from shardwright.training.load import expert_numbers
+from shardwright.training.metrics import JsonLines, line, missing_extras, open_writers
+from shardwright.training.start import start
+from tests.training.runs import records, train, write_run_file
+
+RECORD = {
+    "kind": "train",
+    "step": 3,
+    "loss": 2.5,
+    "grad_norm": 0.5,
+    "lr": 1e-3,
+    "target_tokens": 100,
+    "tokens_per_s": 12345.0,
+    "tokens_per_s_per_device": 6172.5,
+    "tflops_per_s_per_device": 0.5,
+    "mfu": None,
+    "memory_bytes": 2**30,
+    "step_s": 0.2,
+    "data_s": 0.001,
+    "forward_backward_s": 0.15,
+    "optimizer_s": 0.049,
+}
+
+
+def config(folder: Path, **metrics: object) -> RunConfig:
+    return parse(
+        {
+            "out": str(folder),
+            "steps": 9,
+            "data": {"path": "x"},
+            "batch": {"seq_len": 4, "global_batch": 1},
+            "metrics": metrics,
+        }
+    )
+
+
+def test_a_line_says_all_that_was_asked_for():
+    text = line(RECORD, 9)
+    for part in (
+        "step     3/9",
+        "loss 2.5",
+        "grad_norm 0.5",
+        "lr 1.00e-03",
+        "12.3K tok/s",
+        "6.17K/device",
+        "0.5 TFLOP/s",
+    ):
+        assert part in text
+    for part in ("MFU n/a", "1 GiB", "data 1 ms", "fwd+bwd 150 ms", "opt 49 ms"):
+        assert part in text
+    assert "MFU 51.2%" in line({**RECORD, "mfu": 0.512}, 9)
+
+
+def moe(**changes: object) -> MoESpec:
+    debug = resolve("debug-moe").moe
+    assert debug is not None
+    return dataclasses.replace(debug, n_experts=4, **changes)  # type: ignore[arg-type]
+
+
+# Layer 0 is dense; a quarter of the pairs of layer 2 is dropped.
+LOAD = ExpertLoad(
+    torch.tensor([[0, 0, 0, 0], [2, 2, 2, 2], [8, 0, 0, 0]]),
+    torch.tensor([0, 0, 4]),
+    torch.tensor([[0.0, 0.0], [0.1, 0.01], [0.4, 0.02]], dtype=torch.float64),
+)
+
+
+def test_the_load_of_experts_is_a_mean_over_the_layers_that_have_some():
+    assert expert_numbers(LOAD, moe(first_dense=1)) == {
+        "load_max_over_mean": 2.5,
+        "load_entropy": pytest.approx(0.5),
+        "load_by_layer": [1.0, 4.0],
+    }
+
+
+def test_losses_and_dropped_pairs_are_told_where_the_run_file_has_them():
+    told = expert_numbers(LOAD, moe(first_dense=1, capacity_factor=1.0, aux_loss=0.1, z_loss=0.001))
+    assert told["dropped_fraction"] == 0.25
+    assert (told["balance_loss"], told["z_loss"]) == (pytest.approx(0.5), pytest.approx(0.03))
+
+
+def test_a_run_with_experts_records_their_load_and_what_is_sent_and_one_without_does_not(tmp_path: Path, tokens: Path):
+    run_file = write_run_file(tmp_path, tokens)
+    experts = "model.moe={n_experts=4, top_k=2, d_ffn=8, aux_loss=0.01, z_loss=0.001}"
+    train(run_file, "--set", "steps=2", "--set", experts, "--set", "layout.ep=2")
+    # 2 sequences of 16 tokens on a rank, 2 experts each, 16 floats, 2 layers: all of it there and back, twice.
+    most_bytes = 4 * (2 * 16) * 2 * (16 * 4) * 2
+    for record in records(run_file):
+        first, second = record["load_by_layer"]
+        assert all(1 <= load <= 4 for load in (first, second))
+        assert record["load_max_over_mean"] == pytest.approx((first + second) / 2, abs=1e-3)
+        assert 0 < record["expert_sent_bytes"] <= most_bytes
+        assert record["balance_loss"] == pytest.approx(2 * 0.01, rel=0.1)  # of two layers, near 1 at first
+        assert record["z_loss"] > 0
+        assert "dropped_fraction" not in record
+    train(run_file, "--set", "steps=1", "--set", f"out={tmp_path / 'dense'}")
+    (dense,) = records(run_file, "dense")
+    assert not dense.keys() & {"load_max_over_mean", "load_by_layer", "expert_sent_bytes", "balance_loss"}
+
+
+def test_the_line_has_the_load_beside_the_loss_where_there_are_experts():
+    assert "| loss 2.5000 | load 1.14 | grad_norm" in line({**RECORD, "load_max_over_mean": 1.138}, 9)
+    assert "load" not in line(RECORD, 9)
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({**RECORD, "step": step}) for step in (1, 2, 3, 4)]
+    path.write_text("\n".join(lines) + '\n{"kind": "tra')
+    writer = JsonLines(path, resumed_step=2)
+    writer.write({**RECORD, "step": 3, "loss": 9.0})
+    writer.close()
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in found] == [(1, 2.5), (2, 2.5), (3, 9.0)]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writers = open_writers(config(tmp_path, tensorboard=True), 0)
+    for writer in writers:
+        writer.write(RECORD)
+        writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("train/loss")[0].value == 2.5
+    assert "train/mfu" not in events.Tags()["scalars"]
+
+
+def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[tuple[object, object]] = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: told.append((values, step)), finish=lambda: told.append(("end", 0))
+    )
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: run if settings["project"] == "mine" else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for writer in open_writers(config(tmp_path, wandb_project="mine"), 0):
+        writer.write(RECORD)
+        writer.close()
+    values, step = told[0]
+    assert step == 3
+    assert values["train/loss"] == 2.5  # type: ignore[index]
+    assert told[-1] == ("end", 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "metrics"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb_project": "x"})]
+)
+def test_an_extra_that_is_not_installed_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, metrics: dict[str, object]
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert missing_extras(config(tmp_path)) == []
+    assert f"pip install {module}" in missing_extras(config(tmp_path, **metrics))[0]
+    with pytest.raises(InputError, match=f"{module}, which is not installed"):
+        start(config(tmp_path, **metrics))
+    assert list(tmp_path.iterdir()) == [], "nothing is written for a run that is refused"
+
+
+def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("torch.utils.tensorboard.writer", "tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for writer in open_writers(config(tmp_path), 0):
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "flops_per_s"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 5050", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ],
+)
+def test_a_peak_is_that_of_the_device_or_not_known(name: str, flops_per_s: float | None):
+    assert peak_of_name(name, torch.bfloat16) == flops_per_s
+
+
+def test_a_cpu_has_no_known_peak():
+    assert peak_flops_per_s(torch.device("cpu"), torch.float32) is None
