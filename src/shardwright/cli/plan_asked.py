@@ -71,6 +71,7 @@ class Options:
     write: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify")
     ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
     extension: Extensions = None
     json: AsJson = False
@@ -184,6 +185,10 @@ def check(options: Options, job: "Job") -> None:
     if write is not None and job.precision not in WRITTEN:
         wrong.append(f"--write with --precision {job.precision}: train computes in {' or '.join(WRITTEN)}")
     wrong += wrong_place("--write", write, {".toml": "it is named"})
+    if write is not None and write.is_file() and not options.overwrite:
+        wrong.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
+    if options.overwrite and write is None:
+        wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
     wrong += wrong_place("--html", html, {".html": "it is named"})
     if wrong:
         raise InputError(*wrong)
