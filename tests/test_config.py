@@ -138,6 +138,29 @@ def test_problems_between_sections_come_at_once_too(tmp_path: Path):
     assert len(problems) == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["batch.global_batch=7", "layout.tp=3", "layout.dp_replicate=2"],
+            ["global_batch=7", "4 query heads", "ffn features"],
+        ),
+        (["steps=0", "layout.tp=3", "batch.seq_len=63"], ["steps=0", "4 query heads", "ffn features"]),
+        (["optimizer.lr=-1", "model.n_kv_heads=3"], ["optimizer.lr=-1", "n_kv_heads=3 does not divide"]),
+        (["data.pathh=x", "lr_schedule.warmup_steps=11"], ["data.pathh", "warmup_steps=11 is more than the steps=10"]),
+        (["lr_schedule.warmup_steps=11", "lr_schedule.decay_steps=2"], ["warmup_steps=11 is more", "is for"]),
+    ],
+)
+def test_no_problem_hides_another(tmp_path: Path, overrides: list[str], said: list[str]):
+    problems = refused(tmp_path, SMALLEST, *overrides)
+    for part in said:
+        assert [part in problem for problem in problems].count(True) == 1, (part, problems)
+
+
+def test_a_rule_that_reads_a_wrong_section_says_nothing(tmp_path: Path):
+    assert len(refused(tmp_path, SMALLEST, "batch.micro_batch=x", "batch.global_batch=7", "layout.dp_shard=3")) == 1
+
+
 def test_a_missing_key_says_what_it_is(tmp_path: Path):
     problems = refused(tmp_path, 'out = "x"\nsteps = 1\n[batch]\nseq_len = 8\nglobal_batch = 1\n')
     assert len(problems) == 1

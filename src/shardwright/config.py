@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -287,46 +287,68 @@ class RunConfig(Section):
         return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
 
     def problems(self) -> list[str]:
-        """Every rule between sections that is broken, one sentence each."""
-        found: list[str] = []
-        spec = None
+        """Every rule between keys that is broken, one sentence each."""
+        return _broken_rules(dict(self))
+
+
+def _broken_rules(valid: Mapping[str, Any]) -> list[str]:
+    """Every rule between keys that is broken, one sentence each. `valid`: sections and keys at the top of a run file by
+    name; a rule between some of which one is not there is not looked at."""
+    found: list[str] = []
+    model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
+    spec, layout = None, None
+    try:
+        spec = model and model.spec()
+    except ConfigError as error:
+        found += error.problems
+    spec_problems = spec.problems() if spec else []
+    found += [f"model.{problem}" for problem in spec_problems]
+    if spec and batch and batch.seq_len > spec.max_seq_len:
+        found.append(
+            f"batch.seq_len={batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
+            f"shorten the one or raise the other"
+        )
+    try:
+        layout = valid["layout"].layout() if "layout" in valid else None
+    except LayoutError as error:
+        found += error.problems
+    if layout and batch:
         try:
-            spec = self.model.spec()
-            found += [f"model.{problem}" for problem in spec.problems()]
-            if self.batch.seq_len > spec.max_seq_len:
-                found.append(
-                    f"batch.seq_len={self.batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
-                    f"shorten the one or raise the other"
-                )
-        except ConfigError as error:
-            found += error.problems
-        try:
-            layout = self.layout.layout()
-            found += schedule_problems(layout, self.accumulation)
-            if spec is not None and not spec.problems():
-                found += split_problems(spec, self.layout.layout(), self.batch.seq_len)
+            found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
         except LayoutError as error:
             found += error.problems
-        found += self._schedule_problems()
-        if self.data.mask_boundaries and self.data.sequences != "packed":
-            found.append(
-                "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses "
-                "a boundary"
-            )
-        return found
+        if spec and not spec_problems:
+            found += split_problems(spec, layout, batch.seq_len)
+    if lr_schedule:
+        found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
+    if data and data.mask_boundaries and data.sequences != "packed":
+        found.append(
+            "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
+        )
+    return found
 
-    def _schedule_problems(self) -> list[str]:
-        s = self.lr_schedule
-        if s.shape != "wsd" and s.decay_steps:
-            return [f"lr_schedule.decay_steps={s.decay_steps} is for lr_schedule.shape='wsd'; shape is {s.shape!r}"]
-        if s.shape == "wsd" and not s.decay_steps:
-            return ["lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls; give the steps of its fall"]
-        if s.warmup_steps + s.decay_steps > self.steps:
-            return [
-                f"lr_schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
-                f"steps={self.steps} of the run"
-            ]
-        return []
+
+def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterator[str]:
+    """`steps` of the run; None where that number is not valid."""
+    changing = {"warmup_steps": section.warmup_steps}
+    if section.shape == "wsd":
+        changing["decay_steps"] = section.decay_steps
+        if not section.decay_steps:
+            yield "lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls; give the steps of its fall"
+    elif section.decay_steps:
+        yield (
+            f"lr_schedule.decay_steps={section.decay_steps} is for lr_schedule.shape='wsd'; shape is {section.shape!r}"
+        )
+    if steps is not None and sum(changing.values()) > steps:
+        given = " + ".join(f"{name}={number}" for name, number in changing.items())
+        yield f"lr_schedule.{given} is more than the steps={steps} of the run"
+
+
+_SECTIONS = {
+    name
+    for name, field in RunConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -367,11 +389,27 @@ def parse(
     except ValidationError as error:
         for entry in error.errors():
             problems += entry["ctx"]["problems"] if entry["type"] == "refused" else [_sentence(entry)]
+        problems += _broken_rules(_valid_part(table, error))
         raise ConfigError(*(f"{source}: {problem}" for problem in problems)) from None
     problems += config.problems()
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
+
+
+def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """The sections and keys at the top of a run file in which pydantic found nothing wrong, by name."""
+    wrong = {entry["loc"][0] for entry in error.errors()}
+    found: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        if name in wrong:
+            continue
+        kind: Any = field.annotation
+        if name not in table:
+            found[name] = field.get_default(call_default_factory=True)
+        else:
+            found[name] = kind.model_validate(table[name]) if name in _SECTIONS else table[name]
+    return found
 
 
 def _apply(table: dict[str, Any], override: str) -> list[str]:

@@ -306,6 +306,9 @@ def test_every_problem_is_told_at_once():
     result = plan("--precision", "x", "--cluster", "nope:8", columns=400)
     assert result.exit_code == 2
     assert len(result.output.splitlines()) == 5, result.output
+    result = plan("--model", "nope", "--top", 0, "--memory-margin", 2, "--explain", "tpp=2", columns=400)
+    for part in ("nope", "--cluster is missing", "--top 0", "--memory-margin 2", "tpp=2"):
+        assert part in result.output
     result = plan(*SMALL, "--explain", "tp=3,pp=9,micro_batch=5", columns=400)
     assert len(result.output.splitlines()) >= 3, result.output
 

@@ -47,6 +47,14 @@ def test_a_schedule_is_shown_as_text():
     assert "4 messages" in result.output
 
 
+def test_every_problem_of_the_options_is_told_at_once():
+    result = schedule("--schedule", "1f1b", "--times", "1,2", "--comm", -1, "--pp", 0, columns=400)
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) == 4, result.output
+    for part in ("--times 1,2", "--comm -1", "--pp 0", "--microbatches is missing"):
+        assert part in result.output
+
+
 def test_a_timeline_that_does_not_fit_the_screen_is_left_out():
     result = schedule("--schedule", "1f1b", *SIZES, columns=60)
     assert result.exit_code == 0, result.output

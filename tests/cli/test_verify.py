@@ -117,6 +117,7 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
     ("arguments", "said"),
     [
         (["--dtype", "float63"], ["float63", "did you mean 'float64'?"]),
+        (["--dtype", "float63", "--against", "b", "--set", "steps=0"], ["--dtype float63", "--against b", "steps=0"]),
         (["--set", "layout.dpshard=2"], ["did you mean 'dp_shard'?"]),
         (["--set-b", "layout.zero=9"], ["layout.zero=9"]),
         (["--set-b", "model.n_layers=3"], ["model.n_layers", "another training", "layout.*"]),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import console, error_console, load_extensions, print_json, say, verb
-from shardwright.cli.plan_asked import Asked, Options, ask, check
+from shardwright.cli.plan_asked import Asked, Options, ask
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ def plan(options: Options) -> None:
         _evaluate(options)
         return
     asked = ask(options)
-    check(options, asked.job)
-    if options.explain is not None:
-        _explain(asked, options, options.explain)
+    if asked.explained is not None:
+        _explain(asked, options, asked.explained)
     else:
         _search(asked, options)
 
@@ -121,14 +120,12 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
     return [Alternative("as in the run file", priced if fits else None, (choice, priced.peak_bytes))]
 
 
-def _explain(asked: Asked, options: Options, text: str) -> None:
+def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
     from shardwright.cli import plan_text
-    from shardwright.planner.choice import read
     from shardwright.planner.document import job_document, layout_document
     from shardwright.planner.explain import explain, lines
     from shardwright.planner.search import limit_bytes
 
-    choice = read(text)
     try:
         priced = _priced(asked.job, choice)
     except LayoutError as error:

@@ -99,8 +99,7 @@ def schedule(options: Options) -> None:
     Exit codes: 0 shown, 2 the input cannot be used.
     """
     load_extensions(options.extension)
-    _check(options)
-    times, kept = _times(options.times, options.comm), options.kept_for_weight
+    times, kept = _check(options), options.kept_for_weight
     refused: dict[str, str] = {}
     if options.compare_all:
         assert options.pp is not None
@@ -124,8 +123,8 @@ def schedule(options: Options) -> None:
         say(f"written to {path}")
 
 
-def _check(options: Options) -> None:
-    """Raises InputError for options that are missing, do not go together, or name no place to write to."""
+def _check(options: Options) -> Times:
+    """The times of the actions. Raises InputError for options that are missing, do not go together, or name no place to write to."""
     wrong = []
     asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
     given = [option for option, value in asked.items() if value is not None]
@@ -147,21 +146,31 @@ def _check(options: Options) -> None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
     wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
     wrong += wrong_place("--csv", options.csv)
+    try:
+        times = _times(options.times, options.comm)
+    except InputError as error:
+        wrong += error.problems
     if wrong:
         raise InputError(*wrong)
+    return times
 
 
 def _times(text: str, comm: float) -> Times:
-    """`--times` and `--comm`. Raises InputError."""
+    """`--times` and `--comm`. Raises InputError with everything that is wrong with them."""
+    wrong = []
     try:
-        forward, backward_input, weight = (float(part) for part in text.split(","))
+        forward, backward_input, weight = times = [float(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1") from None
-    for option, value in (("--times", text), ("--comm", f"{comm:g}")):
-        if not all(0 <= number < math.inf for number in map(float, value.split(","))):
-            raise InputError(f"{option} {value}: a time is a finite number, 0 or more")
-    if not forward + backward_input + weight:
-        raise InputError(f"--times {text}: at least one of them has to be more than 0")
+        wrong.append(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1")
+    else:
+        if not all(0 <= time < math.inf for time in times):
+            wrong.append(f"--times {text}: a time is a finite number, 0 or more")
+        elif not sum(times):
+            wrong.append(f"--times {text}: at least one of them has to be more than 0")
+    if not 0 <= comm < math.inf:
+        wrong.append(f"--comm {comm:g}: a time is a finite number, 0 or more")
+    if wrong:
+        raise InputError(*wrong)
     return Times(forward, backward_input, weight, comm)
 
 

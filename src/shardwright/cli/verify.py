@@ -9,7 +9,7 @@ import typer
 
 from shardwright.cli.common import AsJson, Overrides, columns, console, error_console, print_json, verb
 from shardwright.config import RunConfig, load
-from shardwright.errors import ConfigError, InputError
+from shardwright.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
@@ -117,26 +117,37 @@ def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case],
 
 
 def _configs(options: Options) -> list[RunConfig]:
-    """The run file, and its second form if there is one. Raises InputError for options that do not go together."""
+    """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
+    options and with the run file."""
+    from shardwright.verification.case import DTYPES
+
     overrides, overrides_b = options.overrides or [], options.overrides_b
+    wrong = []
     if options.against != "single":
-        raise InputError(
+        wrong.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
         )
+    if options.dtype not in DTYPES:
+        wrong.append(f"--dtype {options.dtype}: not one that can be compared; {nearest(options.dtype, DTYPES)}")
     if overrides_b is not None and options.matrix is not None:
-        raise InputError("--set-b names a second layout and --matrix compares all with one process; leave one out")
-    config = load(options.run_file, overrides)
-    if overrides_b is None:
-        return [config]
-    other = load(options.run_file, [*overrides, *overrides_b])
-    one, two = _flat(config.model_dump()), _flat(other.model_dump())
-    changed = [key for key in one if one[key] != two[key]]
-    if wrong := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
-        raise ConfigError(
-            f"--set-b changes {', '.join(wrong)}, which makes it another training, not another layout of the same; "
-            f"valid: layout.* and batch.micro_batch; put the change into --set, where it holds for both"
-        )
-    return [config, other]
+        wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
+    configs = []
+    for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
+        try:
+            configs.append(load(options.run_file, each))
+        except InputError as error:
+            wrong += [problem for problem in error.problems if problem not in wrong]
+    if len(configs) == 2:
+        one, two = (_flat(config.model_dump()) for config in configs)
+        changed = [key for key in one if one[key] != two[key]]
+        if other := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
+            wrong.append(
+                f"--set-b changes {', '.join(other)}, which makes it another training, not another layout of the same; "
+                f"valid: layout.* and batch.micro_batch; put the change into --set, where it holds for both"
+            )
+    if wrong:
+        raise InputError(*wrong)
+    return configs
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -72,10 +72,17 @@ class Plan:
         return self.survey.pool
 
 
+def margin_problems(memory_margin: float) -> list[str]:
+    """What is wrong with a share of the memory that is to be kept free."""
+    if 0 <= memory_margin < 1:
+        return []
+    return [f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1"]
+
+
 def limit_bytes(job: Job, memory_margin: float) -> float:
     """What a layout may need. Raises InputError for a margin that is no share."""
-    if not 0 <= memory_margin < 1:
-        raise InputError(f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1")
+    if problems := margin_problems(memory_margin):
+        raise InputError(*problems)
     return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
 
 
