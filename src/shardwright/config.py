@@ -37,6 +37,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
+from shardwright.synonyms import called_here
 
 
 class _Refused(PydanticCustomError):
@@ -344,13 +345,6 @@ def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterat
         yield f"lr_schedule.{given} is more than the steps={steps} of the run"
 
 
-_SECTIONS = {
-    name
-    for name, field in RunConfig.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`.
 
@@ -404,11 +398,11 @@ def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]
     for name, field in RunConfig.model_fields.items():
         if name in wrong:
             continue
-        kind: Any = field.annotation
+        section = _section_of(field.annotation)
         if name not in table:
             found[name] = field.get_default(call_default_factory=True)
         else:
-            found[name] = kind.model_validate(table[name]) if name in _SECTIONS else table[name]
+            found[name] = section.model_validate(table[name]) if section else table[name]
     return found
 
 
@@ -441,7 +435,7 @@ def _sentence(entry: Any) -> str:
     if entry["type"] == "extra_forbidden" and key in RENAMED:
         return f"{key} is called {RENAMED[key]} now; rename it"
     if entry["type"] == "extra_forbidden":
-        return f"{key}: there is no such key; {nearest(path[-1], _owner(path).model_fields)}"
+        return f"{key}: there is no such key; {_meant(path)}"
     if entry["type"] == "missing":
         field = _owner(path).model_fields[path[-1]]
         it = field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
@@ -455,10 +449,33 @@ def _sentence(entry: Any) -> str:
     return said
 
 
+def _meant(path: Sequence[str]) -> str:
+    """The key that was meant by one that does not exist: of the same section, or of that name in another."""
+    *_, name = path
+    if called_here(name) is None and (elsewhere := [key for key in _paths(RunConfig) if key.split(".")[-1] == name]):
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    return nearest(name, _owner(path).model_fields)
+
+
+def _paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of a section, and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if inner := _section_of(field.annotation):
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
 def model_of(annotation: Any) -> Any:
     """The section that a field of a run file holds."""
+    found = _section_of(annotation)
+    assert found is not None, annotation
+    return found
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section that a field of a run file holds; None where it is no section."""
     options = [annotation, *getattr(annotation, "__args__", ())]
-    return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
 def _owner(path: Sequence[str]) -> Any:

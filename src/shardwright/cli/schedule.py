@@ -124,7 +124,8 @@ def schedule(options: Options) -> None:
 
 
 def _check(options: Options) -> Times:
-    """The times of the actions. Raises InputError for options that are missing, do not go together, or name no place to write to."""
+    """The times of the actions. Raises InputError for options that are missing, do not go together, or name no place to
+    write to."""
     wrong = []
     asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
     given = [option for option, value in asked.items() if value is not None]
