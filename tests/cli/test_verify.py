@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from shardwright.cli import common
 from shardwright.cli.main import app
 from shardwright.layout import Layout
 from shardwright.verification import Case, Verifier
@@ -71,6 +72,23 @@ def test_a_layout_that_is_not_is_a_no_with_the_culprit(run_file: Path, monkeypat
     # Replicas, and accumulation, do not matter; FSDP's sum does.
     assert "differs: dp_shard 2, zero 1 (2 ranks)" in found["culprit"]
     assert found["worst"][0]["error"] > 0.1
+
+
+def test_the_verdict_and_the_culprit_come_first_and_no_name_is_cut(run_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common.console, "width", 40)
+    with_bug(monkeypatch, TWICE)
+    result = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1")
+    assert result.exit_code == 1, result.output
+    verdict, culprit, *rest = result.stdout.splitlines()
+    assert verdict.startswith("not equal: ")
+    assert culprit.startswith("culprit: ")
+    assert any(line.startswith("dp_shard 2, zero 3 against one process") for line in rest)
+    assert "…" not in result.stdout
+    rows = [line.split() for line in rest if line.startswith(("gradient, ", "parameter, "))]
+    assert rows
+    named = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1", "--json")
+    whole = {row["name"] for row in json.loads(named.stdout)["worst"]}
+    assert {row[2] for row in rows if row[-1] == "no"} <= whole
 
 
 def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):

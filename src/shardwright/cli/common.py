@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 
 from shardwright import extensions
@@ -83,6 +84,13 @@ def columns(*names: str, left: int = 0) -> Table:
     for column in table.columns[left:]:
         column.justify = "right"
     return table
+
+
+def print_table(table: Table) -> None:
+    """A table as wide as what is in it, however narrow the screen: no name in it is cut."""
+    wide = console.options.update(width=100_000)
+    fitting = console.options.update(width=console.measure(table, options=wide).maximum)
+    console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")
 
 
 def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, columns, console, error_console, print_json, verb
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    columns,
+    console,
+    error_console,
+    print_json,
+    print_table,
+    say,
+    verb,
+)
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError, nearest
 
@@ -190,12 +200,15 @@ def _matrix(verifier: "Verifier", case: "Case", chosen: Sequence["Layout"], json
     if json:
         print_json({"equal": not unequal, "layouts": [report.document() for report in reports]})
     else:
-        _print_matrix(reports)
         if unequal:
-            console.print(f"\n[bold red]not equal:[/] {len(unequal)} of {len(reports)} layouts")
-            console.print("for the culprit, verify one of them by its own --set layout...", markup=False)
+            console.print(f"[bold red]not equal:[/] {len(unequal)} of {len(reports)} layouts")
+            for report in unequal:
+                say(f"  {report.layout}")
+            say("for the culprit, verify one of them by its own --set layout...")
         else:
-            console.print(f"\n[bold green]equal:[/] all {len(reports)} layouts of {chosen[0].world_size} ranks")
+            console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {chosen[0].world_size} ranks")
+        console.print()
+        _print_matrix(reports)
     if unequal:
         raise typer.Exit(1)
 
@@ -211,11 +224,21 @@ def _sizes(config: RunConfig, case: "Case") -> str:
 
 
 def _print(report: "Report", sizes: str) -> None:
-    console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]")
-    console.print(sizes, markup=False)
-    table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
-    table.columns[1].overflow, table.columns[-1].justify = "fold", "left"
+    """The verdict and the culprit, and then what was compared."""
     failing = sorted((row for row in report.rows if not row.equal), key=lambda row: -row.excess)
+    said, count = "losses, norms, gradients and parameters", len(report.rows)
+    if report.equal:
+        console.print(f"[bold green]equal:[/] {count} {said}", soft_wrap=True)
+    else:
+        replicas = f", and {len(report.differing)} of {report.n_copies} replicas" if report.differing else ""
+        console.print(f"[bold red]not equal:[/] {len(failing)} of {count} {said}{replicas}", soft_wrap=True)
+        say(f"culprit: {report.culprit}")
+    console.print()
+    console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]", soft_wrap=True)
+    say(sizes)
+    console.print()
+    table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
+    table.columns[-1].justify = "left"
     shown = report.worst_of_each()
     for row in shown + [row for row in failing if row not in shown][:8]:
         table.add_row(
@@ -226,43 +249,35 @@ def _print(report: "Report", sizes: str) -> None:
             f"{row.tolerance:.1e}",
             "yes" if row.equal else "[bold red]no[/]",
         )
-    console.print()
-    console.print(table)
+    print_table(table)
     if (hidden := len([row for row in failing if row not in shown]) - 8) > 0:
         console.print(f"and {hidden} more that are not equal; all of them with --json")
     console.print()
     if report.differing:
-        console.print(f"[bold red]{len(report.differing)} of {report.n_copies} copies differ between ranks[/]")
+        console.print(f"[bold red]{len(report.differing)} of {report.n_copies} replicas differ between ranks[/]")
         for line in report.differing[:8]:
-            console.print(f"  {line}", markup=False)
+            say(f"  {line}")
     elif report.n_copies:
-        console.print(f"{report.n_copies} tensors and numbers that several ranks hold: the same bits on all of them")
+        say(f"{report.n_copies} tensors and numbers that several ranks hold: the same bits on all of them")
     for reason in dict.fromkeys(row.reason for row in report.rows):
-        console.print(f"tolerance: {reason}", markup=False)
-    console.print("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference", markup=False)
-    console.print()
-    if report.equal:
-        console.print(f"[bold green]equal:[/] {len(report.rows)} losses, norms, gradients and parameters")
-    else:
-        n = len(failing)
-        console.print(f"[bold red]not equal:[/] {n} of {len(report.rows)} losses, norms, gradients and parameters")
-        console.print(f"culprit: {report.culprit}", markup=False)
+        say(f"tolerance: {reason}")
+    say("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
 
 
 def _print_matrix(reports: Sequence["Report"]) -> None:
-    table = columns("layout", "worst at", "error", "tolerance", "copies", "", left=2)
-    table.columns[1].overflow, table.columns[-1].justify = "fold", "left"
+    table = columns("layout", "worst at", "error", "tolerance", "replicas", "", left=2)
+    table.columns[-1].justify = "left"
     for report in reports:
         worst = report.worst
-        copies = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
+        replicas = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
         table.add_row(
             str(report.layout),
             f"{worst.quantity.kind} {worst.name}".strip(),
             f"{worst.error:.1e}",
             f"{worst.tolerance:.1e}",
-            copies,
+            replicas,
             "equal" if report.equal else "[bold red]not equal[/]",
         )
-    console.print(table)
+    print_table(table)
     for reason in dict.fromkeys(row.reason for report in reports for row in report.rows):
-        console.print(f"tolerance: {reason}", markup=False)
+        say(f"tolerance: {reason}")
