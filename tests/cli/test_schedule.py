@@ -141,6 +141,25 @@ def test_all_schedules_are_compared_on_one_model(tmp_path: Path):
     assert all(f">{name}: 4 ranks" in text for name in names())
 
 
+@pytest.mark.parametrize("column", ["bubble", "makespan", "memory", "name"])
+def test_a_comparison_is_sorted_by_a_column(column: str):
+    told = document("--compare", *SIZES, "--sort", column)["schedules"]
+    of_column = {"bubble": "bubble_rate", "makespan": "makespan", "memory": "peak_memory_shares", "name": "schedule"}
+    values = [each[of_column[column]] for each in told]
+    values = [max(value) for value in values] if column == "memory" else values
+    assert values == sorted(values)
+    assert {each["schedule"] for each in told} == set(names())
+
+
+def test_a_bubble_between_a_ranks_own_first_and_last_action_is_marked():
+    lines = schedule("--compare", *SIZES).output.splitlines()
+    rows = {line.split()[0]: line.split()[2:4] for line in lines if line.startswith(tuple(names()))}
+    assert rows["zb-h2"] == ["0.0%*", "27"]
+    assert rows["zb-h1"] == ["11.1%", "27"]
+    assert "* between a rank's own first and last action; of the makespan: zb-h2 11.1%, auto 11.1%" in lines
+    assert "11.1% of the makespan" in schedule("--schedule", "zb-h2", *SIZES).output
+
+
 def test_a_comparison_says_what_cannot_be_built_and_why():
     result = schedule("--compare", "--pp", 3, "--microbatches", 6)
     assert result.exit_code == 0, result.output
@@ -197,6 +216,8 @@ def test_pictures_and_traces_are_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--compare", *SIZES, "--sort", "makspan"], ["--sort makspan", "did you mean 'makespan'?"]),
+        (["--schedule", "1f1b", *SIZES, "--sort", "name"], ["--sort goes with --compare"]),
         (["--schedule", "zb-h3", *SIZES], ["zb-h3", "did you mean 'zb-h2'?"]),
         (["--schedule", "xyz", *SIZES], ["'xyz'", "valid: 1f1b, afab, auto"]),
         (["--schedule", "1f1b", "--pp", 0, "--microbatches", 8], ["--pp 0", "1 or more"]),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +16,14 @@ from shardwright.cli.common import (
     console,
     load_extensions,
     print_json,
+    print_table,
     say,
     verb,
     wrong_place,
     wrong_sizes,
 )
 from shardwright.cli.timeline import timeline_text
-from shardwright.errors import InputError, ScheduleError
+from shardwright.errors import InputError, ScheduleError, nearest
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
 from shardwright.schedule.compare import compare, count_messages, parameters_held
@@ -33,6 +34,14 @@ from shardwright.schedule.simulate import Simulation, Times, simulate
 from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
+
+SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
+    "bubble": lambda simulation, kept: simulation.bubble_rate,
+    "makespan": lambda simulation, kept: simulation.makespan,
+    "memory": lambda simulation, kept: max(simulation.peak_memory_shares(kept)),
+    "name": lambda simulation, kept: simulation.schedule.name,
+}
+"""What `--sort` sorts by; the second number is `--kept-for-weight`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,10 @@ class Options:
     compare_all: Annotated[
         bool, typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank")
     ] = False
+    sort: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help=f"with --compare, the rows in the order of: {', '.join(SORTS)}"),
+    ] = None
     read: Annotated[
         Path | None,
         typer.Option(metavar="FILE.csv", help="a schedule from PyTorch's compute-only CSV, in place of --schedule"),
@@ -108,6 +121,9 @@ def schedule(options: Options) -> None:
             options.pp, options.microbatches, options.virtual_stages, times, options.limit, kept_for_weight=kept
         )
         simulations, refused = found.simulations, found.refused
+        if options.sort is not None:
+            key = SORTS[options.sort]
+            simulations = tuple(sorted(simulations, key=lambda each: key(each, kept)))
     else:
         simulations = (simulate(_schedule(options, times), times),)
     written = _write(simulations, options)
@@ -143,6 +159,10 @@ def _check(options: Options) -> Times:
         wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
     if not 0 <= options.kept_for_weight <= 1:
         wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
+    if options.sort is not None and options.sort not in SORTS:
+        wrong.append(f"--sort {options.sort}: there is no such column to sort by; {nearest(options.sort, SORTS)}")
+    if options.sort is not None and not options.compare_all:
+        wrong.append("--sort goes with --compare, which has a row for each schedule; leave it out")
     if options.compare_all and options.csv is not None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
     wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
@@ -261,10 +281,16 @@ def _print(simulation: Simulation, kept_for_weight: float) -> None:
         )
     console.print(table)
     console.print()
-    cost = f" (at most {simulation.cost:.4g} from a rank's first action to its last)" if schedule.staggered else ""
+    if schedule.staggered:
+        bubble = (
+            f"[bold]bubble {simulation.bubble_rate:.1%}[/] between a rank's own first and last action (at most "
+            f"{simulation.cost:.4g} apart), [bold]{_bubble_of_makespan(simulation):.1%} of the makespan[/]"
+        )
+    else:
+        bubble = f"[bold]bubble {simulation.bubble_rate:.1%}[/]"
     console.print(
-        f"[bold]bubble {simulation.bubble_rate:.1%}[/]; makespan {simulation.makespan:.4g}{cost}, "
-        f"work of the busiest rank {max(simulation.work):.4g}"
+        f"{bubble}; makespan {simulation.makespan:.4g}, work of the busiest rank {max(simulation.work):.4g}",
+        soft_wrap=True,
     )
     console.print(f"{count_messages(schedule)} messages; parameters held: {_times_share(parameters_held(schedule))}")
     if schedule.splits_backward:
@@ -288,22 +314,28 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
             table.add_row(
                 schedule.name,
                 str(schedule.n_stages),
-                f"{simulation.bubble_rate:.1%}",
+                f"{simulation.bubble_rate:.1%}{'*' if schedule.staggered else ' '}",
                 f"{simulation.makespan:.4g}",
                 f"{max(simulation.peak_in_flight_shares):g}",
                 f"{max(simulation.peak_memory_shares(kept_for_weight)):.4g}",
                 _times_share(parameters_held(schedule)),
                 str(count_messages(schedule)),
             )
-        console.print(table)
-        staggered = [each.schedule.name for each in simulations if each.schedule.staggered]
-        if staggered:
+        print_table(table)
+        if staggered := [each for each in simulations if each.schedule.staggered]:
+            rates = ", ".join(f"{each.schedule.name} {_bubble_of_makespan(each):.1%}" for each in staggered)
             console.print()
-            console.print(f"bubble of {', '.join(staggered)}: between a rank's own first and last action")
+            say(f"* between a rank's own first and last action; of the makespan: {rates}")
     if refused:
         console.print("\nnot at these sizes:")
         for reason in refused.values():
             say(f"  {reason}")
+
+
+def _bubble_of_makespan(simulation: Simulation) -> float:
+    """The share of the makespan in which ranks wait, their starts one after another included."""
+    makespan, work = simulation.makespan, simulation.work
+    return 1 - sum(work) / (len(work) * makespan) if makespan else 0.0
 
 
 def _memory_words(kept_for_weight: float) -> str:
