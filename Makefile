@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 QUICKSTART ?=
+# One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: help quickstart test prove lint bench clean
 
@@ -30,11 +32,11 @@ quickstart: .venv/.base
 
 test: .venv/.dev
 	@echo "unit tests, one parity case a feature, each verb end to end: 8 to 9 minutes on 2 cores; the rest: make prove"
-	$(BIN)/pytest -m "not prove"
+	$(PYTEST) -m "not prove"
 
 prove: .venv/.dev
 	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 25 minutes on 2 cores"
-	$(BIN)/pytest -m prove
+	$(PYTEST) -m prove
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

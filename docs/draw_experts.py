@@ -30,7 +30,10 @@ def main() -> None:
     runs = dict(zip(RUNS, map(read_run, sys.argv[1:3]), strict=True))
     picture(runs).savefig(PICTURE, facecolor=COLOURS["paper"], metadata={"Date": None})
     print(f"written to {PICTURE}\n")
-    print(f"| | step 1 | step 50 | last {LAST} steps: mean | worst layer and step | entropy | held-out | sent |")
+    print(
+        f"| | load at step 1 | step 50 | last {LAST} steps: mean | worst layer and step | entropy | validation loss | "
+        "sent in a step |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, run in runs.items():
         first, at_50 = (next(r for r in run.train if r.step == step).load_max_over_mean for step in (1, 50))

@@ -4,7 +4,7 @@ The counting is that of tests/parallel/test_tensor.py, whose formula is for one 
 is kept is wider. Bytes a token, with t = tp:
 
     residual stream   20 D + 8                each norm: its input and that over the root mean square in fp32, the
-                                              mean square's root in fp32; and in bf16 what the products read
+                                              mean square's root in fp32; and in bf16 the input of the matmuls
     heads             (4 H C + 4 H) / t       queries and the output in bf16, the log-sum-exp in fp32
     kv heads          4 max(K / t, 1) C       keys and values in bf16
     network           8 F / t                 gate, up, the gate's activation and the product, in bf16

@@ -59,7 +59,8 @@ def _signature(name: str, function: Any) -> str:
 
 
 def _parameter(each: inspect.Parameter) -> str:
-    default = "" if each.default is each.empty else f" = {each.default!r}"
+    value = f'"{each.default}"' if isinstance(each.default, str) else repr(each.default)
+    default = "" if each.default is each.empty else f" = {value}"
     stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
     return f"{stars}{each.name}: {_annotation(each.annotation)}{default}"
 

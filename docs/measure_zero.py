@@ -13,8 +13,8 @@ NAMES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter"
 
 
 def main() -> None:
-    print(f"4 ranks, P = {P / 1024:.1f} KiB of parameters, A = {ACCUMULATION} microbatches; all in units of P\n")
-    print("| layout | optimizer state | between steps | between microbatches | sent in a step |")
+    print(f"4 ranks, P = {P / 1024:.1f} KiB of parameters, A = {ACCUMULATION} micro-batches; all in units of P\n")
+    print("| layout | optimizer states | between steps | between micro-batches | sent in a step |")
     print("| --- | ---: | ---: | ---: | --- |")
     for name, layout in LAYOUTS.items():
         held = run_ranks(held_bytes, 4, layout)[0]

@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 # Matrices of tests are small, and several threads of every rank would take turns on the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The console of the verbs takes the width that COLUMNS has when it is made: before any test sets it.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 from hypothesis import settings
 
+import shardwright.cli.common  # noqa: F401
 import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
 from shardwright.verification import Verifier
 

@@ -16,7 +16,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
-from tests.training.worlds import CASE, SPEC, train_mutated
+from tests.training.worlds import CASE, NO_SUM_OF_COPIES, SPEC, train_mutated
 
 TRAINER, APPLY, DATA = "shardwright.training.step:Trainer", "shardwright.parallel.apply", "shardwright.parallel.data"
 MODEL, EXCHANGE = "shardwright.parallel.model:ParallelModel", "shardwright.parallel.expert:Exchange"
@@ -27,7 +27,6 @@ ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (
     Layout(dp_shard=2, zero=2),
     Layout(dp_shard=2, zero=3),
 )
-NO_SUM_OF_COPIES = Mutation("shardwright.parallel.model:sum_copies", "parts and group is not None", "False")
 HYBRID = Layout(dp_replicate=2, dp_shard=2, zero=2)
 TP, SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2, sequence_parallel=True)
 ZIGZAG, RING, ULYSSES = Layout(cp=2), Layout(cp=2, cp_method="ring"), Layout(cp=2, cp_method="ulysses")

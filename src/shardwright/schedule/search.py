@@ -186,8 +186,7 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
     when that will arrive which the rank beside it has begun.
     """
     p, m, forward, backward_input, weight, comm, limit, kept = problem
-    room_limit = limit - 1 + _SAME
-    last = p - 1
+    seconds: dict[Op, tuple[float, ...]] = {"F": forward, "I": backward_input, "W": weight}
     outputs = [[inf] * (m + 1) for _ in range(p)]
     gradients = [[inf] * (m + 1) for _ in range(p)]
     outputs[0][:m] = [0.0] * m
@@ -205,7 +204,7 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
         if w == m:
             continue
         policy = policies[rank]
-        room = f - i + kept * (i - w) <= room_limit
+        room = f - i + kept * (i - w) <= limit - 1 + _SAME
         output = outputs[rank][f] if i or f < policy.ahead else inf
         gradient = gradients[rank][i]
         op = _next_op(policy, turn[rank], output - now, gradient - now, i > w, room, weight[rank])
@@ -218,24 +217,22 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
             idle[rank] += now - free[rank]
             if idle[rank] > allowed[rank]:
                 return None
+        end = now + seconds[op][rank]
         if op == "F":
-            end = now + forward[rank]
             n_f[rank] = f + 1
             turn[rank] = True
-            if rank < last:
+            if rank < p - 1:
                 outputs[rank + 1][f] = end + comm
                 heappush(events, (max(end + comm, free[rank + 1]), rank + 1))
             else:
                 gradients[rank][f] = end
         elif op == "I":
-            end = now + backward_input[rank]
             n_i[rank] = i + 1
             turn[rank] = False
             if rank:
                 gradients[rank - 1][i] = end + comm
                 heappush(events, (max(end + comm, free[rank - 1]), rank - 1))
         else:
-            end = now + weight[rank]
             n_w[rank] = w + 1
         ops[rank].append(op)
         free[rank] = end

@@ -1,0 +1,101 @@
+"""Proves that every command of the documentation runs as typed: each page in a copy of the checkout, top to bottom.
+
+What a reader has before is made here: texts, a tokenizer, prepared data and a short quickstart. Left out are commands
+that need another machine, a cluster or the network, and those that `make` and CI run themselves (`ELSEWHERE`).
+"""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.data import prepare as module
+from tests.marks import prove
+from tests.test_docs import PAGES, ROOT, blocks, name_of
+
+ELSEWHERE = re.compile(
+    r"\b(make|sbatch|squeue|scontrol|srun|node0|hf:|pytest|overhead\.py|gpu\.py|pip install|nccl-tests|mpirun"
+    r"|nvidia-smi|git clone|source)\b|#SBATCH|--install-completion"
+)
+TIMEOUT_S = 280
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with what a reader has made before."""
+    folder = tmp_path_factory.mktemp("docs") / "shardwright"
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    home = folder.parent / "home" / "books"
+    source = Path(module.__file__).read_text()
+    for where in (home, folder / "my-text"):
+        where.mkdir(parents=True)
+        for number in range(4):
+            (where / f"{number}.txt").write_text(source[number * 2000 :])
+    with gzip.open(folder / "corpus.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": source[start : start + 3000]}) + "\n" for start in range(0, 9000, 500))
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"content": [source, source[500:], source[1000:]]}), folder / "rows.parquet")
+    for command in (
+        "shardwright data prepare src --glob '*.py' --out data/python --vocab-size 512 --validation 0.1",
+        "shardwright quickstart --steps 10",
+    ):
+        run(command, folder)
+    (folder / "llama").mkdir()
+    for name in ("llama/tokenizer.json", "mine.json"):
+        shutil.copyfile(folder / "data/python/tokenizer.json", folder / name)
+    return folder
+
+
+def run(command: str, folder: Path) -> None:
+    """A command as bash runs it in `folder`; an assertion fails with what it printed if it fails. That nothing fits is
+    an answer of `plan`, with exit code 1."""
+    environment = {
+        **os.environ,
+        "HOME": str(folder.parent / "home"),
+        "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(folder / "src"),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", command],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    answered = done.returncode == 1 and "nothing fits" in done.stdout
+    assert done.returncode == 0 or answered, f"$ {command}\n{done.stdout}{done.stderr}"
+
+
+def commands(text: str) -> list[str]:
+    """Of each `sh` block its commands, one a line but for loops, lines that go on and what runs in the background."""
+    found = []
+    for block in blocks(text, "sh"):
+        if block.startswith("#!") or "for " in block or re.search(r"&$", block, re.MULTILINE):
+            found.append(block + "\nwait" if "&" in block else block)
+        else:
+            found += block.replace("\\\n", " ").splitlines()
+    return [command for command in found if command.strip() and not ELSEWHERE.search(command)]
+
+
+@prove
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=name_of)
+def test_every_command_of_a_page_runs_as_typed(page: Path, checkout: Path, tmp_path: Path):
+    folder = tmp_path / "shardwright"
+    shutil.copytree(checkout, folder, symlinks=True)
+    shutil.copytree(checkout.parent / "home", tmp_path / "home")
+    typed = commands(page.read_text())
+    if any("--out data/python" in command for command in typed):
+        shutil.rmtree(folder / "data/python")  # this reader makes it
+    for command in typed:
+        run(command, folder)
