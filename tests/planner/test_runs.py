@@ -8,7 +8,7 @@ import pytest
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
 from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS
-from shardwright.planner.run import Run, Skipped
+from shardwright.planner.measured_run import Run, Skipped
 from shardwright.planner.run_columns import columns
 from shardwright.planner.runs import read_runs
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write

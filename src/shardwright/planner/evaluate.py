@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError
-from shardwright.planner.run import Run, Skipped
+from shardwright.planner.measured_run import Run, Skipped
 from shardwright.planner.runs import read_runs
 
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
@@ -191,8 +191,8 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
     )
 
 
-def _names(of: Run | Skipped) -> dict[str, Any]:
-    return {"row": of.row, "id": of.measured.id, "source": of.measured.source, "model": of.measured.model}
+def _names(run: Run | Skipped) -> dict[str, Any]:
+    return {"row": run.row, "id": run.measured.id, "source": run.measured.source, "model": run.measured.model}
 
 
 def _row_json(row: Row) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import InputError, nearest
-from shardwright.planner.run import Run, Skipped, prepared
+from shardwright.planner.measured_run import Run, Skipped, prepared
 from shardwright.planner.run_columns import Measured, columns
 from shardwright.schedule.named import ONE_F_ONE_B
 

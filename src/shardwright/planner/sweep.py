@@ -41,7 +41,7 @@ def by_size(plan: Plan) -> list[Point]:
             continue
         job = replace(plan.job, cluster=replace(plan.job.cluster, size=size))
         try:
-            near = survey(job, plan.limit_bytes, lambda of: _near(of, best.choice.candidates))
+            near = survey(job, plan.limit_bytes, lambda candidates: _near(candidates, best.choice.candidates))
         except LayoutError:
             continue
         if near.n_layouts:
@@ -50,9 +50,9 @@ def by_size(plan: Plan) -> list[Point]:
     return found
 
 
-def _near(of: Candidates, best: Candidates) -> Mask:
-    mask = np.full(len(of), best.pp <= NEAR * of.pp and of.pp <= NEAR * best.pp)
-    for mine, its in ((of.tp, best.tp), (of.cp, best.cp)):
+def _near(candidates: Candidates, best: Candidates) -> Mask:
+    mask = np.full(len(candidates), best.pp <= NEAR * candidates.pp and candidates.pp <= NEAR * best.pp)
+    for mine, its in ((candidates.tp, best.tp), (candidates.cp, best.cp)):
         mask &= (its <= NEAR * mine) & (mine <= NEAR * its)
     return mask
 

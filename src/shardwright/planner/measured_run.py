@@ -229,7 +229,7 @@ def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
     return each - ends, *(each,) * (n_stages - 2), each - ends
 
 
-def _problems(job: Job, of: Candidates, piped: Layout) -> Iterator[str]:
+def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
     """The rules of any training code that the run breaks. Not asked is what only this system wants: other programs
     spread experts over data replicas, pad a vocabulary, and may leave a stage without a layer."""
     spec = job.model
@@ -241,20 +241,20 @@ def _problems(job: Job, of: Candidates, piped: Layout) -> Iterator[str]:
         yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
     # Dense, and without data ranks: rules of those are about how this system shards state.
     inside = Layout(
-        tp=int(of.tp[0]),
-        cp=int(of.cp[0]),
-        cp_method=of.shared.cp_method,
-        sequence_parallel=bool(of.sequence_parallel[0]),
+        tp=int(candidates.tp[0]),
+        cp=int(candidates.cp[0]),
+        cp_method=candidates.shared.cp_method,
+        sequence_parallel=bool(candidates.sequence_parallel[0]),
     )
     yield from rules.problems(replace(spec, moe=None), inside, job.seq_len)
     if piped.n_stages > MOST_STAGES:
         yield f"{piped.n_stages} stages are more than the {MOST_STAGES} that are simulated"
         return
-    yield from stages.schedule_problems(piped, int(of.microbatches(job.global_batch)[0]))
-    if of.pp > 1 and of.shared.stage_layers is None:
+    yield from stages.schedule_problems(piped, int(candidates.microbatches(job.global_batch)[0]))
+    if candidates.pp > 1 and candidates.shared.stage_layers is None:
         yield from stages.problems(spec, piped)
-    elif of.shared.stage_layers is not None and min(of.shared.stage_layers) < 0:
-        yield f"{spec.n_layers} layers cannot be cut into the {piped.n_stages} stages of pp={of.pp}"
+    elif candidates.shared.stage_layers is not None and min(candidates.shared.stage_layers) < 0:
+        yield f"{spec.n_layers} layers cannot be cut into the {piped.n_stages} stages of pp={candidates.pp}"
 
 
 def _of_columns(problem: str) -> str:
