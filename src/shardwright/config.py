@@ -81,7 +81,7 @@ _ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
 
 
 class ModelSection(_ModelOverrides):
-    """What is trained: a preset, and any size of it changed."""
+    """The model: a preset, and any size of it changed."""
 
     preset: str = Field("debug", description="a named model to start from; every other key here changes it")
 
@@ -111,22 +111,20 @@ class ModelSection(_ModelOverrides):
 
 
 class DataSection(Section):
-    """Where the tokens are and how sequences are cut from them."""
+    """Where the tokens are and how sequences are made of them."""
 
     path: str = Field(description="a folder written by `shardwright data prepare`")
     sequences: Literal["packed", "documents"] = Field(
         "packed",
-        description="packed: documents one after another, cut every seq_len tokens; "
+        description="packed: documents one after another, split every seq_len tokens; "
         "documents: each document starts a sequence, the rest of it is padding that does not count",
     )
-    mask_boundaries: bool = Field(
-        False, description="packed only: do not ask the model to guess how the next document begins"
-    )
-    prefetch: Positive = Field(2, description="steps read ahead by the thread that reads")
+    mask_boundaries: bool = Field(False, description="packed only: leave the first token of a document out of the loss")
+    prefetch: Positive = Field(2, description="steps of data that are read ahead")
 
 
 class BatchSection(Section):
-    """How much is learned from in one step. accumulation = global_batch / (micro_batch x data ranks)."""
+    """The batch of one step. Gradient accumulation: global_batch / (micro_batch x data ranks) micro-batches a rank."""
 
     seq_len: Positive = Field(description="tokens of a sequence")
     global_batch: Positive = Field(description="sequences of a step, over all ranks")
@@ -152,7 +150,7 @@ _LayoutKeys: Any = create_model(
 
 
 class LayoutSection(_LayoutKeys):
-    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
+    """How ranks partition model and batch. World size: dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
 
     def layout(self) -> Layout:
         """The arithmetic of these degrees. Raises LayoutError."""
@@ -218,22 +216,22 @@ class ScheduleSection(Section):
     )
     warmup_steps: NotNegative = Field(0, description="steps of linear rise from zero")
     decay_steps: NotNegative = Field(0, description="wsd only: steps of linear fall at the end")
-    final_fraction: Fraction = Field(0.1, description="where the fall ends, as a fraction of the peak")
+    final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
 
 
 class PrecisionSection(Section):
-    """Numbers and compilation."""
+    """The type of matmuls, and compilation."""
 
     compute: Literal["fp32", "bf16", "fp64"] = Field(
         "fp32",
-        description="type of matrix products; with bf16 the weights, the reduction of gradients and "
+        description="type of matmuls; with bf16 the weights, the reduction of gradients and "
         "their accumulation stay in fp32",
     )
     compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
 
 
 class CheckpointSection(Section):
-    """What is saved, and where a run begins."""
+    """When checkpoints are saved, and whether a run resumes from one."""
 
     every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
     keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
@@ -247,13 +245,13 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
 
-    every: Positive = Field(10, description="steps between logged lines; logging waits for the accelerator")
+    every: Positive = Field(10, description="steps between logged lines; logging synchronises with the accelerator")
     tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")
     wandb_project: str | None = Field(None, description="also log to this W&B project (extra: wandb)")
 
 
 class EvaluationSection(Section):
-    """Loss on the validation split."""
+    """Validation loss."""
 
     every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
     samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
@@ -284,7 +282,7 @@ class RunConfig(Section):
 
     @property
     def accumulation(self) -> int:
-        """Microbatches a rank runs in one step. Raises LayoutError where that is not a whole number."""
+        """Micro-batches a rank runs in one step. Raises LayoutError where that is not a whole number."""
         return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
 
     def problems(self) -> list[str]:
@@ -429,7 +427,7 @@ RENAMED = {"schedule": "lr_schedule", "layout.schedule": "layout.pp_schedule"}
 
 
 def _sentence(entry: Any) -> str:
-    """One of pydantic's complaints in the words of the house."""
+    """One of pydantic's errors in our words."""
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden" and key in RENAMED:

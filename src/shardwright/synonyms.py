@@ -133,6 +133,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "val": ("validation", "evaluation"),
     "valid": ("validation", "evaluation"),
     # Sizes of the model
+    "hidden": ("model.d_model",),
     "hidden_dim": ("model.d_model",),
     "hidden_size": ("model.d_model",),
     "dim": ("model.d_model",),

@@ -181,7 +181,7 @@ def test_the_share_that_waits_for_w_is_in_the_memory_of_every_schedule():
     whole = document("--schedule", "zb-h1", *SIZES, "--kept-for-weight", 1)
     assert (whole["peak_in_flight"], whole["peak_memory"]) == ([4, 3, 2, 1], [4.0] * 4)
     told = schedule("--schedule", "zb-h1", *SIZES, "--kept-for-weight", 0.5).output
-    assert "memory: what is in flight, and 0.5 for each microbatch that waits for its W" in told
+    assert "memory: micro-batches in flight, and 0.5 for each between its I and its W" in told
     assert re.search(r"3 +3 +3F0 +3W7 .* 1 +2\.5\n", told)
     compared = document("--compare", *SIZES, "--kept-for-weight", 1)["schedules"]
     assert {each["kept_for_weight"] for each in compared} == {1}

@@ -64,7 +64,7 @@ def test_a_row_with_experts_and_latent_attention_says_all_sizes_itself(tmp_path:
             "column 'hidden' is not known; .*'d_model' is missing",
         ),
         (",".join(columns()) + ",layer\n", r"column 'layer' is not known; did you mean 'layers'\?"),
-        (",".join(columns()) + ",tp\n", "column 'tp' stands there 2 times"),
+        (",".join(columns()) + ",tp\n", "column 'tp' is there 2 times"),
         (",".join(columns()) + "\n", "no rows"),
         (",".join(columns()) + "\na,b,c\n", f"row 2: 3 cells, and the header has {len(columns())} columns"),
     ],

@@ -29,7 +29,8 @@ def plan(options: Options) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
 
     Every valid layout of the cluster is evaluated: its memory from formulas, its time with its pipeline's schedule
-    simulated. Printed are the best, where its memory and its time go, and what others lose against it.
+    simulated. Printed are the fastest layout that fits, its memory and its step time by kind, and how much slower
+    others are.
 
     shardwright plan --model llama-3.1-70b --cluster h100:64 --global-batch 1024 --seq-len 8192
 

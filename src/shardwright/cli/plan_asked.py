@@ -48,7 +48,7 @@ class Options:
     seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
     precision: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given"),
+        typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
     ] = None
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")

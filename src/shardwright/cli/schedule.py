@@ -50,7 +50,7 @@ class Options:
 
     name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
     pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline")] = None
-    microbatches: Annotated[int | None, typer.Option(metavar="M", help="microbatches of a step")] = None
+    microbatches: Annotated[int | None, typer.Option(metavar="M", help="micro-batches of a step")] = None
     virtual_stages: Annotated[
         int | None, typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open")
     ] = None
@@ -66,14 +66,14 @@ class Options:
     limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given"
+            metavar="N", help="auto only: the most that a rank may hold, in micro-batches in flight; 2 P if not given"
         ),
     ] = None
     kept_for_weight: Annotated[
         float,
         typer.Option(
             metavar="X",
-            help="what a microbatch that waits for its W counts in memory, 0 to 1, where one in flight counts 1",
+            help="memory of a micro-batch between its I and its W, as a share (0 to 1) of that of one in flight",
         ),
     ] = KEPT_FOR_WEIGHT
     compare_all: Annotated[
@@ -101,9 +101,9 @@ class Options:
 def schedule(options: Options) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
 
-    A bubble is the share of the ranks' time in which they wait. A microbatch is in flight on a rank from F to the end
-    of I or B, and takes some memory until the end of W. Both are counted in microbatches of a rank's share of the
-    layers.
+    The bubble is the share of time in which ranks are idle. A micro-batch is in flight on a rank from F to the end
+    of I or B, and takes some memory until the end of W. Both are counted in micro-batches through a rank's share of
+    the layers.
 
     shardwright schedule --schedule zb-h1 --pp 4 --microbatches 8
 
@@ -302,9 +302,9 @@ def _print(simulation: Simulation, kept_for_weight: float) -> None:
 def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_for_weight: float) -> None:
     if simulations:
         schedule = simulations[0].schedule
-        console.print(f"[bold]ranks: {schedule.n_ranks}, microbatches: {schedule.n_microbatches}[/]")
+        console.print(f"[bold]ranks: {schedule.n_ranks}, micro-batches: {schedule.n_microbatches}[/]")
         console.print("the same model in each: a stage of 1/n of the layers takes 1/n of the time")
-        console.print("in flight: activations of so many microbatches, of a rank's share of the layers")
+        console.print("in flight: micro-batches whose activations a rank holds, of its share of the layers")
         console.print(_memory_words(kept_for_weight))
         console.print()
         names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
@@ -333,13 +333,13 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
 
 
 def _bubble_of_makespan(simulation: Simulation) -> float:
-    """The share of the makespan in which ranks wait, their starts one after another included."""
+    """The share of the makespan in which ranks are idle, before their first action and after their last included."""
     makespan, work = simulation.makespan, simulation.work
     return 1 - sum(work) / (len(work) * makespan) if makespan else 0.0
 
 
 def _memory_words(kept_for_weight: float) -> str:
-    return f"memory: what is in flight, and {kept_for_weight:.4g} for each microbatch that waits for its W"
+    return f"memory: micro-batches in flight, and {kept_for_weight:.4g} for each between its I and its W"
 
 
 def _times_share(parameters: float) -> str:

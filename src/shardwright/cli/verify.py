@@ -48,7 +48,7 @@ class Options:
     dtype: Annotated[
         str,
         typer.Option(
-            help="float64, float32, or bfloat16 (products in bfloat16, weights and sums in float32); float64 tells a "
+            help="float64, float32, or bfloat16 (matmuls in bfloat16, weights and sums in float32); float64 tells a "
             "bug from rounding best"
         ),
     ] = "float64"
@@ -58,9 +58,9 @@ class Options:
             metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
         ),
     ] = None
-    full: Annotated[bool, typer.Option("--full", help="the true sizes of model and batch, not cut to test size")] = (
-        False
-    )
+    full: Annotated[
+        bool, typer.Option("--full", help="the true sizes of model and batch, not reduced to test size")
+    ] = False
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0
     json: AsJson = False
 
@@ -70,13 +70,13 @@ def verify(options: Options) -> None:
     """Prove that a layout computes what one process computes.
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
-    seed on the same made-up batch with ragged loss masks; once with SGD, once with the run file's optimizer. Compared
+    seed on the same random batch with ragged loss masks; once with SGD, once with the run file's optimizer. Compared
     are the loss and the gradient norm of each step, every parameter's gradient of each step, every parameter at the
     beginning and in the end, and, bit for bit, everything that more than one rank holds. Where something differs,
     axes are switched off one by one to find the culprit.
 
-    Ranks are processes on this machine's CPU; no accelerator and no data are needed. Model and batch are cut to test
-    size, in a way that keeps what decides how they can be split.
+    Ranks are processes on this machine's CPU; no accelerator and no data are needed. Model and batch are reduced to
+    test size, in a way that keeps what decides how they can be partitioned.
 
     shardwright verify examples/debug.toml --set layout.dp_shard=2 --set layout.zero=3
 
@@ -113,7 +113,7 @@ def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case],
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
     steps, dtype = options.steps, options.dtype
-    # Both sides train on one global batch: it is cut for the side with the larger microbatches.
+    # Both sides train on one global batch: it is reduced for the side with the larger micro-batches.
     coarse = max(configs, key=lambda each: each.batch.micro_batch)
     true = case_of(coarse, steps=steps, dtype=dtype)
     case = true if full else cut(true, chosen)
@@ -220,7 +220,7 @@ def _sizes(config: RunConfig, case: "Case") -> str:
         f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
         f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
     )
-    return sizes if spec == whole else f"cut to {sizes} (--full for the true sizes)"
+    return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
 
 
 def _print(report: "Report", sizes: str) -> None:

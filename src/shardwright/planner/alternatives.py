@@ -111,17 +111,17 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
     def alone(candidates: Candidates) -> Mask:
         return (candidates.tp == 1) & (candidates.cp == 1) & (candidates.pp == 1)
 
-    yield "zero 0 alone: a full copy on every rank (DDP)", lambda candidates: alone(candidates) & (candidates.zero == 0)
+    yield "zero 0 alone: everything replicated (DDP)", lambda candidates: alone(candidates) & (candidates.zero == 0)
     yield (
-        "zero 1 alone: optimizer state shared out",
+        "zero 1 alone: optimizer states sharded",
         lambda candidates: alone(candidates) & (candidates.zero == 1) & (candidates.dp_replicate == 1),
     )
     yield (
-        "zero 3 alone: everything shared out (FSDP)",
+        "zero 3 alone: everything sharded (FSDP)",
         lambda candidates: alone(candidates) & (candidates.zero == 3) & (candidates.dp_replicate == 1),
     )
     yield (
-        "zero 3 within a node, copies across (HSDP)",
+        "zero 3 within a node, replicas across nodes (HSDP)",
         lambda candidates: (
             alone(candidates) & (candidates.zero == 3) & (candidates.dp_shard == node) & (candidates.dp_replicate > 1)
         ),

@@ -146,7 +146,7 @@ def report_lines(found: Evaluation) -> Iterator[str]:
 
 
 def _predict(run: Run) -> Row | Skipped:
-    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its microbatches."""
+    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its micro-batches."""
     left_out = LEFT_OUT.get(run.measured.source)
     try:
         # What leaves the range of numbers is told apart below, and is no news for the terminal.

@@ -103,8 +103,8 @@ def _batch(priced: Priced) -> None:
     with ledger.section("Batch"):
         ledger.note("tokens of a step", "global_batch * s", job.tokens, "tokens", **sizes)
         ledger.note("data ranks", "dp_replicate * dp_shard", candidates.data_ranks, "ranks", **sizes)
-        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "microbatches", **sizes)
-        ledger.note("T", "micro_batch * s / cp", tokens, "tokens", "of a microbatch on a rank", **sizes)
+        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "micro-batches", **sizes)
+        ledger.note("T", "micro_batch * s / cp", tokens, "tokens", "of a micro-batch on a rank", **sizes)
         ledger.note(
             "T_shard", "T / token_shards", tokens / candidates.token_shards, "tokens", "between matmuls", **sizes
         )

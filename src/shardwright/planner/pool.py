@@ -51,7 +51,7 @@ class Pool:
 
     def fastest(self, k: int, among: Mask | None = None) -> list[int]:
         """Numbers of the k layouts with the least simulated time, the fastest first; of equals the simpler one, which
-        stands first. `among`, (n,): only of these. Fewer than k where there are not so many.
+        comes first. `among`, (n,): only of these. Fewer than k where there are not so many.
 
         Best first: layouts are simulated in the order of their bounds, until no bound that is left is below the k-th
         time found. As no layout is faster than its bound, this is what simulating all would give.

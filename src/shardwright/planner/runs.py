@@ -66,7 +66,7 @@ def _header_problems(header: list[str]) -> Iterator[str]:
             hint = nearest(name, columns())
             yield f"column {_quoted(name)!r} is not known" + (f"; {hint}" if hint.startswith("did") else "")
         elif header.count(name) > 1:
-            yield f"column {name!r} stands there {header.count(name)} times; valid: once"
+            yield f"column {name!r} is there {header.count(name)} times; valid: once"
     missing = [name for name in columns() if name not in header]
     for name in missing[:FEW]:
         yield f"column {name!r} is missing; it is: {columns()[name].help}"

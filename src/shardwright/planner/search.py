@@ -41,7 +41,7 @@ class Priced(Estimate):
 
     @staticmethod
     def of(job: Job, choice: Choice) -> "Priced":
-        """Not checked: what stands in the space is valid."""
+        """Not checked: every layout of the space is valid."""
         return Priced(job, choice.candidates, choice)
 
 
@@ -92,7 +92,7 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
     `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
     of `plan.space` with a simulated schedule would find (`Pool.fastest`).
 
-    Raises LayoutError where no layout can deal out the batch, InputError for a margin that is no share.
+    Raises LayoutError where no layout can partition the batch, InputError for a margin that is no share.
     """
     limit = limit_bytes(job, memory_margin)
     found = survey(job, limit)
@@ -104,7 +104,7 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
 def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:
     """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
 
-    `condition`: only of layouts of this kind. Raises LayoutError where no layout can deal out the batch.
+    `condition`: only of layouts of this kind. Raises LayoutError where no layout can partition the batch.
     """
     kept: list[Candidates] = []
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]

@@ -25,7 +25,7 @@ class Point:
 
 
 def by_size(plan: Plan) -> list[Point]:
-    """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be dealt out to.
+    """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be partitioned over.
 
     Degrees of tp, cp and pp are searched within a factor of two of the plan's, everything else in full.
     """
@@ -58,12 +58,12 @@ def _near(candidates: Candidates, best: Candidates) -> Mask:
 
 
 def by_length(best: Priced) -> list[Priced]:
-    """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot cut are left
-    out."""
+    """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot partition
+    are left out."""
     job, layout = best.job, best.choice.layout
     lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
-    can_be_cut = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
-    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in can_be_cut]
+    possible = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
+    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in possible]
 
 
 def _scaled(n: int, factor: float) -> tuple[int, bool]:

@@ -78,7 +78,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Nothing is beyond its tolerance, and copies have the same bits."""
+        """Nothing is beyond its tolerance, and replicas have the same bits."""
         return not self.differing and all(row.equal for row in self.rows)
 
     @property
@@ -176,11 +176,11 @@ class Tolerance:
 
 def of_float64(case: Case) -> Tolerance:
     """As much as sums taken in another order can differ, with room."""
-    terms, chain = _longest_sum(case), _products(case)
+    terms, chain = _longest_sum(case), _matmuls(case)
     bound = _EPS["float64"] * terms * chain
     limit = max(FLOAT64_LIMIT, bound)
     reason = (
-        f"float64: {_EPS['float64']:.1e} a rounding x {terms} terms of the longest sum x {chain} products one after "
+        f"float64: {_EPS['float64']:.1e} a rounding x {terms} terms of the longest sum x {chain} matmuls one after "
         f"another = {bound:.1e}, " + (f"under {limit:g}" if bound < limit else "which is the tolerance")
     )
     return Tolerance(lambda quantity, name: limit, reason)
@@ -216,12 +216,12 @@ def of_one_process(case: Case, alone: Errors, multiple: float = MULTIPLE) -> Tol
     return Tolerance(limit, reason)
 
 
-def of_dealing(microbatches: int) -> Tolerance:
-    """In 16 bits: microbatches have the same products on whichever rank they run; only their sum is in another order,
+def of_partition(microbatches: int) -> Tolerance:
+    """In 16 bits: micro-batches have the same matmuls on whichever rank they run; only their sum is in another order,
     and it is in float32."""
     limit = 8 * _EPS["float32"] * microbatches
     reason = (
-        f"the same {microbatches} microbatches on one data rank: the same bfloat16 products, summed in float32; "
+        f"the same {microbatches} micro-batches on one data rank: the same bfloat16 matmuls, summed in float32; "
         f"8 x {_EPS['float32']:.1e} x {microbatches} = {limit:.1e}"
     )
     return Tolerance(lambda quantity, name: limit, reason)
@@ -327,7 +327,7 @@ def _longest_sum(case: Case) -> int:
     return max(picks * case.global_batch * case.seq_len, spec.d_ffn, spec.vocab_size, spec.n_heads * spec.head_dim)
 
 
-def _products(case: Case) -> int:
-    """Matrix products that an input of the first step goes through until the last update: q k^T, times v, the output
+def _matmuls(case: Case) -> int:
+    """Matmuls that an input of the first step goes through until the last update: q k^T, times v, the output
     projection and two of the network in every layer, and the head; forward and backward, each step."""
     return 2 * (5 * case.spec.n_layers + 1) * case.steps

@@ -53,7 +53,7 @@ def _switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
             smaller = layout.changed(**changes)
         except LayoutError:
             continue
-        # The same microbatches, so that accumulation is not switched on by what is switched off.
+        # The same micro-batches, so that accumulation is not switched on by what is switched off.
         yield name, (_accumulating(case, smaller, case.accumulation(layout)), smaller)
     if case.accumulation(layout) > 1:
         yield "accumulation", (_accumulating(case, layout, 1), layout)
