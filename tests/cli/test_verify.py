@@ -121,7 +121,7 @@ def test_sides_of_other_microbatches_train_on_one_global_batch(run_file: Path):
         sides = ("--set", f"batch.micro_batch={one}", "--set-b", f"batch.micro_batch={other}")
         result = verify(run_file, *sides, "--steps", "1", "--json")
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["copies"] == 0, "one rank holds nothing twice"
+        assert json.loads(result.stdout)["replicas"] == 0, "one rank holds nothing twice"
 
 
 def test_a_matrix_is_a_line_a_layout(run_file: Path):

@@ -230,7 +230,7 @@ def _print(report: "Report", sizes: str) -> None:
     if report.equal:
         console.print(f"[bold green]equal:[/] {count} {said}", soft_wrap=True)
     else:
-        replicas = f", and {len(report.differing)} of {report.n_copies} replicas" if report.differing else ""
+        replicas = f", and {len(report.differing)} of {report.n_replicated} replicas" if report.differing else ""
         console.print(f"[bold red]not equal:[/] {len(failing)} of {count} {said}{replicas}", soft_wrap=True)
         say(f"culprit: {report.culprit}")
     console.print()
@@ -254,11 +254,11 @@ def _print(report: "Report", sizes: str) -> None:
         console.print(f"and {hidden} more that are not equal; all of them with --json")
     console.print()
     if report.differing:
-        console.print(f"[bold red]{len(report.differing)} of {report.n_copies} replicas differ between ranks[/]")
+        console.print(f"[bold red]{len(report.differing)} of {report.n_replicated} replicas differ between ranks[/]")
         for line in report.differing[:8]:
             say(f"  {line}")
-    elif report.n_copies:
-        say(f"{report.n_copies} tensors and numbers that several ranks hold: the same bits on all of them")
+    elif report.n_replicated:
+        say(f"{report.n_replicated} tensors and numbers that several ranks hold: the same bits on all of them")
     for reason in dict.fromkeys(row.reason for row in report.rows):
         say(f"tolerance: {reason}")
     say("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
@@ -269,7 +269,7 @@ def _print_matrix(reports: Sequence["Report"]) -> None:
     table.columns[-1].justify = "left"
     for report in reports:
         worst = report.worst
-        replicas = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
+        replicas = f"{len(report.differing)} differ" if report.differing else f"{report.n_replicated}"
         table.add_row(
             str(report.layout),
             f"{worst.quantity.kind} {worst.name}".strip(),

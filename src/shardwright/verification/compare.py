@@ -61,7 +61,7 @@ class Report:
     layout: Layout
     against: str
     rows: list[Row]
-    n_copies: int
+    n_replicated: int
     """Tensors and numbers that several ranks hold, counted each step; all were compared bit for bit."""
     differing: list[str] = field(default_factory=list)
     """Those of them that are not the same everywhere, in words."""
@@ -120,8 +120,8 @@ class Report:
                 for row in sorted(rows, key=lambda row: -row.excess)
             ],
             "compared": len(self.rows),
-            "copies": self.n_copies,
-            "copies_that_differ": self.differing,
+            "replicas": self.n_replicated,
+            "replicas_that_differ": self.differing,
             "culprit": self.culprit,
         }
 
@@ -309,10 +309,10 @@ def rows(found: Errors, tolerance: Tolerance, kind: str | None = None) -> list[R
     ]
 
 
-def differing_copies(trace: Trace) -> tuple[int, list[str]]:
+def differing_replicas(trace: Trace) -> tuple[int, list[str]]:
     """How many things several ranks hold, and in words those whose bits are not the same on all of them."""
     count, found = 0, []
-    for quantity, name, groups in trace.copies():
+    for quantity, name, groups in trace.replicas():
         count += 1
         if len(groups) > 1:
             ranks = " | ".join(",".join(map(str, group)) for group in groups)

@@ -126,7 +126,7 @@ class Trace:
             self._files[quantity, rank] = safe_open(_file(self.folder, quantity, rank), framework="pt")
         return self._files[quantity, rank]
 
-    def copies(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
+    def replicas(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
         """Everything that more than one rank holds: what, and those ranks, grouped by the bits they hold."""
         if len(self.ranks) == 1:
             return

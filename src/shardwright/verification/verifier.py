@@ -64,8 +64,8 @@ class Verifier:
             rows = compare.rows(compare.errors(found, expected), tolerance)
             if case.dtype == "bfloat16" and layout.data_ranks > 1:
                 rows += self._one_data_rank(case, layout, found)
-            n_copies, differing = compare.differing_copies(found)
-            return Report(case, layout, name, rows, n_copies, differing)
+            n_replicated, differing = compare.differing_replicas(found)
+            return Report(case, layout, name, rows, n_replicated, differing)
 
     def _one_data_rank(self, case: Case, layout: Layout, found: Trace) -> list[compare.Row]:
         """In 16 bits the first gradient is compared with that of the same layout with one data rank, which is far
