@@ -1,4 +1,4 @@
-"""What every verb shares: how errors leave, and how answers are printed for machines."""
+"""What every verb shares: printing of errors, tables and JSON, checks of options."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ def columns(*names: str, left: int = 0) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """A table as wide as what is in it, however narrow the screen: no name in it is cut."""
+    """Print a table as wide as its content, however narrow the screen, so that no name in it is truncated."""
     wide = console.options.update(width=100_000)
     fitting = console.options.update(width=console.measure(table, options=wide).maximum)
     console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")

@@ -1,4 +1,4 @@
-"""Why not another layout: the best of each other kind, evaluated like the rest."""
+"""Alternatives to the best layout: the best of each other kind, evaluated as all are."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,12 +50,12 @@ class Alternative:
 
 
 def runners_up(plan: Plan) -> list[Alternative]:
-    """On each side of the best layout, the best one that differs from it there: another tp, another pp, ..."""
+    """For each choice, the best layout with another value of it: another tp, another pp, ..."""
     return list(_evaluated(plan, _sides(plan.best[0].choice.candidates)))
 
 
 def well_known(plan: Plan) -> list[Alternative]:
-    """Layouts that people reach for, where the best is not one of them."""
+    """The best layout of each well-known kind (DDP, FSDP, HSDP, Megatron-LM), where the best is not one of them."""
     node = plan.job.cluster.node_size
     best = plan.best[0].choice.candidates
     kinds = {name: meant for name, meant in _recipes(node) if not meant(best)[0]}

@@ -97,7 +97,7 @@ class Evaluation:
 
 
 def evaluate(path: Path) -> Evaluation:
-    """Predict every row of a CSV with the columns of `plan.run_columns`.
+    """Predict every row of a CSV with the columns of `planner.run_columns`.
 
     Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
     """
@@ -149,7 +149,7 @@ def _predict(run: Run) -> Row | Skipped:
     """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its micro-batches."""
     left_out = LEFT_OUT.get(run.measured.source)
     try:
-        # What leaves the range of numbers is told apart below, and is no news for the terminal.
+        # Overflows are handled below; numpy's warnings of them would only disturb the terminal.
         with np.errstate(all="ignore"):
             row = Row(
                 run,

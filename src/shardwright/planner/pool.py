@@ -11,7 +11,7 @@ from shardwright.planner.choice import Choice, choice_at
 
 Mask = NDArray[np.bool_]
 Condition = Callable[[Candidates], Mask]
-"""Which of some candidates are meant, (n,)."""
+"""Selects some of n candidates: a mask, (n,)."""
 
 AT_ONCE = 8
 """Layouts of one round of simulations. More would simulate some that one more result could have excluded."""
@@ -41,7 +41,7 @@ class Pool:
         return len(self._exact)
 
     def where(self, condition: Condition) -> Mask:
-        """Which of the n a condition means."""
+        """The mask of a condition over all n."""
         return np.concatenate([condition(group) for group in self.groups]) if self.groups else np.zeros(0, dtype=bool)
 
     def choice(self, number: int) -> Choice:

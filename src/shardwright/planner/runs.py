@@ -1,4 +1,4 @@
-"""Reads a table of measured runs: a CSV with exactly the columns of `plan.run_columns`."""
+"""Reads a table of measured runs: a CSV with exactly the columns of `planner.run_columns`."""
 
 import csv
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ class Priced(Estimate):
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is of some layouts: how many, all that fit, and the one that needs least memory, None of none."""
+    """Layouts of a job: how many, all that fit, and the one that needs least memory (None where there is none)."""
 
     n_layouts: int
     pool: Pool
@@ -90,7 +90,7 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
-    of `plan.space` with a simulated schedule would find (`Pool.fastest`).
+    of `planner.space` with a simulated schedule would find (`Pool.fastest`).
 
     Raises LayoutError where no layout can partition the batch, InputError for a margin that is no share.
     """

@@ -57,7 +57,7 @@ def _degrees(world_size: int) -> Iterator[Choice]:
 
 
 def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
-    """What there is to choose with these degrees: for each group of keys (`Key.group`) its choices, the last group
+    """The choices with these degrees: for each group of keys (`Key.group`) its choices, the last group
     varying fastest."""
     groups: dict[str, list[Choice]] = {}
     for name, key in KEYS.items():

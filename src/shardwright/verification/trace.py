@@ -1,6 +1,6 @@
-"""What a run leaves behind: numbers, and the pieces of every tensor as the ranks held them.
+"""The trace of a run: numbers, and the shards of every tensor as the ranks held them.
 
-A rank writes down where each of its pieces begins and a hash of its bytes; the bytes themselves are written by the
+A rank records where each of its shards begins and a hash of its bytes; the bytes themselves are written by the
 first rank that holds them. So replicas can be compared bit for bit, and whole tensors are put together here, one at a
 time, by offsets alone: nothing of what is being verified is asked to gather them.
 """

@@ -1,4 +1,4 @@
-"""Run a layout and its reference, and compare what they left."""
+"""Runs a layout and its reference, and compares their traces."""
 
 import tempfile
 from collections.abc import Callable
@@ -26,7 +26,7 @@ MOST_RANKS = 64
 
 
 class Verifier:
-    """Compares layouts of a case, and keeps what the references left for the next one. To be used in a `with`."""
+    """Compares layouts of a case, and keeps the traces of references for the next one. To be used in a `with`."""
 
     def __init__(self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S) -> None:
         """`train` is what each rank of a layout runs; it, or what a `functools.partial` of it holds, has to be at the
