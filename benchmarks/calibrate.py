@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 
 from shardwright.cost.calibration import PACKAGED, Calibration
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds
-from shardwright.planner.run import Run
+from shardwright.planner.measured_run import Run
 from shardwright.planner.runs import read_runs
 
 MOST_ROWS = 20

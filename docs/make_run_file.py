@@ -61,7 +61,8 @@ def page() -> str:
 
 def _table(rows: list[Key]) -> str:
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{row.path}` | {row.type} | {row.default} | {_sentence(row.description)} |" for row in rows]
+    for row in rows:
+        lines.append(f"| `{row.path}` | {_cell(row.type)} | {row.default} | {_cell(row.description.rstrip('.'))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -81,8 +82,9 @@ def _presets() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sentence(text: str) -> str:
-    return text.rstrip(".").replace("|", "\\|")
+def _cell(text: str) -> str:
+    """Plain text as a cell of a Markdown table."""
+    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

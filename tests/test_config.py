@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from shardwright.config import load, parse, resolved_toml
 from shardwright.errors import ConfigError
+from shardwright.layout import CP_METHODS
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS
 from shardwright.reference import keys
+from shardwright.schedule.registry import names as schedules
+from shardwright.synonyms import SYNONYMS
 
 SMALLEST = """
 out = "runs/x"
@@ -67,6 +71,29 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("optimiser.lr=1", "optimiser: there is no such key; did you mean 'optimizer'?"),
         ("model.presett=debug", "model.presett: there is no such key; did you mean 'preset'?"),
         ("layout.tp=3", "layout.tp=3 does not divide 4 query heads (model.n_heads) (4 = 3*1 + 1); valid: 1, 2, 4"),
+        ("layout.pp_schedule=gpipe", "not one of the choices; did you mean 'afab'?"),
+        ("layout.tensor_parallel=2", "layout.tensor_parallel: there is no such key; did you mean 'tp'?"),
+        ("context_parallel=2", "context_parallel: there is no such key; did you mean 'layout.cp'?"),
+        ("layout.dp=2", "did you mean 'dp_replicate' or 'dp_shard'?"),
+        ("ddp=true", "did you mean 'layout.zero=0 with layout.dp_replicate'?"),
+        ("layout.fsdp=true", "did you mean 'layout.zero=3 with layout.dp_shard'?"),
+        ("hsdp=true", "'layout.zero=3 with layout.dp_replicate and layout.dp_shard above 1'"),
+        ("gradient_accumulation_steps=4", "did you mean 'batch.global_batch'?"),
+        ("batch.gradient_accumulation_steps=4", "did you mean 'global_batch'?"),
+        ("activation_checkpointing=true", "did you mean 'layout.recompute'?"),
+        ("lr=1", "did you mean 'optimizer.lr'?"),
+        ("learning_rate=1", "did you mean 'optimizer.lr'?"),
+        ("optimizer.learning_rate=1", "there is no such key for 'adamw'; did you mean 'lr'?"),
+        ("weight decay=1", "did you mean 'optimizer.weight_decay'?"),
+        ("max_steps=1", "did you mean 'steps'?"),
+        ("per_device_batch_size=1", "did you mean 'batch.micro_batch'?"),
+        ("dtype=bf16", "did you mean 'precision.compute'?"),
+        ("precision.dtype=bf16", "did you mean 'compute'?"),
+        ("precision.bf16=true", "did you mean 'compute'?"),
+        ("precision.compute=bfloat16", "did you mean 'bf16'?"),
+        ("output_dir=x", "did you mean 'out'?"),
+        ("layout.micro_batch=2", "layout.micro_batch: there is no such key; did you mean 'batch.micro_batch'?"),
+        ("every=2", "did you mean 'checkpoint.every' or 'metrics.every' or 'evaluation.every'?"),
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
         ("steps=ten", "steps='ten': input should be a valid integer"),
         ("batch.global_batch=8.5", "batch.global_batch=8.5: input should be a valid integer"),
@@ -138,6 +165,29 @@ def test_problems_between_sections_come_at_once_too(tmp_path: Path):
     assert len(problems) == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["batch.global_batch=7", "layout.tp=3", "layout.dp_replicate=2"],
+            ["global_batch=7", "4 query heads", "ffn features"],
+        ),
+        (["steps=0", "layout.tp=3", "batch.seq_len=63"], ["steps=0", "4 query heads", "ffn features"]),
+        (["optimizer.lr=-1", "model.n_kv_heads=3"], ["optimizer.lr=-1", "n_kv_heads=3 does not divide"]),
+        (["data.pathh=x", "lr_schedule.warmup_steps=11"], ["data.pathh", "warmup_steps=11 is more than the steps=10"]),
+        (["lr_schedule.warmup_steps=11", "lr_schedule.decay_steps=2"], ["warmup_steps=11 is more", "is for"]),
+    ],
+)
+def test_no_problem_hides_another(tmp_path: Path, overrides: list[str], said: list[str]):
+    problems = refused(tmp_path, SMALLEST, *overrides)
+    for part in said:
+        assert [part in problem for problem in problems].count(True) == 1, (part, problems)
+
+
+def test_a_rule_that_reads_a_wrong_section_says_nothing(tmp_path: Path):
+    assert len(refused(tmp_path, SMALLEST, "batch.micro_batch=x", "batch.global_batch=7", "layout.dp_shard=3")) == 1
+
+
 def test_a_missing_key_says_what_it_is(tmp_path: Path):
     problems = refused(tmp_path, 'out = "x"\nsteps = 1\n[batch]\nseq_len = 8\nglobal_batch = 1\n')
     assert len(problems) == 1
@@ -191,6 +241,22 @@ def test_sequence_parallel_is_on_with_tp_unless_it_is_set():
         return parse(table | {"layout": layout}).layout.layout().sequence_parallel
 
     assert [of(), of(tp=2), of(tp=2, sequence_parallel=False)] == [False, True, False]
+
+
+def test_a_type_that_is_not_supported_is_no_misspelling_of_another(tmp_path: Path):
+    problems = refused(tmp_path, SMALLEST, "precision.compute=fp8")
+    assert len(problems) == 1
+    assert problems[0].endswith("precision.compute='fp8': input should be 'fp32', 'bf16' or 'fp64'")
+
+
+def test_another_name_of_the_field_stands_for_a_key_or_a_value_that_there_is():
+    values = {*schedules(), *CP_METHODS, *OPTIMIZERS, "wsd", "fp16", "float32", "float64", "bfloat16"}
+    values |= {"fp32", "bf16", "fp64", "validation", "evaluation"}
+    valid = values | {key.path for key in keys()}
+    for name, meant in SYNONYMS.items():
+        for each in meant:
+            for part in re.split(" with | and ", each.removesuffix(" above 1")):
+                assert part.partition("=")[0] in valid, (name, part)
 
 
 def test_every_key_is_documented():

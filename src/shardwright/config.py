@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +37,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
+from shardwright.synonyms import called_here
 
 
 class _Refused(PydanticCustomError):
@@ -80,7 +81,7 @@ _ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
 
 
 class ModelSection(_ModelOverrides):
-    """What is trained: a preset, and any size of it changed."""
+    """The model: a preset, and any size of it changed."""
 
     preset: str = Field("debug", description="a named model to start from; every other key here changes it")
 
@@ -110,22 +111,20 @@ class ModelSection(_ModelOverrides):
 
 
 class DataSection(Section):
-    """Where the tokens are and how sequences are cut from them."""
+    """Where the tokens are and how sequences are made of them."""
 
     path: str = Field(description="a folder written by `shardwright data prepare`")
     sequences: Literal["packed", "documents"] = Field(
         "packed",
-        description="packed: documents one after another, cut every seq_len tokens; "
+        description="packed: documents one after another, split every seq_len tokens; "
         "documents: each document starts a sequence, the rest of it is padding that does not count",
     )
-    mask_boundaries: bool = Field(
-        False, description="packed only: do not ask the model to guess how the next document begins"
-    )
-    prefetch: Positive = Field(2, description="steps read ahead by the thread that reads")
+    mask_boundaries: bool = Field(False, description="packed only: leave the first token of a document out of the loss")
+    prefetch: Positive = Field(2, description="steps of data that are read ahead")
 
 
 class BatchSection(Section):
-    """How much is learned from in one step. accumulation = global_batch / (micro_batch x data ranks)."""
+    """The batch of one step. Gradient accumulation: global_batch / (micro_batch x data ranks) micro-batches a rank."""
 
     seq_len: Positive = Field(description="tokens of a sequence")
     global_batch: Positive = Field(description="sequences of a step, over all ranks")
@@ -151,7 +150,7 @@ _LayoutKeys: Any = create_model(
 
 
 class LayoutSection(_LayoutKeys):
-    """How the ranks share the work. world size = dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
+    """How ranks partition model and batch. World size: dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
 
     def layout(self) -> Layout:
         """The arithmetic of these degrees. Raises LayoutError."""
@@ -217,22 +216,22 @@ class ScheduleSection(Section):
     )
     warmup_steps: NotNegative = Field(0, description="steps of linear rise from zero")
     decay_steps: NotNegative = Field(0, description="wsd only: steps of linear fall at the end")
-    final_fraction: Fraction = Field(0.1, description="where the fall ends, as a fraction of the peak")
+    final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
 
 
 class PrecisionSection(Section):
-    """Numbers and compilation."""
+    """The type of matmuls, and compilation."""
 
     compute: Literal["fp32", "bf16", "fp64"] = Field(
         "fp32",
-        description="type of matrix products; with bf16 the weights, the reduction of gradients and "
+        description="type of matmuls; with bf16 the weights, the reduction of gradients and "
         "their accumulation stay in fp32",
     )
     compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
 
 
 class CheckpointSection(Section):
-    """What is saved, and where a run begins."""
+    """When checkpoints are saved, and whether a run resumes from one."""
 
     every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
     keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
@@ -246,13 +245,13 @@ class CheckpointSection(Section):
 class MetricsSection(Section):
     """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
 
-    every: Positive = Field(10, description="steps between logged lines; logging waits for the accelerator")
+    every: Positive = Field(10, description="steps between logged lines; logging synchronises with the accelerator")
     tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")
     wandb_project: str | None = Field(None, description="also log to this W&B project (extra: wandb)")
 
 
 class EvaluationSection(Section):
-    """Loss on the validation split."""
+    """Validation loss."""
 
     every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
     samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
@@ -283,50 +282,65 @@ class RunConfig(Section):
 
     @property
     def accumulation(self) -> int:
-        """Microbatches a rank runs in one step. Raises LayoutError where that is not a whole number."""
+        """Micro-batches a rank runs in one step. Raises LayoutError where that is not a whole number."""
         return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
 
     def problems(self) -> list[str]:
-        """Every rule between sections that is broken, one sentence each."""
-        found: list[str] = []
-        spec = None
+        """Every rule between keys that is broken, one sentence each."""
+        return _broken_rules(dict(self))
+
+
+def _broken_rules(valid: Mapping[str, Any]) -> list[str]:
+    """Every rule between keys that is broken, one sentence each. `valid`: sections and keys at the top of a run file by
+    name; a rule between some of which one is not there is not looked at."""
+    found: list[str] = []
+    model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
+    spec, layout = None, None
+    try:
+        spec = model and model.spec()
+    except ConfigError as error:
+        found += error.problems
+    spec_problems = spec.problems() if spec else []
+    found += [f"model.{problem}" for problem in spec_problems]
+    if spec and batch and batch.seq_len > spec.max_seq_len:
+        found.append(
+            f"batch.seq_len={batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
+            f"shorten the one or raise the other"
+        )
+    try:
+        layout = valid["layout"].layout() if "layout" in valid else None
+    except LayoutError as error:
+        found += error.problems
+    if layout and batch:
         try:
-            spec = self.model.spec()
-            found += [f"model.{problem}" for problem in spec.problems()]
-            if self.batch.seq_len > spec.max_seq_len:
-                found.append(
-                    f"batch.seq_len={self.batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
-                    f"shorten the one or raise the other"
-                )
-        except ConfigError as error:
-            found += error.problems
-        try:
-            layout = self.layout.layout()
-            found += schedule_problems(layout, self.accumulation)
-            if spec is not None and not spec.problems():
-                found += split_problems(spec, self.layout.layout(), self.batch.seq_len)
+            found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
         except LayoutError as error:
             found += error.problems
-        found += self._schedule_problems()
-        if self.data.mask_boundaries and self.data.sequences != "packed":
-            found.append(
-                "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses "
-                "a boundary"
-            )
-        return found
+        if spec and not spec_problems:
+            found += split_problems(spec, layout, batch.seq_len)
+    if lr_schedule:
+        found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
+    if data and data.mask_boundaries and data.sequences != "packed":
+        found.append(
+            "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
+        )
+    return found
 
-    def _schedule_problems(self) -> list[str]:
-        s = self.lr_schedule
-        if s.shape != "wsd" and s.decay_steps:
-            return [f"lr_schedule.decay_steps={s.decay_steps} is for lr_schedule.shape='wsd'; shape is {s.shape!r}"]
-        if s.shape == "wsd" and not s.decay_steps:
-            return ["lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls; give the steps of its fall"]
-        if s.warmup_steps + s.decay_steps > self.steps:
-            return [
-                f"lr_schedule.warmup_steps={s.warmup_steps} + decay_steps={s.decay_steps} is more than the "
-                f"steps={self.steps} of the run"
-            ]
-        return []
+
+def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterator[str]:
+    """`steps` of the run; None where that number is not valid."""
+    changing = {"warmup_steps": section.warmup_steps}
+    if section.shape == "wsd":
+        changing["decay_steps"] = section.decay_steps
+        if not section.decay_steps:
+            yield "lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls; give the steps of its fall"
+    elif section.decay_steps:
+        yield (
+            f"lr_schedule.decay_steps={section.decay_steps} is for lr_schedule.shape='wsd'; shape is {section.shape!r}"
+        )
+    if steps is not None and sum(changing.values()) > steps:
+        given = " + ".join(f"{name}={number}" for name, number in changing.items())
+        yield f"lr_schedule.{given} is more than the steps={steps} of the run"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -367,11 +381,27 @@ def parse(
     except ValidationError as error:
         for entry in error.errors():
             problems += entry["ctx"]["problems"] if entry["type"] == "refused" else [_sentence(entry)]
+        problems += _broken_rules(_valid_part(table, error))
         raise ConfigError(*(f"{source}: {problem}" for problem in problems)) from None
     problems += config.problems()
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
+
+
+def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """The sections and keys at the top of a run file in which pydantic found nothing wrong, by name."""
+    wrong = {entry["loc"][0] for entry in error.errors()}
+    found: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        if name in wrong:
+            continue
+        section = _section_of(field.annotation)
+        if name not in table:
+            found[name] = field.get_default(call_default_factory=True)
+        else:
+            found[name] = section.model_validate(table[name]) if section else table[name]
+    return found
 
 
 def _apply(table: dict[str, Any], override: str) -> list[str]:
@@ -397,13 +427,13 @@ RENAMED = {"schedule": "lr_schedule", "layout.schedule": "layout.pp_schedule"}
 
 
 def _sentence(entry: Any) -> str:
-    """One of pydantic's complaints in the words of the house."""
+    """One of pydantic's errors in our words."""
     path = [str(part) for part in entry["loc"]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden" and key in RENAMED:
         return f"{key} is called {RENAMED[key]} now; rename it"
     if entry["type"] == "extra_forbidden":
-        return f"{key}: there is no such key; {nearest(path[-1], _owner(path).model_fields)}"
+        return f"{key}: there is no such key; {_meant(path)}"
     if entry["type"] == "missing":
         field = _owner(path).model_fields[path[-1]]
         it = field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
@@ -417,10 +447,33 @@ def _sentence(entry: Any) -> str:
     return said
 
 
+def _meant(path: Sequence[str]) -> str:
+    """The key that was meant by one that does not exist: of the same section, or of that name in another."""
+    *_, name = path
+    if called_here(name) is None and (elsewhere := [key for key in _paths(RunConfig) if key.split(".")[-1] == name]):
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    return nearest(name, _owner(path).model_fields)
+
+
+def _paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of a section, and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if inner := _section_of(field.annotation):
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
 def model_of(annotation: Any) -> Any:
     """The section that a field of a run file holds."""
+    found = _section_of(annotation)
+    assert found is not None, annotation
+    return found
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section that a field of a run file holds; None where it is no section."""
     options = [annotation, *getattr(annotation, "__args__", ())]
-    return next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
 def _owner(path: Sequence[str]) -> Any:

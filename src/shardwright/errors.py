@@ -17,6 +17,11 @@ a traceback. What only a bug can cause is an `assert`.
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from shardwright.synonyms import called_here
+
+CUTOFF = 0.6
+"""How alike two spellings have to be for one to be offered for the other, as difflib counts."""
+
 
 class ShardwrightError(Exception):
     """Base of the tree; the command line prints the text and leaves with `exit_code`."""
@@ -63,7 +68,14 @@ class WorkerError(ShardwrightError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """`did you mean 'x'?` for a misspelt name, or the list of valid names if none is close."""
+    """`did you mean 'x'?` for another name of the field for a choice or a key (`synonyms`) and for a misspelt one, or
+    the list of valid names if there is none."""
     valid = sorted(choices)
-    close = get_close_matches(name, valid, n=1, cutoff=0.5)
+    known = called_here(name)
+    if known is not None:
+        chosen = [last for each in known if (last := each.rpartition(".")[2] if "=" not in each else each) in valid]
+        if meant := chosen or known:
+            return f"did you mean {' or '.join(map(repr, meant))}?"
+        return f"valid: {', '.join(valid)}"
+    close = get_close_matches(name, valid, n=1, cutoff=CUTOFF)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"

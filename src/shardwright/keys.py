@@ -79,7 +79,7 @@ class Key:
 
 
 def written(value: Any) -> str:
-    """A value of a key as it stands in a line: `true`, `20+21+20`."""
+    """A value of a key as it is written in a line: `true`, `20+21+20`."""
     if isinstance(value, bool):
         return str(value).lower()
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -10,11 +10,11 @@ innermost axes are folded into two:
 
     pp  x  dp_replicate  x  expert_dp_shard  x  ep         with  expert_dp_shard * ep = dp_shard * cp * tp
 
-| axis           | what its ranks share out                                                    |
+| axis           | what is partitioned over its ranks                                          |
 | -------------- | --------------------------------------------------------------------------- |
 | `pp`           | the layers, in stages                                                         |
 | `dp_replicate` | the samples; each replica holds everything its shard group holds             |
-| `dp_shard`     | the samples, and under ZeRO optimizer state, gradients, parameters           |
+| `dp_shard`     | the samples, and under ZeRO optimizer states, gradients, parameters          |
 | `cp`           | the tokens of a sequence: cp_ring x cp_ulysses, the latter innermost         |
 | `tp`           | the rows and columns of matrices                                             |
 | `ep`           | the experts                                                                  |
@@ -79,7 +79,7 @@ class Layout:
     )
     pp: int = _degree(
         "pp",
-        "ranks that hold different layers, in stages; each microbatch goes through all",
+        "ranks that hold different layers, in stages; each micro-batch goes through all",
         lambda layout, sizes: f"ranks hold {sizes.n_layers} layers in {layout.n_stages} stages",
         runner_up=True,
     )
@@ -141,14 +141,14 @@ class Layout:
     )
     dp_replicate: int = _degree(
         "dp_replicate",
-        "replicas; each reads its own samples and holds a full copy",
+        "replicas of the model; each reads its own samples",
         lambda layout, sizes: "replicas, each with its own sequences",
         group="dp",
     )
     dp_shard: int = _degree(
         "dp_shard",
-        "ranks that read their own samples and, under ZeRO, shard the state",
-        lambda layout, sizes: "ranks read their own sequences and shard the state",
+        "ranks that read their own samples and, under ZeRO, shard parameters, gradients and optimizer states",
+        lambda layout, sizes: "ranks read their own sequences and shard what zero says",
         group="dp",
     )
     zero: int = _key(
@@ -182,10 +182,10 @@ class Layout:
     )
     recompute: str = _key(
         "none",
-        help="full: keep only each block's input and compute the block again in the backward pass",
+        help="activation checkpointing; full: store only each block's input and recompute it in the backward pass",
         words=lambda layout, sizes: {
-            "none": "nothing is computed twice",
-            "full": "the backward pass computes every layer again",
+            "none": "nothing is recomputed",
+            "full": "the backward pass recomputes every layer",
         }[layout.recompute],
         choices=lambda: ("none", "full"),
         unverified="recomputation repeats the same kernels whatever the axes; --set layout.recompute verifies it",
@@ -194,7 +194,7 @@ class Layout:
     zero_pp_gather: str = _key(
         "step",
         help="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward pass, or "
-        "for each pass of a microbatch, which needs less memory and sends more",
+        "for each pass of a micro-batch, which needs less memory and sends more",
         words=lambda layout, sizes: f"parameters are gathered once a {layout.zero_pp_gather}",
         choices=lambda: ("step", "microbatch"),
         used=lambda layout: (layout.pp > 1) & (layout.zero == 3),
@@ -203,7 +203,7 @@ class Layout:
     )
     stage_layers: tuple[int, ...] | None = _key(
         None,
-        help="pp only: layers of each stage in order; if not given, cut so that stages cost the same",
+        help="pp only: layers of each stage in order; if not given, stages of equal cost",
         words=lambda layout, sizes: "layers of each stage",
         used=_in_pipeline,
         needs="pp above 1",
@@ -242,14 +242,14 @@ class Layout:
             )
         if self.zero == 0 and self.dp_shard > 1:
             yield (
-                f"layout.zero=0 keeps a full copy on every rank, so nothing is sharded over "
+                f"layout.zero=0 replicates parameters, gradients and optimizer states, so nothing is sharded over "
                 f"dp_shard={self.dp_shard}; set zero to 1, 2 or 3, or dp_replicate="
                 f"{self.dp_replicate * self.dp_shard} and dp_shard=1"
             )
         if self.zero > 0 and self.dp_shard * self.cp == 1 and self.dp_replicate > 1:
             yield (
                 f"layout.zero={self.zero} shards over dp_shard x cp, which is 1, while dp_replicate="
-                f"{self.dp_replicate} only makes copies; set dp_shard={self.dp_replicate} and dp_replicate=1, or zero=0"
+                f"{self.dp_replicate} only replicates; set dp_shard={self.dp_replicate} and dp_replicate=1, or zero=0"
             )
         if self.cp_method != "usp":
             return
@@ -266,7 +266,7 @@ class Layout:
             )
 
     def _schedule_problems(self) -> Iterator[str]:
-        # The number of microbatches, which a layout does not know, is one that every schedule takes.
+        # The number of micro-batches, which a layout does not know, is one that every schedule takes.
         if self.pp > 1:
             for problem in build.problems(self.pp_schedule, self.pp, 2 * self.pp, self.virtual_stages):
                 yield f"layout.pp_schedule: {problem}"
@@ -288,7 +288,7 @@ class Layout:
     def changed(self, **changes: Any) -> "Layout":
         """This layout with changes, and what they entail: a key that has no meaning any more goes back to its default,
         another schedule has its own number of stages, ep divides the ranks that are left, and ZeRO is 0 where nothing
-        is left to shard over. None as a value stands for a derived default.
+        is left to shard over. None as a value means the derived default.
 
         Raises LayoutError where the changes themselves do not fit.
         """
@@ -312,22 +312,22 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks along the data axes: into how many parts a global batch is dealt."""
+        """Number of ranks along the data axes, over which a global batch is partitioned."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def cp_ulysses(self) -> int:
-        """Ranks of `cp` among which attention heads are dealt: all, some or none, as `cp_method` says."""
+        """Ranks of `cp` over which attention heads are partitioned: all, some or none, as `cp_method` says."""
         return {"ulysses": self.cp, "usp": self.ulysses_degree}.get(self.cp_method, 1)
 
     @property
     def cp_ring(self) -> int:
-        """Ranks of `cp` among which keys and values travel."""
+        """Ranks of `cp` that pass keys and values to one another."""
         return self.cp // self.cp_ulysses
 
     @property
     def token_shards(self) -> bool:
-        """Whether sequence parallelism has anything to cut."""
+        """Whether activations are sharded by token over tp."""
         return self.sequence_parallel and self.tp > 1
 
     @property
@@ -337,7 +337,7 @@ class Layout:
 
     @property
     def ways(self) -> Ways:
-        """The ways microbatches take through the pipeline: for each, the rank of `pp` of every stage in order."""
+        """The ways that micro-batches take through the pipeline: for each, the rank of `pp` of every stage in order."""
         return self.kind.ways(self.pp, self.virtual_stages)
 
     def held_by(self, pp_rank: int) -> list[int]:
@@ -346,17 +346,17 @@ class Layout:
 
     @property
     def n_stages(self) -> int:
-        """Into how many stages the layers are cut."""
+        """Into how many stages the layers are partitioned."""
         return len(self.ways[0])
 
     @property
     def regathers(self) -> bool:
-        """Whether ZeRO-3 frees what it has gathered after each pass of a microbatch."""
+        """Whether ZeRO-3 frees gathered parameters after each pass of a micro-batch."""
         return self.zero == 3 and (self.pp == 1 or self.zero_pp_gather == "microbatch")
 
     @property
     def expert_dp_shard(self) -> int:
-        """What is left of dp_shard x cp x tp for sharding one expert's own state."""
+        """Ranks over which the parameters, gradients and optimizer states of one expert are sharded."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     def degree(self, axis: str) -> int:
@@ -374,7 +374,7 @@ class Layout:
             )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis, of both boxes."""
+        """The coordinates of a rank on every axis, of both boxes."""
         assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
         return {axis: at for box in self._boxes for axis, at in box.coordinates(rank).items()}
 
@@ -415,7 +415,7 @@ class Layout:
 
 
 def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
-    """Microbatches that a data rank runs in one step: global_batch / (micro_batch x data_ranks), in sequences.
+    """Micro-batches that a data rank runs in one step: global_batch / (micro_batch x data_ranks), in sequences.
 
     Raises LayoutError where that is not a whole number.
     """
@@ -425,7 +425,7 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
     if rest:
         near = f"{rounds * unit} or {(rounds + 1) * unit}" if rounds else str(unit)
         raise LayoutError(
-            f"batch.global_batch={global_batch} is not a whole number of rounds of micro_batch={micro_batch} x "
+            f"batch.global_batch={global_batch} is not a multiple of micro_batch={micro_batch} x "
             f"{data_ranks} data ranks = {unit} ({global_batch} = {unit}*{rounds} + {rest}); nearest: {near}"
         )
     return rounds

@@ -26,7 +26,7 @@ class Option:
 class OptimizerKind:
     """One optimizer, whose update of an element depends on that element alone (AdamW, Lion, SGD with momentum).
 
-    `options`: what it has beside lr, weight_decay and clip_norm, which all have.
+    `options`: its options besides lr, weight_decay and clip_norm, which every optimizer has.
     `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape and type of the parameter;
     `counters`: of fp32 scalars. All are zero before the first step.
     `make`: (parameter groups with their weight_decay, lr, option values by name) -> torch.optim.Optimizer; or where to

@@ -39,7 +39,7 @@ def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
     for name, field in section.model_fields.items():
         key = _key(f"{path}.{name}", field)
         if path == "layout" and (choices := KEYS[name].choices):
-            key = dataclasses.replace(key, type=" \\| ".join(map(as_toml, choices())))
+            key = dataclasses.replace(key, type=" | ".join(map(as_toml, choices())))
         yield key
         if name in MODEL_TABLES:
             defaults = {field.name: field.default for field in dataclasses.fields(MODEL_TABLES[name])}
@@ -55,11 +55,11 @@ def _key(path: str, field: Any) -> Key:
 
 def _type_name(annotation: Any) -> str:
     if getattr(annotation, "__origin__", None) is Literal:
-        return " \\| ".join(as_toml(choice) for choice in annotation.__args__)
+        return " | ".join(as_toml(choice) for choice in annotation.__args__)
     options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
     if getattr(annotation, "__origin__", None) is list:
         return f"list of {_type_name(options[0])}"
     if options:
-        return " \\| ".join(_type_name(option) for option in options)
-    names = {int: "integer", float: "number", str: "text", bool: "true \\| false"}
+        return " | ".join(_type_name(option) for option in options)
+    names = {int: "integer", float: "number", str: "text", bool: "true | false"}
     return names.get(annotation, "table")

@@ -1,6 +1,7 @@
 """Proves that `shardwright plan` finds and tells, writes what is asked for, refuses bad input, and imports little."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -139,6 +140,41 @@ def test_a_run_file_is_planned_and_written_back_with_all_else_as_it_was(tmp_path
     assert document(source, "--cluster", "h100:32", "--global-batch", 2048)["global_batch"] == 2048
 
 
+def test_a_run_file_that_is_written_back_begins_a_run_of_its_own(tmp_path: Path):
+    source, path = tmp_path / "run.toml", tmp_path / "planned.toml"
+    text = (EXAMPLES / "debug.toml").read_text()
+    source.write_text(text.replace("[checkpoint]", '[checkpoint]\nresume = "auto"\nkeep_last = 7'))
+    result = plan(source, "--cluster", "h100:1/1", "--precision", "bf16", "--write", path, columns=400)
+    assert result.exit_code == 0, result.output
+    before, after = load(source), load(path)
+    assert (before.checkpoint.resume, after.checkpoint.resume) == ("auto", "no")
+    assert after.checkpoint.keep_last == 7
+    assert after.out == f"{before.out}-planned"
+    assert f"its out is a new folder, {after.out}" in result.output
+    assert f"# out is a new folder, so that the run in {json.dumps(before.out)} stays" in path.read_text()
+
+
+def test_a_file_that_exists_is_replaced_only_where_that_is_asked_for(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    result = plan(*SMALL, "--write", path, columns=400)
+    assert result.exit_code == 2
+    assert result.output == f"error: --write {path}: the file exists; name another, or add --overwrite to replace it\n"
+    assert path.read_text() == "mine"
+    assert plan(*SMALL, "--write", path, "--overwrite").exit_code == 0
+    assert load(path).model.preset == "debug"
+
+
+def test_files_are_written_even_where_the_reader_of_the_output_leaves(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shardwright", "plan", *map(str, SMALL), "--write", str(path)]
+    subprocess.run(command, stdout=writer, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    os.close(writer)
+    assert load(path).model.preset == "debug"
+
+
 def test_the_layout_of_a_run_file_is_held_against_the_best():
     found = document(EXAMPLES / "llama-3.1-8b.toml", "--cluster", "h100:32")
     own = next(each for each in found["alternatives"] if each["kind"] == "as in the run file")
@@ -241,6 +277,7 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--budget-tokens", 0], ["--budget-tokens 0", "above 0"]),
         ([*SMALL, "--write", "no/such/run.toml"], ["no folder no/such", "make it first"]),
         ([*SMALL, "--write", "run.txt"], ["--write run.txt", "*.toml"]),
+        ([*SMALL, "--overwrite"], ["--overwrite goes with --write"]),
         ([*SMALL, "--html", "no/such/plan.html"], ["no folder no/such", "make it first"]),
         ([*SMALL, "--precision", "fp16", "--write", "run.toml"], ["fp16", "fp32 or bf16"]),
         ([*SMALL, "--explain", "tp=2", "--html", "a.html"], ["--html", "--explain", "leave one out"]),
@@ -269,6 +306,9 @@ def test_every_problem_is_told_at_once():
     result = plan("--precision", "x", "--cluster", "nope:8", columns=400)
     assert result.exit_code == 2
     assert len(result.output.splitlines()) == 5, result.output
+    result = plan("--model", "nope", "--top", 0, "--memory-margin", 2, "--explain", "tpp=2", columns=400)
+    for part in ("nope", "--cluster is missing", "--top 0", "--memory-margin 2", "tpp=2"):
+        assert part in result.output
     result = plan(*SMALL, "--explain", "tp=3,pp=9,micro_batch=5", columns=400)
     assert len(result.output.splitlines()) >= 3, result.output
 

@@ -47,6 +47,14 @@ def test_a_schedule_is_shown_as_text():
     assert "4 messages" in result.output
 
 
+def test_every_problem_of_the_options_is_told_at_once():
+    result = schedule("--schedule", "1f1b", "--times", "1,2", "--comm", -1, "--pp", 0, columns=400)
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) == 4, result.output
+    for part in ("--times 1,2", "--comm -1", "--pp 0", "--microbatches is missing"):
+        assert part in result.output
+
+
 def test_a_timeline_that_does_not_fit_the_screen_is_left_out():
     result = schedule("--schedule", "1f1b", *SIZES, columns=60)
     assert result.exit_code == 0, result.output
@@ -133,6 +141,25 @@ def test_all_schedules_are_compared_on_one_model(tmp_path: Path):
     assert all(f">{name}: 4 ranks" in text for name in names())
 
 
+@pytest.mark.parametrize("column", ["bubble", "makespan", "memory", "name"])
+def test_a_comparison_is_sorted_by_a_column(column: str):
+    told = document("--compare", *SIZES, "--sort", column)["schedules"]
+    of_column = {"bubble": "bubble_rate", "makespan": "makespan", "memory": "peak_memory_shares", "name": "schedule"}
+    values = [each[of_column[column]] for each in told]
+    values = [max(value) for value in values] if column == "memory" else values
+    assert values == sorted(values)
+    assert {each["schedule"] for each in told} == set(names())
+
+
+def test_a_bubble_between_a_ranks_own_first_and_last_action_is_marked():
+    lines = schedule("--compare", *SIZES).output.splitlines()
+    rows = {line.split()[0]: line.split()[2:4] for line in lines if line.startswith(tuple(names()))}
+    assert rows["zb-h2"] == ["0.0%*", "27"]
+    assert rows["zb-h1"] == ["11.1%", "27"]
+    assert "* between a rank's own first and last action; of the makespan: zb-h2 11.1%, auto 11.1%" in lines
+    assert "11.1% of the makespan" in schedule("--schedule", "zb-h2", *SIZES).output
+
+
 def test_a_comparison_says_what_cannot_be_built_and_why():
     result = schedule("--compare", "--pp", 3, "--microbatches", 6)
     assert result.exit_code == 0, result.output
@@ -154,7 +181,7 @@ def test_the_share_that_waits_for_w_is_in_the_memory_of_every_schedule():
     whole = document("--schedule", "zb-h1", *SIZES, "--kept-for-weight", 1)
     assert (whole["peak_in_flight"], whole["peak_memory"]) == ([4, 3, 2, 1], [4.0] * 4)
     told = schedule("--schedule", "zb-h1", *SIZES, "--kept-for-weight", 0.5).output
-    assert "memory: what is in flight, and 0.5 for each microbatch that waits for its W" in told
+    assert "memory: micro-batches in flight, and 0.5 for each between its I and its W" in told
     assert re.search(r"3 +3 +3F0 +3W7 .* 1 +2\.5\n", told)
     compared = document("--compare", *SIZES, "--kept-for-weight", 1)["schedules"]
     assert {each["kept_for_weight"] for each in compared} == {1}
@@ -189,6 +216,8 @@ def test_pictures_and_traces_are_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--compare", *SIZES, "--sort", "makspan"], ["--sort makspan", "did you mean 'makespan'?"]),
+        (["--schedule", "1f1b", *SIZES, "--sort", "name"], ["--sort goes with --compare"]),
         (["--schedule", "zb-h3", *SIZES], ["zb-h3", "did you mean 'zb-h2'?"]),
         (["--schedule", "xyz", *SIZES], ["'xyz'", "valid: 1f1b, afab, auto"]),
         (["--schedule", "1f1b", "--pp", 0, "--microbatches", 8], ["--pp 0", "1 or more"]),

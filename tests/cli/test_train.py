@@ -109,7 +109,16 @@ def test_the_keys_are_listed_with_their_defaults():
     listed = {key["path"]: key for key in json.loads(result.output)}
     assert listed["layout.dp_shard"]["default"] == "1"
     assert listed["steps"]["default"] == "required"
-    assert "layout.zero" in train("--keys").output
+    assert not [key for key in listed.values() if "\\" in str(key) or "`" in str(key)], "Markdown in plain text"
+
+
+def test_a_line_of_the_keys_is_whole_on_a_narrow_screen():
+    listed = json.loads(train("--keys", "--json").output)
+    lines = CliRunner().invoke(app, ["train", "--keys"], env={"COLUMNS": "40"}).output.splitlines()
+    assert len(lines) == len(listed)
+    for key, line in zip(listed, lines, strict=True):
+        assert line.startswith(f"{key['path']} ({key['type']}; ")
+        assert line.endswith(f"{key['default']}): {key['description']}")
 
 
 @pytest.mark.parametrize("verb", ["quickstart", "data", "train", "report", "sample"])

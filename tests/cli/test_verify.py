@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from shardwright.cli import common
 from shardwright.cli.main import app
 from shardwright.layout import Layout
 from shardwright.verification import Case, Verifier
@@ -73,12 +74,29 @@ def test_a_layout_that_is_not_is_a_no_with_the_culprit(run_file: Path, monkeypat
     assert found["worst"][0]["error"] > 0.1
 
 
+def test_the_verdict_and_the_culprit_come_first_and_no_name_is_cut(run_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common.console, "width", 40)
+    with_bug(monkeypatch, TWICE)
+    result = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1")
+    assert result.exit_code == 1, result.output
+    verdict, culprit, *rest = result.stdout.splitlines()
+    assert verdict.startswith("not equal: ")
+    assert culprit.startswith("culprit: ")
+    assert any(line.startswith("dp_shard 2, zero 3 against one process") for line in rest)
+    assert "…" not in result.stdout
+    rows = [line.split() for line in rest if line.startswith(("gradient, ", "parameter, "))]
+    assert rows
+    named = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1", "--json")
+    whole = {row["name"] for row in json.loads(named.stdout)["worst"]}
+    assert {row[2] for row in rows if row[-1] == "no"} <= whole
+
+
 def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
     stages = ("--set", "model.n_layers=32", "--set", "layout.pp=2", "--set", "layout.stage_layers=[12,20]")
     result = verify(run_file, *stages, "--set", "layout.pp_schedule=zb-h1")
     assert result.exit_code == 0, result.output
     assert "pp 2, pp_schedule zb-h1, stage_layers 1+2 against one process" in result.output
-    assert "cut to 3 layers" in result.output
+    assert "reduced to 3 layers" in result.output
 
 
 @prove
@@ -103,7 +121,7 @@ def test_sides_of_other_microbatches_train_on_one_global_batch(run_file: Path):
         sides = ("--set", f"batch.micro_batch={one}", "--set-b", f"batch.micro_batch={other}")
         result = verify(run_file, *sides, "--steps", "1", "--json")
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["copies"] == 0, "one rank holds nothing twice"
+        assert json.loads(result.stdout)["replicas"] == 0, "one rank holds nothing twice"
 
 
 def test_a_matrix_is_a_line_a_layout(run_file: Path):
@@ -117,6 +135,7 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
     ("arguments", "said"),
     [
         (["--dtype", "float63"], ["float63", "did you mean 'float64'?"]),
+        (["--dtype", "float63", "--against", "b", "--set", "steps=0"], ["--dtype float63", "--against b", "steps=0"]),
         (["--set", "layout.dpshard=2"], ["did you mean 'dp_shard'?"]),
         (["--set-b", "layout.zero=9"], ["layout.zero=9"]),
         (["--set-b", "model.n_layers=3"], ["model.n_layers", "another training", "layout.*"]),

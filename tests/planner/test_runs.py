@@ -8,7 +8,7 @@ import pytest
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
 from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS
-from shardwright.planner.run import Run, Skipped
+from shardwright.planner.measured_run import Run, Skipped
 from shardwright.planner.run_columns import columns
 from shardwright.planner.runs import read_runs
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write
@@ -64,7 +64,7 @@ def test_a_row_with_experts_and_latent_attention_says_all_sizes_itself(tmp_path:
             "column 'hidden' is not known; .*'d_model' is missing",
         ),
         (",".join(columns()) + ",layer\n", r"column 'layer' is not known; did you mean 'layers'\?"),
-        (",".join(columns()) + ",tp\n", "column 'tp' stands there 2 times"),
+        (",".join(columns()) + ",tp\n", "column 'tp' is there 2 times"),
         (",".join(columns()) + "\n", "no rows"),
         (",".join(columns()) + "\na,b,c\n", f"row 2: 3 cells, and the header has {len(columns())} columns"),
     ],

@@ -30,7 +30,7 @@ def test_a_good_layout_is_left_in_peace(text: str):
     ("job", "text", "parts"),
     [
         (GOOD, "tp=16", ["tp=16", "nodes of 8", "% of the step", "divisor of 8"]),
-        (replace(GOOD, global_batch=8), "pp=8,dp_shard=2,zero=1", ["pp=8 has 4 microbatches", "wait for"]),
+        (replace(GOOD, global_batch=8), "pp=8,dp_shard=2,zero=1", ["pp=8 has 4 micro-batches", "are idle for"]),
         (replace(GOOD, precision="fp16"), SHARDED, ["fp16 without loss scaling", "bf16"]),
         (replace(GOOD, stack=MEGATRON), SHARDED, ["seq_len=8192 without flash attention", "megatron"]),
         (replace(GOOD, precision="fp32"), SHARDED, ["fp32", "flash attention"]),
@@ -44,7 +44,7 @@ def test_a_good_layout_is_left_in_peace(text: str):
         (
             replace(MIXED, model=replace(MIXED.model, moe=replace(MIXED.model.moe, d_ffn=772))),
             "dp_shard=16,ep=16,zero=1",
-            ["ep=16 without grouped products", "772", "1544 bytes", "multiple of 8"],
+            ["ep=16 without grouped matmuls", "772", "1544 bytes", "multiple of 8"],
         ),
     ],
     ids=["tp", "pp", "fp16", "flash", "fp32", "rotary", "odd", "learned", "experts"],

@@ -68,4 +68,4 @@ def test_every_parameter_gradient_and_copy_is_compared_in_each_step(verifier: Ve
     per_training = n_parameters * (3 + 1) + 3 + 3  # gradients, parameters in the end; losses and norms
     assert len(report.rows) == n_parameters + 2 * per_training
     # Every shard is on two ranks; on some tensors (31 rows in two parts) there are two shards, and never fewer.
-    assert report.n_copies >= 2 * per_training
+    assert report.n_replicated >= 2 * per_training

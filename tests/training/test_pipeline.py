@@ -251,7 +251,7 @@ def test_losses_norms_and_what_stages_share_are_compared_bit_for_bit(verifier: V
     layout = Layout(pp=2, pp_schedule="dualpipe")
     report = verifier.parity(of(layout, 4), layout)
     # Both ranks hold every parameter: their initial values, and gradients and values in the end of each training.
-    assert report.n_copies == 2 * PIPED.steps * 2 + N_PARAMETERS * (1 + 2 * (PIPED.steps + 1))
+    assert report.n_replicated == 2 * PIPED.steps * 2 + N_PARAMETERS * (1 + 2 * (PIPED.steps + 1))
 
 
 def test_gradients_are_clipped_in_every_step(tmp_path: Path):

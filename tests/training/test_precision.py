@@ -57,6 +57,6 @@ def test_a_layout_in_bf16_is_no_farther_from_float64_than_one_process_in_bf16():
             worst = max(row.error for row in gradients)
             assert 1e-4 < worst < 0.1, "bf16 has 8 bits: its error must show, and stay small"
             # The same products in bf16, summed in fp32 in another order.
-            dealt = [row for row in report.rows if row.quantity.kind == "dealt gradient"]
+            dealt = [row for row in report.rows if row.quantity.kind == "gradient vs one data rank"]
             assert dealt
             assert max(row.error for row in dealt) < 1e-6, name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwright.layout import Layout
 from shardwright.verification import Row, Verifier
-from shardwright.verification.compare import differing_copies, errors
+from shardwright.verification.compare import differing_replicas, errors
 from shardwright.verification.trace import Quantity, RankTrace, Recorder, Trace
 from tests.distributed import run_ranks
 from tests.training.worlds import case
@@ -46,10 +46,10 @@ def test_a_gradient_that_is_only_rounding_is_measured_by_the_others(tmp_path: Pa
     assert found[GRADIENT, "key bias"] < 1e-14
 
 
-def test_copies_that_differ_in_one_bit_are_told_with_their_ranks(tmp_path: Path):
+def test_replicas_that_differ_in_one_bit_are_told_with_their_ranks(tmp_path: Path):
     one, other = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     other[1] += 2**-52
-    count, found = differing_copies(trace(tmp_path / "a", {"w": one}, {"w": other}, {"w": one}, loss=[1, 1, 2]))
+    count, found = differing_replicas(trace(tmp_path / "a", {"w": one}, {"w": other}, {"w": one}, loss=[1, 1, 2]))
     assert count == 2
     assert found == [
         "loss, sgd, step 1: not the same bits on ranks 0,1 | 2",

@@ -273,7 +273,7 @@ def test_in_fewer_bits_biases_of_routers_may_move_by_their_rate(verifier: Verifi
     biases = [row for row in loads_and_biases(report) if row.name.endswith("bias") and row.quantity.kind == "parameter"]
     assert {round(row.tolerance, 3) for row in biases} == {0.133}
     assert "sign of a difference of counts: 2 x rate 0.001 x 2 steps" in report.rows[0].reason
-    dealt = {row.name for row in report.rows if row.quantity.kind == "dealt gradient"}
+    dealt = {row.name for row in report.rows if row.quantity.kind == "gradient vs one data rank"}
     assert bool(dealt) == (dtype == "bfloat16" and layout.data_ranks > 1)
     assert not any(".experts." in name for name in dealt), "their products are over tokens of both ranks at once"
 

@@ -80,7 +80,7 @@ def verify(
     """Compare what a layout computes with what one process in plain PyTorch computes: losses, gradient norms, every
     gradient and every parameter of a few steps, and what several ranks hold, bit for bit.
 
-    `model`: a ModelSpec or the name of a preset, cut to test size unless `full`. `against`: another layout, in the
+    `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, in the
     place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU.
 
     Returns a Report: `equal`, `worst_error`, and `rows`, a comparison each. Raises LayoutError where the layout does

@@ -1,4 +1,4 @@
-"""What every verb shares: how errors leave, and how answers are printed for machines."""
+"""What every verb shares: printing of errors, tables and JSON, checks of options."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.segment import Segments
 from rich.table import Table
 
 from shardwright import extensions
@@ -83,6 +84,13 @@ def columns(*names: str, left: int = 0) -> Table:
     for column in table.columns[left:]:
         column.justify = "right"
     return table
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as its content, however narrow the screen, so that no name in it is truncated."""
+    wide = console.options.update(width=100_000)
+    fitting = console.options.update(width=console.measure(table, options=wide).maximum)
+    console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")
 
 
 def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:

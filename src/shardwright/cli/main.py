@@ -1,6 +1,9 @@
 """The `shardwright` command: gathers the verbs, and imports the one that is asked for."""
 
 import functools
+import inspect
+import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -8,6 +11,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import shardwright
+from shardwright.errors import InputError
+
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+"""What click raises for a word, an option or a value that it does not take; typer has no name of its own for it."""
 
 VERBS = {
     "quickstart": "Train a small model on real text found on this machine, and show what it learned.",
@@ -30,9 +37,18 @@ def _command(name: str) -> Any:
     if isinstance(inner := getattr(module, "app", None), typer.Typer):
         alone.add_typer(inner, name=name)
         group: Any = typer.main.get_command(alone)
-        return group.commands[name]
+        return _with_whole_paragraphs(group.commands[name])
     alone.command(name)(getattr(module, name))
-    return typer.main.get_command(alone)
+    return _with_whole_paragraphs(typer.main.get_command(alone))
+
+
+def _with_whole_paragraphs(command: Any) -> Any:
+    """A command whose help is wrapped by the screen alone, and not also where the lines of the docstring end."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for below in getattr(command, "commands", {}).values():
+        _with_whole_paragraphs(below)
+    return command
 
 
 class _Commands(dict[str, Any]):
@@ -55,12 +71,37 @@ class Verbs(TyperGroup):
         assert name is not None
         return name, self.commands[name], rest
 
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Run a verb. An option or a word that there is not is told as every verb tells an error."""
+        run = functools.partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **more)
+        if not standalone_mode:
+            return run()
+        try:
+            exit_code = run()
+        except _USAGE_ERROR as error:
+            if said := " ".join(error.format_message().split()).rstrip("."):  # there is none where the help was shown
+                from shardwright.cli.common import fail
+
+                path = error.ctx.command_path if error.ctx else "shardwright"
+                fail(InputError(f"{said[0].lower()}{said[1:]} ({path} --help)"))
+            sys.exit(InputError.exit_code)
+        except typer.Abort:
+            sys.exit(130)
+        sys.exit(exit_code or 0)
+
 
 app = typer.Typer(
     cls=Verbs,
     name="shardwright",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,18 +1,21 @@
 """shardwright plan: which layout fits, which is fastest, and why; and how good such predictions are."""
 
+import json
 import shlex
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from shardwright.cli.common import console, error_console, load_extensions, print_json, say, verb
-from shardwright.cli.plan_asked import Asked, Options, ask, check
+from shardwright.cli.plan_asked import Asked, Options, ask
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
+    from shardwright.config import RunConfig
     from shardwright.cost.job import Job
     from shardwright.planner.alternatives import Alternative
     from shardwright.planner.choice import Choice
@@ -26,7 +29,8 @@ def plan(options: Options) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
 
     Every valid layout of the cluster is evaluated: its memory from formulas, its time with its pipeline's schedule
-    simulated. Printed are the best, where its memory and its time go, and what others lose against it.
+    simulated. Printed are the fastest layout that fits, its memory and its step time by kind, and how much slower
+    others are.
 
     shardwright plan --model llama-3.1-70b --cluster h100:64 --global-batch 1024 --seq-len 8192
 
@@ -41,9 +45,8 @@ def plan(options: Options) -> None:
         _evaluate(options)
         return
     asked = ask(options)
-    check(options, asked.job)
-    if options.explain is not None:
-        _explain(asked, options, options.explain)
+    if asked.explained is not None:
+        _explain(asked, options, asked.explained)
     else:
         _search(asked, options)
 
@@ -80,6 +83,13 @@ def _search(asked: Asked, options: Options) -> None:
         status.update("looking at others")
         others = [*_own(asked, found), *runners_up(found), *well_known(found)] if found.best else []
         instead = [] if found.best else remedies(asked.job, options.memory_margin)
+    # Whoever reads may stop reading (`| head`), so files are written before anything is printed.
+    if found.best:
+        _write(asked, found.best[0].choice, options)
+        if options.html is not None:
+            from shardwright.report.plan_page import write_page
+
+            write_page(found, asked.name, others, options.budget_tokens, options.html)
     if options.json:
         print_json(plan_document(found, asked.name, others, instead, options.budget_tokens))
     else:
@@ -90,12 +100,7 @@ def _search(asked: Asked, options: Options) -> None:
             plan_text.print_nothing_fits(found, options.memory_margin, instead)
     if not found.best:
         raise typer.Exit(1)
-    _write(asked, found.best[0].choice, options)
-    if options.html is not None:
-        from shardwright.report.plan_page import write_page
-
-        write_page(found, asked.name, others, options.budget_tokens, options.html)
-    _tell_written(options)
+    _tell_written(asked, options)
 
 
 def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
@@ -116,20 +121,21 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
     return [Alternative("as in the run file", priced if fits else None, (choice, priced.peak_bytes))]
 
 
-def _explain(asked: Asked, options: Options, text: str) -> None:
+def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
     from shardwright.cli import plan_text
-    from shardwright.planner.choice import read
     from shardwright.planner.document import job_document, layout_document
     from shardwright.planner.explain import explain, lines
     from shardwright.planner.search import limit_bytes
 
-    choice = read(text)
     try:
         priced = _priced(asked.job, choice)
     except LayoutError as error:
         raise LayoutError(*(f"--explain {choice}: {problem}" for problem in error.problems)) from None
     limit = limit_bytes(asked.job, options.memory_margin)
     entries = explain(priced)
+    fits = priced.peak_bytes <= limit
+    if fits:
+        _write(asked, choice, options)
     if options.json:
         document = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, options.budget_tokens)
         print_json(document | {"formulas": [vars(entry) for entry in entries]})
@@ -138,13 +144,11 @@ def _explain(asked: Asked, options: Options, text: str) -> None:
         console.print()
         plan_text.print_layout(priced, limit, options.budget_tokens)
         plan_text.print_explained(lines(entries))
-    if priced.peak_bytes > limit:
+    if not fits:
         if options.write is not None:
             error_console.print(f"not written to {options.write}: the layout does not fit", markup=False)
         raise typer.Exit(1)
-    if options.write is not None:
-        _write(asked, choice, options)
-        _tell_written(options)
+    _tell_written(asked, options)
 
 
 def _priced(job: "Job", choice: "Choice") -> "Priced":
@@ -165,26 +169,45 @@ def _write(asked: Asked, choice: "Choice", options: Options) -> None:
     from shardwright.files import write_whole
     from shardwright.planner.run_file import run_file
 
-    job = asked.job
+    command = shlex.join(["shardwright", *sys.argv[1:]])
     if asked.config is None:
-        command = shlex.join(["shardwright", *sys.argv[1:]])
-        text = run_file(job, asked.name, choice, command, options.budget_tokens)
+        text = run_file(asked.job, asked.name, choice, command, options.budget_tokens)
     else:
-        from shardwright.config import parse, resolved_toml
-
-        layout = choice.settings()
-        table = asked.config.model_dump(exclude_unset=True)
-        table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
-        table["batch"]["micro_batch"] = layout.pop("micro_batch")
-        table["layout"] = layout
-        table["precision"] = table.get("precision", {}) | {"compute": job.precision}
-        text = resolved_toml(parse(table, source=str(options.write)))
+        text = _replanned(asked.config, asked.job, choice, options.write, command)
     write_whole(options.write, text.encode("utf-8"))
 
 
-def _tell_written(options: Options) -> None:
-    if not options.json:
-        console.print()
-        for path in (options.write, options.html):
-            if path is not None:
-                say(f"written to {path}")
+def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, command: str) -> str:
+    """The run file that was planned, with this layout. Its run starts anew in a folder of its own: `out` is a new one
+    beside the old, named after the file, and checkpoint.resume is left out."""
+    from shardwright.config import parse, resolved_toml
+
+    layout = choice.settings()
+    table = config.model_dump(exclude_unset=True)
+    table["out"] = _new_out(config, path)
+    table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
+    table["batch"]["micro_batch"] = layout.pop("micro_batch")
+    table["layout"] = layout
+    table["precision"] = table.get("precision", {}) | {"compute": job.precision}
+    table.get("checkpoint", {}).pop("resume", None)
+    remark = (
+        f"# Written by `{command}`.\n"
+        f"# out is a new folder, so that the run in {json.dumps(config.out)} stays as it is; this run starts anew "
+        '(checkpoint.resume = "no").\n'
+    )
+    return remark + resolved_toml(parse(table, source=str(path)))
+
+
+def _new_out(config: "RunConfig", path: Path) -> str:
+    return f"{config.out.rstrip('/')}-{path.stem}"
+
+
+def _tell_written(asked: Asked, options: Options) -> None:
+    if options.json:
+        return
+    console.print()
+    if options.write is not None:
+        new = "" if asked.config is None else f"; its out is a new folder, {_new_out(asked.config, options.write)}"
+        say(f"written to {options.write}{new}")
+    if options.html is not None:
+        say(f"written to {options.html}")

@@ -12,6 +12,7 @@ from shardwright.errors import ConfigError, InputError, nearest
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.job import Job
+    from shardwright.planner.choice import Choice
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
@@ -47,7 +48,7 @@ class Options:
     seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
     precision: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"of the products: {', '.join(PRECISIONS)}; bf16 if not given"),
+        typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
     ] = None
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
@@ -71,6 +72,7 @@ class Options:
     write: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="write the layout as a run file for train and verify")
     ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
     extension: Extensions = None
     json: AsJson = False
@@ -78,18 +80,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be planned. `name`: of the model, as people call it; `config`: the run file, if there is one."""
+    """What is to be planned. `name`: of the model, as people call it; `config`: the run file, if there is one;
+    `explained`: the layout of --explain."""
 
     job: "Job"
     name: str
     config: "RunConfig | None"
+    explained: "Choice | None"
 
 
 def ask(options: Options) -> Asked:
-    """The job that the options and the run file describe. Raises InputError with every problem at once."""
+    """What the options and the run file describe. Raises InputError with every problem of both at once."""
     target, model, cluster = options.target, options.model, options.cluster
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
-    wrong: list[str] = []
+    wrong = _wrong_options(options)
     if options.runs is not None:
         wrong.append(
             f"{options.runs}: a second argument goes with evaluate alone: shardwright plan evaluate {options.runs}"
@@ -115,8 +119,16 @@ def ask(options: Options) -> Asked:
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
     from shardwright.model.presets import resolve
+    from shardwright.planner.choice import read
+    from shardwright.planner.run_file import PRECISIONS as WRITTEN
 
-    spec = found = None
+    if options.write is not None and precision in PRECISIONS and precision not in WRITTEN:
+        wrong.append(f"--write with --precision {precision}: train computes in {' or '.join(WRITTEN)}")
+    spec = found = explained = None
+    try:
+        explained = None if options.explain is None else read(options.explain)
+    except InputError as error:
+        wrong += error.problems
     try:
         if config is not None:
             spec = config.model.spec()
@@ -138,7 +150,7 @@ def ask(options: Options) -> Asked:
     job = Job(
         model=spec, cluster=found, seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer
     )
-    return Asked(job, name, config)
+    return Asked(job, name, config, explained)
 
 
 def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
@@ -163,27 +175,21 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
     return preset if spec == PRESETS[preset] else f"{preset}, changed"
 
 
-def check(options: Options, job: "Job") -> None:
-    """Raises InputError, before anything is searched, for options that cannot be used."""
-    from shardwright.planner.run_file import PRECISIONS as WRITTEN
-    from shardwright.planner.search import limit_bytes
+def _wrong_options(options: Options) -> list[str]:
+    """What is wrong with the options that do not describe the job."""
+    from shardwright.planner.search import margin_problems
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
-    if write is not None and target is not None and write.resolve() == Path(target).resolve():
-        raise InputError(f"--write {write}: that is the run file that is read; name another")
-    wrong = []
-    try:
-        limit_bytes(job, options.memory_margin)
-    except InputError as error:
-        wrong += error.problems
-    wrong += wrong_sizes({"--top": options.top})
+    wrong = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
         wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
     if options.explain is not None and html is not None:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
-    if write is not None and job.precision not in WRITTEN:
-        wrong.append(f"--write with --precision {job.precision}: train computes in {' or '.join(WRITTEN)}")
+    if options.overwrite and write is None:
+        wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
+    if write is not None and target is not None and write.resolve() == Path(target).resolve():
+        wrong.append(f"--write {write}: that is the run file that is read; name another")
+    elif write is not None and write.is_file() and not options.overwrite:
+        wrong.append(f"--write {write}: the file exists; name another, or add --overwrite to replace it")
     wrong += wrong_place("--write", write, {".toml": "it is named"})
-    wrong += wrong_place("--html", html, {".html": "it is named"})
-    if wrong:
-        raise InputError(*wrong)
+    return wrong + wrong_place("--html", html, {".html": "it is named"})

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +16,14 @@ from shardwright.cli.common import (
     console,
     load_extensions,
     print_json,
+    print_table,
     say,
     verb,
     wrong_place,
     wrong_sizes,
 )
 from shardwright.cli.timeline import timeline_text
-from shardwright.errors import InputError, ScheduleError
+from shardwright.errors import InputError, ScheduleError, nearest
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build
 from shardwright.schedule.compare import compare, count_messages, parameters_held
@@ -34,6 +35,14 @@ from shardwright.schedule.table import read_table, write_table
 from shardwright.schedule.trace import write_trace
 from shardwright.schedule.validate import problems
 
+SORTS: dict[str, Callable[[Simulation, float], float | str]] = {
+    "bubble": lambda simulation, kept: simulation.bubble_rate,
+    "makespan": lambda simulation, kept: simulation.makespan,
+    "memory": lambda simulation, kept: max(simulation.peak_memory_shares(kept)),
+    "name": lambda simulation, kept: simulation.schedule.name,
+}
+"""What `--sort` sorts by; the second number is `--kept-for-weight`."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -41,7 +50,7 @@ class Options:
 
     name: Annotated[str | None, typer.Option("--schedule", metavar="NAME", help=", ".join(names()))] = None
     pp: Annotated[int | None, typer.Option(metavar="P", help="ranks of the pipeline")] = None
-    microbatches: Annotated[int | None, typer.Option(metavar="M", help="microbatches of a step")] = None
+    microbatches: Annotated[int | None, typer.Option(metavar="M", help="micro-batches of a step")] = None
     virtual_stages: Annotated[
         int | None, typer.Option(metavar="V", help="stages of a rank, where the schedule leaves that open")
     ] = None
@@ -57,19 +66,23 @@ class Options:
     limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="the most that a rank of auto may hold, in microbatches in flight; 2 P if not given"
+            metavar="N", help="auto only: the most that a rank may hold, in micro-batches in flight; 2 P if not given"
         ),
     ] = None
     kept_for_weight: Annotated[
         float,
         typer.Option(
             metavar="X",
-            help="what a microbatch that waits for its W counts in memory, 0 to 1, where one in flight counts 1",
+            help="memory of a micro-batch between its I and its W, as a share (0 to 1) of that of one in flight",
         ),
     ] = KEPT_FOR_WEIGHT
     compare_all: Annotated[
         bool, typer.Option("--compare", help="all schedules side by side; --times are then those of one stage a rank")
     ] = False
+    sort: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help=f"with --compare, the rows in the order of: {', '.join(SORTS)}"),
+    ] = None
     read: Annotated[
         Path | None,
         typer.Option(metavar="FILE.csv", help="a schedule from PyTorch's compute-only CSV, in place of --schedule"),
@@ -88,9 +101,9 @@ class Options:
 def schedule(options: Options) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
 
-    A bubble is the share of the ranks' time in which they wait. A microbatch is in flight on a rank from F to the end
-    of I or B, and takes some memory until the end of W. Both are counted in microbatches of a rank's share of the
-    layers.
+    The bubble is the share of time in which ranks are idle. A micro-batch is in flight on a rank from F to the end
+    of I or B, and takes some memory until the end of W. Both are counted in micro-batches through a rank's share of
+    the layers.
 
     shardwright schedule --schedule zb-h1 --pp 4 --microbatches 8
 
@@ -99,8 +112,7 @@ def schedule(options: Options) -> None:
     Exit codes: 0 shown, 2 the input cannot be used.
     """
     load_extensions(options.extension)
-    _check(options)
-    times, kept = _times(options.times, options.comm), options.kept_for_weight
+    times, kept = _check(options), options.kept_for_weight
     refused: dict[str, str] = {}
     if options.compare_all:
         assert options.pp is not None
@@ -109,6 +121,9 @@ def schedule(options: Options) -> None:
             options.pp, options.microbatches, options.virtual_stages, times, options.limit, kept_for_weight=kept
         )
         simulations, refused = found.simulations, found.refused
+        if options.sort is not None:
+            key = SORTS[options.sort]
+            simulations = tuple(sorted(simulations, key=lambda each: key(each, kept)))
     else:
         simulations = (simulate(_schedule(options, times), times),)
     written = _write(simulations, options)
@@ -124,8 +139,9 @@ def schedule(options: Options) -> None:
         say(f"written to {path}")
 
 
-def _check(options: Options) -> None:
-    """Raises InputError for options that are missing, do not go together, or name no place to write to."""
+def _check(options: Options) -> Times:
+    """The times of the actions. Raises InputError for options that are missing, do not go together, or name no place to
+    write to."""
     wrong = []
     asked = {"--schedule": options.name, "--compare": options.compare_all or None, "--read": options.read}
     given = [option for option, value in asked.items() if value is not None]
@@ -143,25 +159,39 @@ def _check(options: Options) -> None:
         wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
     if not 0 <= options.kept_for_weight <= 1:
         wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
+    if options.sort is not None and options.sort not in SORTS:
+        wrong.append(f"--sort {options.sort}: there is no such column to sort by; {nearest(options.sort, SORTS)}")
+    if options.sort is not None and not options.compare_all:
+        wrong.append("--sort goes with --compare, which has a row for each schedule; leave it out")
     if options.compare_all and options.csv is not None:
         wrong.append("--csv holds one schedule and --compare shows all; name one with --schedule")
     wrong += wrong_place("--draw", options.drawing, {".svg": "a picture is named", ".json": "a trace"})
     wrong += wrong_place("--csv", options.csv)
+    try:
+        times = _times(options.times, options.comm)
+    except InputError as error:
+        wrong += error.problems
     if wrong:
         raise InputError(*wrong)
+    return times
 
 
 def _times(text: str, comm: float) -> Times:
-    """`--times` and `--comm`. Raises InputError."""
+    """`--times` and `--comm`. Raises InputError with everything that is wrong with them."""
+    wrong = []
     try:
-        forward, backward_input, weight = (float(part) for part in text.split(","))
+        forward, backward_input, weight = times = [float(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1") from None
-    for option, value in (("--times", text), ("--comm", f"{comm:g}")):
-        if not all(0 <= number < math.inf for number in map(float, value.split(","))):
-            raise InputError(f"{option} {value}: a time is a finite number, 0 or more")
-    if not forward + backward_input + weight:
-        raise InputError(f"--times {text}: at least one of them has to be more than 0")
+        wrong.append(f"--times {text}: three numbers are needed, F,I,W; for example --times 1,1,1")
+    else:
+        if not all(0 <= time < math.inf for time in times):
+            wrong.append(f"--times {text}: a time is a finite number, 0 or more")
+        elif not sum(times):
+            wrong.append(f"--times {text}: at least one of them has to be more than 0")
+    if not 0 <= comm < math.inf:
+        wrong.append(f"--comm {comm:g}: a time is a finite number, 0 or more")
+    if wrong:
+        raise InputError(*wrong)
     return Times(forward, backward_input, weight, comm)
 
 
@@ -251,10 +281,16 @@ def _print(simulation: Simulation, kept_for_weight: float) -> None:
         )
     console.print(table)
     console.print()
-    cost = f" (at most {simulation.cost:.4g} from a rank's first action to its last)" if schedule.staggered else ""
+    if schedule.staggered:
+        bubble = (
+            f"[bold]bubble {simulation.bubble_rate:.1%}[/] between a rank's own first and last action (at most "
+            f"{simulation.cost:.4g} apart), [bold]{_bubble_of_makespan(simulation):.1%} of the makespan[/]"
+        )
+    else:
+        bubble = f"[bold]bubble {simulation.bubble_rate:.1%}[/]"
     console.print(
-        f"[bold]bubble {simulation.bubble_rate:.1%}[/]; makespan {simulation.makespan:.4g}{cost}, "
-        f"work of the busiest rank {max(simulation.work):.4g}"
+        f"{bubble}; makespan {simulation.makespan:.4g}, work of the busiest rank {max(simulation.work):.4g}",
+        soft_wrap=True,
     )
     console.print(f"{count_messages(schedule)} messages; parameters held: {_times_share(parameters_held(schedule))}")
     if schedule.splits_backward:
@@ -266,9 +302,9 @@ def _print(simulation: Simulation, kept_for_weight: float) -> None:
 def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_for_weight: float) -> None:
     if simulations:
         schedule = simulations[0].schedule
-        console.print(f"[bold]ranks: {schedule.n_ranks}, microbatches: {schedule.n_microbatches}[/]")
+        console.print(f"[bold]ranks: {schedule.n_ranks}, micro-batches: {schedule.n_microbatches}[/]")
         console.print("the same model in each: a stage of 1/n of the layers takes 1/n of the time")
-        console.print("in flight: activations of so many microbatches, of a rank's share of the layers")
+        console.print("in flight: micro-batches whose activations a rank holds, of its share of the layers")
         console.print(_memory_words(kept_for_weight))
         console.print()
         names = "schedule", "stages", "bubble", "makespan", "in flight", "memory", "weights", "messages"
@@ -278,26 +314,32 @@ def _print_all(simulations: Sequence[Simulation], refused: dict[str, str], kept_
             table.add_row(
                 schedule.name,
                 str(schedule.n_stages),
-                f"{simulation.bubble_rate:.1%}",
+                f"{simulation.bubble_rate:.1%}{'*' if schedule.staggered else ' '}",
                 f"{simulation.makespan:.4g}",
                 f"{max(simulation.peak_in_flight_shares):g}",
                 f"{max(simulation.peak_memory_shares(kept_for_weight)):.4g}",
                 _times_share(parameters_held(schedule)),
                 str(count_messages(schedule)),
             )
-        console.print(table)
-        staggered = [each.schedule.name for each in simulations if each.schedule.staggered]
-        if staggered:
+        print_table(table)
+        if staggered := [each for each in simulations if each.schedule.staggered]:
+            rates = ", ".join(f"{each.schedule.name} {_bubble_of_makespan(each):.1%}" for each in staggered)
             console.print()
-            console.print(f"bubble of {', '.join(staggered)}: between a rank's own first and last action")
+            say(f"* between a rank's own first and last action; of the makespan: {rates}")
     if refused:
         console.print("\nnot at these sizes:")
         for reason in refused.values():
             say(f"  {reason}")
 
 
+def _bubble_of_makespan(simulation: Simulation) -> float:
+    """The share of the makespan in which ranks are idle, before their first action and after their last included."""
+    makespan, work = simulation.makespan, simulation.work
+    return 1 - sum(work) / (len(work) * makespan) if makespan else 0.0
+
+
 def _memory_words(kept_for_weight: float) -> str:
-    return f"memory: what is in flight, and {kept_for_weight:.4g} for each microbatch that waits for its W"
+    return f"memory: micro-batches in flight, and {kept_for_weight:.4g} for each between its I and its W"
 
 
 def _times_share(parameters: float) -> str:

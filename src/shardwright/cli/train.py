@@ -1,12 +1,12 @@
 """shardwright train: run a run file, with local workers if it needs several and no one has started them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from shardwright.cli.common import AsJson, Overrides, console, print_json, verb
+from shardwright.cli.common import AsJson, Overrides, console, print_json, say, verb
 from shardwright.config import load
 from shardwright.reference import keys
 
@@ -51,10 +51,11 @@ def train(
 
 
 def _print_keys(json: bool) -> None:
+    listed = [replace(key, description=key.description.replace("`", "")) for key in keys()]
     if json:
-        print_json([vars(key) for key in keys()])
+        print_json([vars(key) for key in listed])
         return
-    table = Table("key", "type", "default", "meaning", box=None, header_style="bold")
-    for key in keys():
-        table.add_row(key.path, key.type.replace("\\|", "|"), key.default, key.description)
-    console.print(table)
+    for key in listed:
+        console.print(f"[bold]{key.path}[/]", end=" ")
+        default = key.default if key.default == "required" else f"default: {key.default}"
+        say(f"({key.type}; {default}): {key.description}")

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, columns, console, error_console, print_json, verb
+from shardwright.cli.common import (
+    AsJson,
+    Overrides,
+    columns,
+    console,
+    error_console,
+    print_json,
+    print_table,
+    say,
+    verb,
+)
 from shardwright.config import RunConfig, load
-from shardwright.errors import ConfigError, InputError
+from shardwright.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
@@ -38,7 +48,7 @@ class Options:
     dtype: Annotated[
         str,
         typer.Option(
-            help="float64, float32, or bfloat16 (products in bfloat16, weights and sums in float32); float64 tells a "
+            help="float64, float32, or bfloat16 (matmuls in bfloat16, weights and sums in float32); float64 tells a "
             "bug from rounding best"
         ),
     ] = "float64"
@@ -48,9 +58,9 @@ class Options:
             metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
         ),
     ] = None
-    full: Annotated[bool, typer.Option("--full", help="the true sizes of model and batch, not cut to test size")] = (
-        False
-    )
+    full: Annotated[
+        bool, typer.Option("--full", help="the true sizes of model and batch, not reduced to test size")
+    ] = False
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0
     json: AsJson = False
 
@@ -60,13 +70,13 @@ def verify(options: Options) -> None:
     """Prove that a layout computes what one process computes.
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
-    seed on the same made-up batch with ragged loss masks; once with SGD, once with the run file's optimizer. Compared
+    seed on the same random batch with ragged loss masks; once with SGD, once with the run file's optimizer. Compared
     are the loss and the gradient norm of each step, every parameter's gradient of each step, every parameter at the
     beginning and in the end, and, bit for bit, everything that more than one rank holds. Where something differs,
     axes are switched off one by one to find the culprit.
 
-    Ranks are processes on this machine's CPU; no accelerator and no data are needed. Model and batch are cut to test
-    size, in a way that keeps what decides how they can be split.
+    Ranks are processes on this machine's CPU; no accelerator and no data are needed. Model and batch are reduced to
+    test size, in a way that keeps what decides how they can be partitioned.
 
     shardwright verify examples/debug.toml --set layout.dp_shard=2 --set layout.zero=3
 
@@ -103,7 +113,7 @@ def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case],
         if not chosen:
             raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
     steps, dtype = options.steps, options.dtype
-    # Both sides train on one global batch: it is cut for the side with the larger microbatches.
+    # Both sides train on one global batch: it is reduced for the side with the larger micro-batches.
     coarse = max(configs, key=lambda each: each.batch.micro_batch)
     true = case_of(coarse, steps=steps, dtype=dtype)
     case = true if full else cut(true, chosen)
@@ -117,26 +127,37 @@ def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case],
 
 
 def _configs(options: Options) -> list[RunConfig]:
-    """The run file, and its second form if there is one. Raises InputError for options that do not go together."""
+    """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
+    options and with the run file."""
+    from shardwright.verification.case import DTYPES
+
     overrides, overrides_b = options.overrides or [], options.overrides_b
+    wrong = []
     if options.against != "single":
-        raise InputError(
+        wrong.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
         )
+    if options.dtype not in DTYPES:
+        wrong.append(f"--dtype {options.dtype}: not one that can be compared; {nearest(options.dtype, DTYPES)}")
     if overrides_b is not None and options.matrix is not None:
-        raise InputError("--set-b names a second layout and --matrix compares all with one process; leave one out")
-    config = load(options.run_file, overrides)
-    if overrides_b is None:
-        return [config]
-    other = load(options.run_file, [*overrides, *overrides_b])
-    one, two = _flat(config.model_dump()), _flat(other.model_dump())
-    changed = [key for key in one if one[key] != two[key]]
-    if wrong := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
-        raise ConfigError(
-            f"--set-b changes {', '.join(wrong)}, which makes it another training, not another layout of the same; "
-            f"valid: layout.* and batch.micro_batch; put the change into --set, where it holds for both"
-        )
-    return [config, other]
+        wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
+    configs = []
+    for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
+        try:
+            configs.append(load(options.run_file, each))
+        except InputError as error:
+            wrong += [problem for problem in error.problems if problem not in wrong]
+    if len(configs) == 2:
+        one, two = (_flat(config.model_dump()) for config in configs)
+        changed = [key for key in one if one[key] != two[key]]
+        if other := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
+            wrong.append(
+                f"--set-b changes {', '.join(other)}, which makes it another training, not another layout of the same; "
+                f"valid: layout.* and batch.micro_batch; put the change into --set, where it holds for both"
+            )
+    if wrong:
+        raise InputError(*wrong)
+    return configs
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -179,12 +200,15 @@ def _matrix(verifier: "Verifier", case: "Case", chosen: Sequence["Layout"], json
     if json:
         print_json({"equal": not unequal, "layouts": [report.document() for report in reports]})
     else:
-        _print_matrix(reports)
         if unequal:
-            console.print(f"\n[bold red]not equal:[/] {len(unequal)} of {len(reports)} layouts")
-            console.print("for the culprit, verify one of them by its own --set layout...", markup=False)
+            console.print(f"[bold red]not equal:[/] {len(unequal)} of {len(reports)} layouts")
+            for report in unequal:
+                say(f"  {report.layout}")
+            say("for the culprit, verify one of them by its own --set layout...")
         else:
-            console.print(f"\n[bold green]equal:[/] all {len(reports)} layouts of {chosen[0].world_size} ranks")
+            console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {chosen[0].world_size} ranks")
+        console.print()
+        _print_matrix(reports)
     if unequal:
         raise typer.Exit(1)
 
@@ -196,15 +220,25 @@ def _sizes(config: RunConfig, case: "Case") -> str:
         f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
         f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
     )
-    return sizes if spec == whole else f"cut to {sizes} (--full for the true sizes)"
+    return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
 
 
 def _print(report: "Report", sizes: str) -> None:
-    console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]")
-    console.print(sizes, markup=False)
-    table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
-    table.columns[1].overflow, table.columns[-1].justify = "fold", "left"
+    """The verdict and the culprit, and then what was compared."""
     failing = sorted((row for row in report.rows if not row.equal), key=lambda row: -row.excess)
+    said, count = "losses, norms, gradients and parameters", len(report.rows)
+    if report.equal:
+        console.print(f"[bold green]equal:[/] {count} {said}", soft_wrap=True)
+    else:
+        replicas = f", and {len(report.differing)} of {report.n_replicated} replicas" if report.differing else ""
+        console.print(f"[bold red]not equal:[/] {len(failing)} of {count} {said}{replicas}", soft_wrap=True)
+        say(f"culprit: {report.culprit}")
+    console.print()
+    console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]", soft_wrap=True)
+    say(sizes)
+    console.print()
+    table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
+    table.columns[-1].justify = "left"
     shown = report.worst_of_each()
     for row in shown + [row for row in failing if row not in shown][:8]:
         table.add_row(
@@ -215,43 +249,35 @@ def _print(report: "Report", sizes: str) -> None:
             f"{row.tolerance:.1e}",
             "yes" if row.equal else "[bold red]no[/]",
         )
-    console.print()
-    console.print(table)
+    print_table(table)
     if (hidden := len([row for row in failing if row not in shown]) - 8) > 0:
         console.print(f"and {hidden} more that are not equal; all of them with --json")
     console.print()
     if report.differing:
-        console.print(f"[bold red]{len(report.differing)} of {report.n_copies} copies differ between ranks[/]")
+        console.print(f"[bold red]{len(report.differing)} of {report.n_replicated} replicas differ between ranks[/]")
         for line in report.differing[:8]:
-            console.print(f"  {line}", markup=False)
-    elif report.n_copies:
-        console.print(f"{report.n_copies} tensors and numbers that several ranks hold: the same bits on all of them")
+            say(f"  {line}")
+    elif report.n_replicated:
+        say(f"{report.n_replicated} tensors and numbers that several ranks hold: the same bits on all of them")
     for reason in dict.fromkeys(row.reason for row in report.rows):
-        console.print(f"tolerance: {reason}", markup=False)
-    console.print("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference", markup=False)
-    console.print()
-    if report.equal:
-        console.print(f"[bold green]equal:[/] {len(report.rows)} losses, norms, gradients and parameters")
-    else:
-        n = len(failing)
-        console.print(f"[bold red]not equal:[/] {n} of {len(report.rows)} losses, norms, gradients and parameters")
-        console.print(f"culprit: {report.culprit}", markup=False)
+        say(f"tolerance: {reason}")
+    say("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
 
 
 def _print_matrix(reports: Sequence["Report"]) -> None:
-    table = columns("layout", "worst at", "error", "tolerance", "copies", "", left=2)
-    table.columns[1].overflow, table.columns[-1].justify = "fold", "left"
+    table = columns("layout", "worst at", "error", "tolerance", "replicas", "", left=2)
+    table.columns[-1].justify = "left"
     for report in reports:
         worst = report.worst
-        copies = f"{len(report.differing)} differ" if report.differing else f"{report.n_copies}"
+        replicas = f"{len(report.differing)} differ" if report.differing else f"{report.n_replicated}"
         table.add_row(
             str(report.layout),
             f"{worst.quantity.kind} {worst.name}".strip(),
             f"{worst.error:.1e}",
             f"{worst.tolerance:.1e}",
-            copies,
+            replicas,
             "equal" if report.equal else "[bold red]not equal[/]",
         )
-    console.print(table)
+    print_table(table)
     for reason in dict.fromkeys(row.reason for report in reports for row in report.rows):
-        console.print(f"tolerance: {reason}", markup=False)
+        say(f"tolerance: {reason}")

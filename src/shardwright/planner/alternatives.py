@@ -1,4 +1,4 @@
-"""Why not another layout: the best of each other kind, evaluated like the rest."""
+"""Alternatives to the best layout: the best of each other kind, evaluated as all are."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,12 +50,12 @@ class Alternative:
 
 
 def runners_up(plan: Plan) -> list[Alternative]:
-    """On each side of the best layout, the best one that differs from it there: another tp, another pp, ..."""
+    """For each choice, the best layout with another value of it: another tp, another pp, ..."""
     return list(_evaluated(plan, _sides(plan.best[0].choice.candidates)))
 
 
 def well_known(plan: Plan) -> list[Alternative]:
-    """Layouts that people reach for, where the best is not one of them."""
+    """The best layout of each well-known kind (DDP, FSDP, HSDP, Megatron-LM), where the best is not one of them."""
     node = plan.job.cluster.node_size
     best = plan.best[0].choice.candidates
     kinds = {name: meant for name, meant in _recipes(node) if not meant(best)[0]}
@@ -92,44 +92,59 @@ def _sides(best: Candidates) -> Iterator[tuple[str, Condition]]:
 
 
 def _differs(side: str, value: int) -> Condition:
-    return lambda of: getattr(of, side) != value
+    return lambda candidates: getattr(candidates, side) != value
 
 
 def _differs_shared(side: str, value: Any) -> Condition:
     """Where the key is used: plain 1f1b is not another schedule of a layout without a pipeline."""
 
-    def condition(of: Candidates) -> Mask:
-        differs = getattr(of.shared, side) != value and (side in DENSE_AXES or KEYS[side].used(of.shared))
-        return np.full(len(of), differs)
+    def condition(candidates: Candidates) -> Mask:
+        differs = getattr(candidates.shared, side) != value and (
+            side in DENSE_AXES or KEYS[side].used(candidates.shared)
+        )
+        return np.full(len(candidates), differs)
 
     return condition
 
 
 def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
-    def alone(of: Candidates) -> Mask:
-        return (of.tp == 1) & (of.cp == 1) & (of.pp == 1)
+    def alone(candidates: Candidates) -> Mask:
+        return (candidates.tp == 1) & (candidates.cp == 1) & (candidates.pp == 1)
 
-    yield "zero 0 alone: a full copy on every rank (DDP)", lambda of: alone(of) & (of.zero == 0)
-    yield "zero 1 alone: optimizer state shared out", lambda of: alone(of) & (of.zero == 1) & (of.dp_replicate == 1)
-    yield "zero 3 alone: everything shared out (FSDP)", lambda of: alone(of) & (of.zero == 3) & (of.dp_replicate == 1)
+    yield "zero 0 alone: everything replicated (DDP)", lambda candidates: alone(candidates) & (candidates.zero == 0)
     yield (
-        "zero 3 within a node, copies across (HSDP)",
-        lambda of: alone(of) & (of.zero == 3) & (of.dp_shard == node) & (of.dp_replicate > 1),
+        "zero 1 alone: optimizer states sharded",
+        lambda candidates: alone(candidates) & (candidates.zero == 1) & (candidates.dp_replicate == 1),
+    )
+    yield (
+        "zero 3 alone: everything sharded (FSDP)",
+        lambda candidates: alone(candidates) & (candidates.zero == 3) & (candidates.dp_replicate == 1),
+    )
+    yield (
+        "zero 3 within a node, replicas across nodes (HSDP)",
+        lambda candidates: (
+            alone(candidates) & (candidates.zero == 3) & (candidates.dp_shard == node) & (candidates.dp_replicate > 1)
+        ),
     )
     yield (
         "tp = a node, then pp with (interleaved) 1f1b, zero 1 (Megatron-LM)",
-        lambda of: (
-            (of.tp == node)
-            & (of.cp == 1)
-            & (of.zero <= 1)
-            & (of.pp > 1 and of.shared.pp_schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
+        lambda candidates: (
+            (candidates.tp == node)
+            & (candidates.cp == 1)
+            & (candidates.zero <= 1)
+            & (candidates.pp > 1 and candidates.shared.pp_schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
         ),
     )
-    yield "tp across nodes", lambda of: of.tp > node
-    yield "no recomputation", lambda of: of.recompute == 0
-    yield "full recomputation", lambda of: of.recompute > 0
-    yield "no pipeline", lambda of: np.full(len(of), of.pp == 1)
-    yield "plain 1f1b", lambda of: np.full(len(of), of.pp > 1 and of.shared.pp_schedule == ONE_F_ONE_B.name)
+    yield "tp across nodes", lambda candidates: candidates.tp > node
+    yield "no recomputation", lambda candidates: candidates.recompute == 0
+    yield "full recomputation", lambda candidates: candidates.recompute > 0
+    yield "no pipeline", lambda candidates: np.full(len(candidates), candidates.pp == 1)
+    yield (
+        "plain 1f1b",
+        lambda candidates: np.full(
+            len(candidates), candidates.pp > 1 and candidates.shared.pp_schedule == ONE_F_ONE_B.name
+        ),
+    )
 
 
 def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:

@@ -80,8 +80,8 @@ def _value(text: str, kind: Any) -> Any:
     return int(text) if kind is int else text if kind is str else tuple(int(part) for part in text.split("+"))
 
 
-def choice_at(of: Candidates, at: int) -> Choice:
+def choice_at(candidates: Candidates, at: int) -> Choice:
     """The candidate number `at`; its recomputation has to be one that a layout knows."""
-    own: dict[str, Any] = {name: getattr(of, name)[at].item() for name in COLUMNS}
+    own: dict[str, Any] = {name: getattr(candidates, name)[at].item() for name in COLUMNS}
     micro_batch, own["recompute"] = own.pop("micro_batch"), RECOMPUTE[own["recompute"]]
-    return Choice(replace(of.shared, **own), micro_batch)
+    return Choice(replace(candidates.shared, **own), micro_batch)

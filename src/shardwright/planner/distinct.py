@@ -26,7 +26,7 @@ class Equals:
 
     @property
     def simplest(self) -> int:
-        """The member that stands first in the space."""
+        """The member that comes first in the space."""
         return min(self.members)
 
     @property
@@ -45,8 +45,8 @@ class Equals:
 
 def distinct(pool: Pool, k: int) -> list[Equals]:
     """The k fastest layouts of which no two are equal, the fastest first, each with its equals; fewer than k where
-    there are not so many. The pool is asked for more until one layout beyond the k-th is known, so that nobody's
-    equals are cut off."""
+    there are not so many. The pool is asked for more until one layout beyond the k-th is known, so that the
+    equals of each are complete."""
     asked = k + 1
     while True:
         numbers = pool.fastest(asked)

@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError
-from shardwright.planner.run import Run, Skipped
+from shardwright.planner.measured_run import Run, Skipped
 from shardwright.planner.runs import read_runs
 
 MEASURED_RUNS = Path(__file__).with_name("measured") / "runs.csv"
@@ -97,7 +97,7 @@ class Evaluation:
 
 
 def evaluate(path: Path) -> Evaluation:
-    """Predict every row of a CSV with the columns of `plan.run_columns`.
+    """Predict every row of a CSV with the columns of `planner.run_columns`.
 
     Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
     """
@@ -146,10 +146,10 @@ def report_lines(found: Evaluation) -> Iterator[str]:
 
 
 def _predict(run: Run) -> Row | Skipped:
-    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its microbatches."""
+    """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its micro-batches."""
     left_out = LEFT_OUT.get(run.measured.source)
     try:
-        # What leaves the range of numbers is told apart below, and is no news for the terminal.
+        # Overflows are handled below; numpy's warnings of them would only disturb the terminal.
         with np.errstate(all="ignore"):
             row = Row(
                 run,
@@ -191,8 +191,8 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
     )
 
 
-def _names(of: Run | Skipped) -> dict[str, Any]:
-    return {"row": of.row, "id": of.measured.id, "source": of.measured.source, "model": of.measured.model}
+def _names(run: Run | Skipped) -> dict[str, Any]:
+    return {"row": run.row, "id": run.measured.id, "source": run.measured.source, "model": run.measured.model}
 
 
 def _row_json(row: Row) -> dict[str, Any]:

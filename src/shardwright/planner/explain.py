@@ -16,13 +16,13 @@ from shardwright.units import MiB, format_bytes
 
 def explain(priced: Priced) -> list[Entry]:
     """From the batch to the step time, section by section."""
-    job, of = priced.job, priced.choice.candidates
+    job, candidates = priced.job, priced.choice.candidates
     held = priced.memory
     with ledger.record() as entries:
         _batch(priced)
         _parameters(priced)
-        memory.note_fullest(job, of, held)
-        step_time(job, of)
+        memory.note_fullest(job, candidates, held)
+        step_time(job, candidates)
         headline(priced)
     sections = list(dict.fromkeys(entry.section for entry in entries))
     return sorted(entries, key=lambda entry: sections.index(entry.section))
@@ -90,27 +90,29 @@ def _number(value: Number) -> str:
 
 
 def _batch(priced: Priced) -> None:
-    job, of = priced.job, priced.choice.candidates
-    tokens, m = of.tokens(job.seq_len), of.microbatches(job.global_batch)
+    job, candidates = priced.job, priced.choice.candidates
+    tokens, m = candidates.tokens(job.seq_len), candidates.microbatches(job.global_batch)
     sizes: ledger.Inputs = {
-        **{name: getattr(of, name) for name in ("micro_batch", "cp", "tp", "ep", "dp_replicate", "dp_shard")},
+        **{name: getattr(candidates, name) for name in ("micro_batch", "cp", "tp", "ep", "dp_replicate", "dp_shard")},
         "global_batch": job.global_batch,
         "s": job.seq_len,
-        "data_ranks": of.data_ranks,
+        "data_ranks": candidates.data_ranks,
         "T": tokens,
-        "token_shards": of.token_shards,
+        "token_shards": candidates.token_shards,
     }
     with ledger.section("Batch"):
         ledger.note("tokens of a step", "global_batch * s", job.tokens, "tokens", **sizes)
-        ledger.note("data ranks", "dp_replicate * dp_shard", of.data_ranks, "ranks", **sizes)
-        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "microbatches", **sizes)
-        ledger.note("T", "micro_batch * s / cp", tokens, "tokens", "of a microbatch on a rank", **sizes)
-        ledger.note("T_shard", "T / token_shards", tokens / of.token_shards, "tokens", "between matmuls", **sizes)
-        if of.zero[0]:
-            ledger.note("shards", "dp_shard * cp", of.shards, "ranks", "that share P", **sizes)
-        if of.zero[0] and job.model.moe is not None:
+        ledger.note("data ranks", "dp_replicate * dp_shard", candidates.data_ranks, "ranks", **sizes)
+        ledger.note("m", "global_batch / (micro_batch * data_ranks)", m, "", "micro-batches", **sizes)
+        ledger.note("T", "micro_batch * s / cp", tokens, "tokens", "of a micro-batch on a rank", **sizes)
+        ledger.note(
+            "T_shard", "T / token_shards", tokens / candidates.token_shards, "tokens", "between matmuls", **sizes
+        )
+        if candidates.zero[0]:
+            ledger.note("shards", "dp_shard * cp", candidates.shards, "ranks", "that share P", **sizes)
+        if candidates.zero[0] and job.model.moe is not None:
             formula = "max(dp_shard * cp * tp // ep, 1)"
-            ledger.note("expert shards", formula, of.expert_shards, "ranks", "that share Q", **sizes)
+            ledger.note("expert shards", formula, candidates.expert_shards, "ranks", "that share Q", **sizes)
 
 
 def _parameters(priced: Priced) -> None:

@@ -1,4 +1,4 @@
-"""What a layout comes to, in the few numbers that people compare."""
+"""Step time, throughput, MFU, HFU, days and accelerator-hours of a layout."""
 
 from dataclasses import dataclass
 

@@ -63,8 +63,8 @@ def _shorter(job: Job) -> Iterator[Remedy]:
 
 
 def _even(job: Job) -> Iterator[Remedy]:
-    """The nearest sequence length that tp and cp can cut into more parts, of as many sequences a step: an even one, one
-    for a node, one for all ranks. cp cuts each sequence into twice as many parts as it has ranks."""
+    """The nearest sequence length that tp and cp can partition into more parts, of as many sequences a step: an
+    even one, one for a node, one for all ranks. cp makes twice as many parts of it as it has ranks."""
     size, node = job.cluster.size, job.cluster.node_size
     tried = {job.seq_len}
     for parts in (2, 2 * node, 2 * size) if size > 1 else ():
@@ -73,11 +73,11 @@ def _even(job: Job) -> Iterator[Remedy]:
             tried.add(near)
             can, could = (gcd(seq_len, 2 * size) for seq_len in (near, job.seq_len))
             into = f"as many as {can} equal parts, {job.seq_len} into {could}"
-            what = f"--seq-len {near}, which tp and cp can cut into {into}"
+            what = f"--seq-len {near}, which tp and cp can partition into {into}"
             yield Remedy(what, replace(job, seq_len=near))
 
 
 def _narrower(job: Job) -> Iterator[Remedy]:
-    """Products in 16 bits."""
+    """Matmuls in 16 bits."""
     if job.precision == "fp32":
         yield Remedy("--precision bf16", replace(job, precision="bf16"))

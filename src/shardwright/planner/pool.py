@@ -11,7 +11,7 @@ from shardwright.planner.choice import Choice, choice_at
 
 Mask = NDArray[np.bool_]
 Condition = Callable[[Candidates], Mask]
-"""Which of some candidates are meant, (n,)."""
+"""Selects some of n candidates: a mask, (n,)."""
 
 AT_ONCE = 8
 """Layouts of one round of simulations. More would simulate some that one more result could have excluded."""
@@ -41,7 +41,7 @@ class Pool:
         return len(self._exact)
 
     def where(self, condition: Condition) -> Mask:
-        """Which of the n a condition means."""
+        """The mask of a condition over all n."""
         return np.concatenate([condition(group) for group in self.groups]) if self.groups else np.zeros(0, dtype=bool)
 
     def choice(self, number: int) -> Choice:
@@ -51,7 +51,7 @@ class Pool:
 
     def fastest(self, k: int, among: Mask | None = None) -> list[int]:
         """Numbers of the k layouts with the least simulated time, the fastest first; of equals the simpler one, which
-        stands first. `among`, (n,): only of these. Fewer than k where there are not so many.
+        comes first. `among`, (n,): only of these. Fewer than k where there are not so many.
 
         Best first: layouts are simulated in the order of their bounds, until no bound that is left is below the k-th
         time found. As no layout is faster than its bound, this is what simulating all would give.

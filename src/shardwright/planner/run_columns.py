@@ -1,7 +1,7 @@
 """The columns of a table of measured runs: what each means and which cells are valid.
 
 `docs/measured-runs.md` is made from this list. An empty cell was not stated by the source and is None here, unless the
-column's meaning says what it stands for.
+column's help says what it means.
 """
 
 import re
@@ -24,7 +24,7 @@ MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 @dataclass(frozen=True)
 class Column:
     """`rule`: which cells are valid, in words; `valid` tells it of a cell that is not empty, and `convert` makes its
-    value. `empty`: what an empty cell stands for. `needed`: when a cell may not be empty: "always", or in usable rows
+    value. `empty`: what an empty cell means. `needed`: when a cell may not be empty: "always", or in usable rows
     ("usable") or those with a pipeline ("pp"), and in rows with experts ("experts"), with latent attention ("mla") or
     with a peak ("peak")."""
 
@@ -183,7 +183,7 @@ class Measured:
     )
     ep: int = _whole("expert parallelism; 1 for a dense model", 100_000, "usable")
     etp: int | None = _whole("tensor parallelism inside an expert. Empty: as tp", 1000)
-    dp_replicate: int = _whole("copies of a group of dp_shard", 1_000_000, "usable")
+    dp_replicate: int = _whole("replicas of a group of dp_shard", 1_000_000, "usable")
     dp_shard: int = _whole("data ranks that shard state, without those of cp", 1_000_000, "usable")
     zero: int = _whole("ZeRO stage", 3, "usable", low=0)
     micro_batch: int = _whole("sequences of one pass on one data rank", 10_000_000, "usable")

@@ -1,4 +1,4 @@
-"""Reads a table of measured runs: a CSV with exactly the columns of `plan.run_columns`."""
+"""Reads a table of measured runs: a CSV with exactly the columns of `planner.run_columns`."""
 
 import csv
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import InputError, nearest
-from shardwright.planner.run import Run, Skipped, prepared
+from shardwright.planner.measured_run import Run, Skipped, prepared
 from shardwright.planner.run_columns import Measured, columns
 from shardwright.schedule.named import ONE_F_ONE_B
 
@@ -66,7 +66,7 @@ def _header_problems(header: list[str]) -> Iterator[str]:
             hint = nearest(name, columns())
             yield f"column {_quoted(name)!r} is not known" + (f"; {hint}" if hint.startswith("did") else "")
         elif header.count(name) > 1:
-            yield f"column {name!r} stands there {header.count(name)} times; valid: once"
+            yield f"column {name!r} is there {header.count(name)} times; valid: once"
     missing = [name for name in columns() if name not in header]
     for name in missing[:FEW]:
         yield f"column {name!r} is missing; it is: {columns()[name].help}"

@@ -41,13 +41,13 @@ class Priced(Estimate):
 
     @staticmethod
     def of(job: Job, choice: Choice) -> "Priced":
-        """Not checked: what stands in the space is valid."""
+        """Not checked: every layout of the space is valid."""
         return Priced(job, choice.candidates, choice)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is of some layouts: how many, all that fit, and the one that needs least memory, None of none."""
+    """Layouts of a job: how many, all that fit, and the one that needs least memory (None where there is none)."""
 
     n_layouts: int
     pool: Pool
@@ -72,10 +72,17 @@ class Plan:
         return self.survey.pool
 
 
+def margin_problems(memory_margin: float) -> list[str]:
+    """What is wrong with a share of the memory that is to be kept free."""
+    if 0 <= memory_margin < 1:
+        return []
+    return [f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1"]
+
+
 def limit_bytes(job: Job, memory_margin: float) -> float:
     """What a layout may need. Raises InputError for a margin that is no share."""
-    if not 0 <= memory_margin < 1:
-        raise InputError(f"--memory-margin {memory_margin:g}: a share of the memory is needed, 0 or more and below 1")
+    if problems := margin_problems(memory_margin):
+        raise InputError(*problems)
     return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
 
 
@@ -83,9 +90,9 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
-    of `plan.space` with a simulated schedule would find (`Pool.fastest`).
+    of `planner.space` with a simulated schedule would find (`Pool.fastest`).
 
-    Raises LayoutError where no layout can deal out the batch, InputError for a margin that is no share.
+    Raises LayoutError where no layout can partition the batch, InputError for a margin that is no share.
     """
     limit = limit_bytes(job, memory_margin)
     found = survey(job, limit)
@@ -97,7 +104,7 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
 def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:
     """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
 
-    `condition`: only of layouts of this kind. Raises LayoutError where no layout can deal out the batch.
+    `condition`: only of layouts of this kind. Raises LayoutError where no layout can partition the batch.
     """
     kept: list[Candidates] = []
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]

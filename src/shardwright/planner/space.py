@@ -2,17 +2,17 @@
 
 | choice              | values                                                                                   |
 | ------------------- | ---------------------------------------------------------------------------------------- |
-| degrees             | every product pp x dp_replicate x dp_shard x cp x tp of the cluster's size                 |
+| degrees             | all with pp x dp_replicate x dp_shard x cp x tp = the number of accelerators               |
 | ep                  | every degree that divides the experts and dp_shard x cp x tp                               |
-| zero                | 0 without dp_shard, else 1 to 3; under a pipeline 3 gathers once a step or a microbatch    |
+| zero                | 0 without dp_shard, else 1 to 3; under a pipeline 3 gathers once a step or a micro-batch    |
 | sequence_parallel   | wherever there is tp                                                                       |
 | cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
-| schedule            | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
+| pp_schedule         | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
 | recompute           | none and full                                                                              |
 
-Choices that change nothing are made once: zero is 0 where there is nothing to share out over, schedule and
-zero_pp_gather are left alone where they have no meaning. What is valid is what `Layout.problems`,
+A choice that changes nothing is made once: zero is 0 where there is nothing to shard over; pp_schedule and
+zero_pp_gather keep their defaults where they have no meaning. What is valid is what `Layout.problems`,
 `split.rules.problems`, `split.stages.schedule_problems` and `layout.accumulation` let pass, here for many layouts at
 once.
 """
@@ -41,7 +41,7 @@ def groups(job: Job) -> Iterator[Candidates]:
     """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty.
 
     Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
-    LayoutError, with the nearest batches that would do, where the batch can be dealt out by no layout.
+    LayoutError, with the nearest batches that would do, where no layout can partition the batch.
     """
     n_layouts = 0
     for pp in divisors(job.cluster.size):
@@ -90,7 +90,7 @@ def _group(job: Job, shared: Layout, rows: Columns) -> Candidates:
 
 
 def _takes(layout: Layout, microbatches: Ints) -> NDArray[np.bool_]:
-    """Whether the schedule of a layout can run a step of so many microbatches, for each number."""
+    """Whether the schedule of a layout can run a step of so many micro-batches, for each number."""
     distinct, back = np.unique(microbatches, return_inverse=True)
     can = [not schedule_problems(layout, int(m)) for m in distinct]
     return np.array(can, dtype=bool)[back]
@@ -153,15 +153,15 @@ def _where(columns: Columns, kept: NDArray[np.bool_]) -> Columns:
 
 
 def _no_layout(job: Job) -> str:
-    """Why no layout can deal out the batch, with the nearest batches that some layout can."""
-    dealt: set[int] = set()
+    """Why no layout can partition the batch, with the nearest batches that some layout can."""
+    data_ranks: set[int] = set()
     for pp in divisors(job.cluster.size):
         for method in {shared.cp_method for shared in _shared(pp, job.model.n_layers)}:
             degrees = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
-            dealt |= set((degrees["dp_replicate"] * degrees["dp_shard"]).tolist())
-    least = min(dealt)
-    below = max(job.global_batch // n * n for n in dealt)
-    above = min(-(-job.global_batch // n) * n for n in dealt)
+            data_ranks |= set((degrees["dp_replicate"] * degrees["dp_shard"]).tolist())
+    least = min(data_ranks)
+    below = max(job.global_batch // n * n for n in data_ranks)
+    above = min(-(-job.global_batch // n) * n for n in data_ranks)
     near = " or ".join(str(batch) for batch in (below, above) if batch)
     return (
         f"--global-batch {job.global_batch}: no layout of {job.cluster.size} ranks shares it out evenly: this model "

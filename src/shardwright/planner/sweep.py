@@ -25,7 +25,7 @@ class Point:
 
 
 def by_size(plan: Plan) -> list[Point]:
-    """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be dealt out to.
+    """The best layout on smaller and larger clusters of whole nodes, as many as the batch can be partitioned over.
 
     Degrees of tp, cp and pp are searched within a factor of two of the plan's, everything else in full.
     """
@@ -41,7 +41,7 @@ def by_size(plan: Plan) -> list[Point]:
             continue
         job = replace(plan.job, cluster=replace(plan.job.cluster, size=size))
         try:
-            near = survey(job, plan.limit_bytes, lambda of: _near(of, best.choice.candidates))
+            near = survey(job, plan.limit_bytes, lambda candidates: _near(candidates, best.choice.candidates))
         except LayoutError:
             continue
         if near.n_layouts:
@@ -50,20 +50,20 @@ def by_size(plan: Plan) -> list[Point]:
     return found
 
 
-def _near(of: Candidates, best: Candidates) -> Mask:
-    mask = np.full(len(of), best.pp <= NEAR * of.pp and of.pp <= NEAR * best.pp)
-    for mine, its in ((of.tp, best.tp), (of.cp, best.cp)):
+def _near(candidates: Candidates, best: Candidates) -> Mask:
+    mask = np.full(len(candidates), best.pp <= NEAR * candidates.pp and candidates.pp <= NEAR * best.pp)
+    for mine, its in ((candidates.tp, best.tp), (candidates.cp, best.cp)):
         mask &= (its <= NEAR * mine) & (mine <= NEAR * its)
     return mask
 
 
 def by_length(best: Priced) -> list[Priced]:
-    """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot cut are left
-    out."""
+    """The same layout with shorter and longer sequences, as many of them a step; lengths that it cannot partition
+    are left out."""
     job, layout = best.job, best.choice.layout
     lengths = [seq_len for seq_len, whole in (_scaled(job.seq_len, factor) for factor in LENGTHS) if whole]
-    can_be_cut = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
-    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in can_be_cut]
+    possible = [seq_len for seq_len in lengths if not problems(job.model, layout, seq_len)]
+    return [Priced.of(replace(job, seq_len=seq_len), best.choice) for seq_len in possible]
 
 
 def _scaled(n: int, factor: float) -> tuple[int, bool]:

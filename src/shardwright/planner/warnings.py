@@ -9,9 +9,9 @@ from shardwright.planner.search import Priced
 LONG = 4096
 """Tokens of a sequence from which the square of scores outgrows the rest of a layer."""
 IDLE = 0.15
-"""Share of a step from which waiting for other stages is worth a warning."""
+"""Share of a step from which the pipeline bubble is worth a warning."""
 GROUPED_ROW_BYTES = 16
-"""What a row of a grouped product has to be a multiple of (`model.experts.has_grouped_mm`)."""
+"""What a row of a grouped matmul has to be a multiple of (`model.experts.has_grouped_mm`)."""
 
 
 def warnings(priced: Priced) -> list[str]:
@@ -37,8 +37,8 @@ def of_job(job: Job) -> Iterator[str]:
     node = job.cluster.node_size
     if job.cluster.size > 1 and job.seq_len % 2 and (node == 1 or job.seq_len % node):
         yield (
-            f"seq_len={job.seq_len} is no multiple of 2: neither tp with its token shards nor cp can cut it into 2, 4, "
-            f"... parts, and layouts that would are not among those searched; take {job.seq_len - 1} or "
+            f"seq_len={job.seq_len} is no multiple of 2: neither tp with sequence_parallel nor cp can partition it "
+            f"into 2, 4, ... parts, so layouts with them are not searched; take {job.seq_len - 1} or "
             f"{job.seq_len + 1}"
         )
     if job.precision == "fp16":
@@ -63,8 +63,8 @@ def _tensor(priced: Priced) -> Iterator[str]:
     if layout.tp > 1 and cluster.node_size % layout.tp:
         share = priced.parts_s.get("tensor parallel", 0.0) / priced.step_s
         yield (
-            f"tp={layout.tp} does not stay within nodes of {cluster.node_size}: each layer waits for the network four "
-            f"times, {share:.0%} of the step; keep tp to a divisor of {cluster.node_size}"
+            f"tp={layout.tp} does not stay within nodes of {cluster.node_size}: each layer has four collectives over "
+            f"the network, exposed for {share:.0%} of the step; keep tp to a divisor of {cluster.node_size}"
         )
 
 
@@ -75,10 +75,10 @@ def _pipeline(priced: Priced) -> Iterator[str]:
     m = priced.job.global_batch // (priced.choice.micro_batch * layout.data_ranks)
     share = priced.parts_s.get("pipeline", 0.0) / priced.step_s
     if m < layout.pp or share > IDLE:
-        has = "1 microbatch" if m == 1 else f"{m} microbatches"
+        has = "1 micro-batch" if m == 1 else f"{m} micro-batches"
         yield (
-            f"pp={layout.pp} has {has} a step to fill its stages, and ranks wait for {share:.0%} of it; a larger "
-            f"global batch, a smaller micro_batch or fewer data ranks give more microbatches"
+            f"pp={layout.pp} has {has} a step to fill its stages, and ranks are idle for {share:.0%} of it; a larger "
+            f"global batch, a smaller micro_batch or fewer data ranks give more micro-batches"
         )
 
 
@@ -90,8 +90,8 @@ def _experts(job: Job, choice: Choice) -> Iterator[str]:
     odd = {name: width for name, width in widths.items() if width * job.element_bytes % GROUPED_ROW_BYTES}
     for name, width in odd.items():
         yield (
-            f"ep={choice.layout.ep} without grouped products: {name}={width} makes rows of "
+            f"ep={choice.layout.ep} without grouped matmuls: {name}={width} makes rows of "
             f"{width * job.element_bytes} bytes, no multiple of {GROUPED_ROW_BYTES}, so "
-            f"{moe.n_experts // choice.layout.ep} experts are multiplied one by one, which waits for the device each "
-            f"time; make it a multiple of {GROUPED_ROW_BYTES // job.element_bytes}"
+            f"{moe.n_experts // choice.layout.ep} experts run one by one, each with a synchronisation with the "
+            f"device; make it a multiple of {GROUPED_ROW_BYTES // job.element_bytes}"
         )

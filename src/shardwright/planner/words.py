@@ -1,4 +1,4 @@
-"""A layout, and what others lose against it, as a person reads it."""
+"""A layout, and how much slower others are and why, as a person reads it."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def choices_in_words(job: Job, choice: Choice) -> list[tuple[str, str, str]]:
         if value is not None and KEYS[name].used(layout)
     ]
     m = accumulation(job.global_batch, choice.micro_batch, layout.data_ranks)
-    batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'microbatch')} x {choice.micro_batch}"
+    batch = f"{_count(layout.data_ranks, 'data rank')} x {_count(m, 'micro-batch')} x {choice.micro_batch}"
     return [*rows, ("batch", str(job.global_batch), batch)]
 
 
@@ -60,7 +60,7 @@ def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
 
 
 def why(best: Priced, other: Alternative) -> str:
-    """Where an alternative loses its time, and where it wins some back."""
+    """Which kinds of time an alternative has more of, and which less."""
     if other.priced is None:
         return "with the least memory of its kind"
     parts = [f"{kind} +{format_seconds(seconds)}" for kind, seconds in reasons(best, other.priced)]

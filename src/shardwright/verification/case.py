@@ -1,8 +1,9 @@
-"""What is trained to compare layouts: the model of a run file, cut to test size, and a batch made up from the seed.
+"""What is trained to compare layouts: the model of a run file, reduced to test size, and a random batch made from
+the seed.
 
-The cut keeps what decides how a model and a batch can be split: which numbers of ranks divide the heads, the inner
+What decides how a model and a batch can be partitioned is kept: which numbers of ranks divide the heads, the inner
 width, the experts and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers
-can be cut, and which stage has more of them. It keeps every choice of the model as it is.
+can be partitioned, and which stage has more of them. Every choice of the model is kept as it is.
 
 Shapes: B sequences of the global batch, T tokens of a sequence.
 """
@@ -25,7 +26,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 
 DType = Literal["float64", "float32", "bfloat16"]
-# Type of what lasts (weights, their gradients, optimizer state), and type of products.
+# Type of parameters, gradients and optimizer states, and type of matmuls.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),
     "float32": (torch.float32, torch.float32),
@@ -36,7 +37,7 @@ _HEAD_DIM = 8
 _LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
 _FFN = 24  # at least
 _TOKENS = 12  # at least
-_EXPERT_FFN = 16  # at least; so is it a multiple of what grouped products ask for, where the true one is
+_EXPERT_FFN = 16  # at least; so is it a multiple of what grouped matmuls ask for, where the true one is
 _TOP_K = 2
 _GROUPS = 4
 _LATENT = 12  # of keys and values; that of queries is narrower, to be told from it
@@ -78,11 +79,11 @@ class Case:
         return "sgd", self.optimizer.name
 
     def accumulation(self, layout: Layout) -> int:
-        """Microbatches of a step on each rank. Raises LayoutError where that is not a whole number."""
+        """Micro-batches of a step on each rank. Raises LayoutError where that is not a whole number."""
         return accumulation(self.global_batch, self.micro_batch, layout.data_ranks)
 
     def shares(self, layout: Layout) -> bool:
-        """Whether the data ranks of a layout can share the batch, in microbatches that its schedule can run."""
+        """Whether the data ranks of a layout can share the batch, in micro-batches that its schedule can run."""
         rounds, rest = divmod(self.global_batch, self.micro_batch * layout.data_ranks)
         return not rest and not schedule_problems(layout, rounds)
 
@@ -147,7 +148,7 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
 
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
-    """A layout of `true` as it is for the case that is cut from it: `stage_layers` cut as the layers are, in the same
+    """A layout of `true` for the case that is reduced from it: `stage_layers` reduced as the layers are, in the same
     order.
 
     Those that do not fit the true model are left as they are, to be refused.
@@ -179,7 +180,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
 
 
 def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
-    """The fewest experts that any degree deals out as it does the true ones; a token still has to choose among them,
+    """The fewest experts that any degree partitions as it does the true ones; a token still has to choose among them,
     and among groups, where it had to."""
     top_k, n_groups = min(moe.top_k, _TOP_K), min(moe.n_groups, _GROUPS)
     choosy = moe.groups_per_token < moe.n_groups
@@ -228,7 +229,7 @@ def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
 
 
 def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | None:
-    """`stage_layers` for `n_layers` instead of `whole`: which stage has more than which, and which as many, stays.
+    """`stage_layers` for `n_layers` instead of `whole`: the order of the stages by their layers is kept.
 
     None where no such counts add up to that, or those of the layout do not add up to `whole`.
     """
@@ -257,8 +258,8 @@ def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
 
 
 def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int) -> int:
-    """Microbatches for each of `data_ranks`, their number a multiple of that of every layout: enough for each layout,
-    up to one sequence a microbatch, and an even number where a schedule has to halve them."""
+    """Micro-batches for each of `data_ranks`, their number a multiple of that of every layout: enough for each layout,
+    up to one sequence a micro-batch, and an even number where a schedule has to halve them."""
 
     def enough(n: int, layout: Layout) -> bool:
         microbatches = n * data_ranks // layout.data_ranks
@@ -280,13 +281,13 @@ def _divided_by(size: int, up_to: int) -> list[bool]:
 
 
 def _heads(n_heads: int, n_kv_heads: int, up_to: int) -> Iterator[tuple[int, int]]:
-    """Query and kv heads that any degree splits as it does the true ones, the fewest first.
+    """Query and kv heads that any degree partitions as it does the true ones, the fewest first.
 
-    A degree splits kv heads, or needs copies of them where it is a multiple of their number, or cannot be.
+    A degree partitions kv heads, or replicates them where it is a multiple of their number, or is impossible.
     """
 
     def way(kv_heads: int, degree: int) -> str:
-        return "split" if kv_heads % degree == 0 else "copied" if degree % kv_heads == 0 else "impossible"
+        return "partitioned" if kv_heads % degree == 0 else "replicated" if degree % kv_heads == 0 else "impossible"
 
     degrees = range(1, up_to + 1)
     for heads in range(1, n_heads + 1):

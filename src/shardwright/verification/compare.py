@@ -20,10 +20,10 @@ MULTIPLE = 4.0
 """How much farther from float64 a layout may be than one process in the same dtype. Measured over the matrix of 2
 ranks: up to 2.5 times in float32 and 2.3 times in bfloat16."""
 MULTIPLE_WITH_EXPERTS = 8.0
-"""The same for models with experts, whose errors come in whole tokens that are sent elsewhere. Measured: up to 4.2
+"""The same for models with experts, where rounding can send a whole token to another expert. Measured: up to 4.2
 times in bfloat16."""
 MOST_REROUTED = 1 / 16
-"""Of the choices of experts in a step, how many may be others in 32 or 16 bits."""
+"""The share of the choices of experts in a step that may differ in 32 or 16 bits."""
 
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 
@@ -32,7 +32,7 @@ Errors = dict[tuple[Quantity, str], float]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing compared: a tensor of one step, or a number (its `name` is empty)."""
+    """One comparison: of a tensor in one step, or of a number (its `name` is empty)."""
 
     quantity: Quantity
     name: str
@@ -55,18 +55,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a comparison."""
+    """The result of comparing a layout with its reference."""
 
     case: Case
     layout: Layout
     against: str
     rows: list[Row]
-    n_copies: int
+    n_replicated: int
     """Tensors and numbers that several ranks hold, counted each step; all were compared bit for bit."""
     differing: list[str] = field(default_factory=list)
-    """Those of them that are not the same everywhere, in words."""
+    """A sentence for each of them whose bits differ between ranks."""
     culprit: str = ""
-    """Where it is not equal: the smallest layout that still is not, and what is left in it."""
+    """Where it is not equal: the smallest layout that still differs, and the keys it needs for that."""
 
     def __str__(self) -> str:
         verdict = "equal" if self.equal else "NOT EQUAL"
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """Nothing is beyond its tolerance, and copies have the same bits."""
+        """Nothing is beyond its tolerance, and replicas have the same bits."""
         return not self.differing and all(row.equal for row in self.rows)
 
     @property
@@ -101,7 +101,7 @@ class Report:
         return list(found.values())
 
     def document(self) -> dict[str, Any]:
-        """For machines."""
+        """The report for `--json`."""
         rows = [row for row in self.rows if not row.equal] or self.worst_of_each()
         return {
             "layout": str(self.layout),
@@ -120,8 +120,8 @@ class Report:
                 for row in sorted(rows, key=lambda row: -row.excess)
             ],
             "compared": len(self.rows),
-            "copies": self.n_copies,
-            "copies_that_differ": self.differing,
+            "replicas": self.n_replicated,
+            "replicas_that_differ": self.differing,
             "culprit": self.culprit,
         }
 
@@ -175,19 +175,19 @@ class Tolerance:
 
 
 def of_float64(case: Case) -> Tolerance:
-    """As much as sums taken in another order can differ, with room."""
-    terms, chain = _longest_sum(case), _products(case)
+    """The bound on the rounding of sums taken in another order."""
+    terms, chain = _longest_sum(case), _matmuls(case)
     bound = _EPS["float64"] * terms * chain
     limit = max(FLOAT64_LIMIT, bound)
     reason = (
-        f"float64: {_EPS['float64']:.1e} a rounding x {terms} terms of the longest sum x {chain} products one after "
+        f"float64: {_EPS['float64']:.1e} a rounding x {terms} terms of the longest sum x {chain} matmuls one after "
         f"another = {bound:.1e}, " + (f"under {limit:g}" if bound < limit else "which is the tolerance")
     )
     return Tolerance(lambda quantity, name: limit, reason)
 
 
 def of_one_process(case: Case, alone: Errors, multiple: float = MULTIPLE) -> Tolerance:
-    """A multiple of what one process in the same dtype is off from float64.
+    """A multiple of the error of one process in the same dtype against float64.
 
     Of a tensor: of its own error there, or, where that came out small by luck, of the middle one of its kind and step.
     A norm can be off by as much as what it is the norm of. Of a loss, which is often right by luck: of the largest
@@ -216,12 +216,12 @@ def of_one_process(case: Case, alone: Errors, multiple: float = MULTIPLE) -> Tol
     return Tolerance(limit, reason)
 
 
-def of_dealing(microbatches: int) -> Tolerance:
-    """In 16 bits: microbatches have the same products on whichever rank they run; only their sum is in another order,
+def of_partition(microbatches: int) -> Tolerance:
+    """In 16 bits: micro-batches have the same matmuls on whichever rank they run; only their sum is in another order,
     and it is in float32."""
     limit = 8 * _EPS["float32"] * microbatches
     reason = (
-        f"the same {microbatches} microbatches on one data rank: the same bfloat16 products, summed in float32; "
+        f"the same {microbatches} micro-batches on one data rank: the same bfloat16 matmuls, summed in float32; "
         f"8 x {_EPS['float32']:.1e} x {microbatches} = {limit:.1e}"
     )
     return Tolerance(lambda quantity, name: limit, reason)
@@ -242,7 +242,7 @@ def with_routing(tolerance: Tolerance, case: Case) -> Tolerance:
     moe = case.spec.moe
     if case.dtype == "float64" or moe is None or not (moe.bias_rate or moe.keeps_load):
         return tolerance
-    # Two that step apart by 2 rates each time, over the floor of the error.
+    # Two biases that differ by 2 rates more after each step, over the floor of the error.
     bias = 2 * moe.bias_rate * case.steps / (FLOORS["parameter"] * case.spec.init_std)
     # A token moves E / (N K) from one of E loads, of which the norm is sqrt(E) and more, to another.
     load = math.sqrt(2 * moe.n_experts) * MOST_REROUTED
@@ -268,7 +268,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
     """
     if not noise:
         return tolerance
-    # Two that step apart by 2 lr each time, over the floor of the error.
+    # Two parameters that differ by 2 lr more after each step, over the floor of the error.
     bound = 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
     def limit(quantity: Quantity, name: str) -> float:
@@ -309,10 +309,10 @@ def rows(found: Errors, tolerance: Tolerance, kind: str | None = None) -> list[R
     ]
 
 
-def differing_copies(trace: Trace) -> tuple[int, list[str]]:
-    """How many things several ranks hold, and in words those whose bits are not the same on all of them."""
+def differing_replicas(trace: Trace) -> tuple[int, list[str]]:
+    """The number of tensors and numbers that several ranks hold, and a sentence for each whose bits differ."""
     count, found = 0, []
-    for quantity, name, groups in trace.copies():
+    for quantity, name, groups in trace.replicas():
         count += 1
         if len(groups) > 1:
             ranks = " | ".join(",".join(map(str, group)) for group in groups)
@@ -327,7 +327,7 @@ def _longest_sum(case: Case) -> int:
     return max(picks * case.global_batch * case.seq_len, spec.d_ffn, spec.vocab_size, spec.n_heads * spec.head_dim)
 
 
-def _products(case: Case) -> int:
-    """Matrix products that an input of the first step goes through until the last update: q k^T, times v, the output
+def _matmuls(case: Case) -> int:
+    """Matmuls that an input of the first step goes through until the last update: q k^T, times v, the output
     projection and two of the network in every layer, and the head; forward and backward, each step."""
     return 2 * (5 * case.spec.n_layers + 1) * case.steps

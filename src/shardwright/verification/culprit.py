@@ -1,4 +1,4 @@
-"""Where a layout is not equal: switch off one thing after another, as long as it stays not equal without."""
+"""Finds the smallest layout that still differs: axes and keys are switched off one by one, as long as it differs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -47,13 +47,13 @@ def _fails(verifier: Verifier, setting: Setting, tell: Callable[[str], None]) ->
 
 
 def _switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
-    """Every setting with one thing less than this one; the largest steps first."""
+    """Every setting with one axis, key, accumulation or dropout less than this one; axes first."""
     for name, changes in _fewer(layout):
         try:
             smaller = layout.changed(**changes)
         except LayoutError:
             continue
-        # The same microbatches, so that accumulation is not switched on by what is switched off.
+        # The same micro-batches, so that accumulation is not switched on by what is switched off.
         yield name, (_accumulating(case, smaller, case.accumulation(layout)), smaller)
     if case.accumulation(layout) > 1:
         yield "accumulation", (_accumulating(case, layout, 1), layout)

@@ -22,10 +22,11 @@ Choice = dict[str, Any]
 def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     """Ways to lay this model over exactly `world_size` ranks, with the choices that make a difference.
 
-    Every product of degrees is there. Without pp each is there with every combination of zero, sequence_parallel and
-    cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of these
-    choices are together in one layout at least, if the model can be cut so: schedule, zero (3 with either
-    zero_pp_gather), sequence_parallel, cp_method, ep. Keys that are left at their default say why (`Key.unverified`).
+    Every combination of degrees is there. Without pp each is there with every combination of zero, sequence_parallel
+    and cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of
+    these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
+    either zero_pp_gather), sequence_parallel, cp_method, ep. Keys left at their default say why
+    (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
@@ -56,7 +57,7 @@ def _degrees(world_size: int) -> Iterator[Choice]:
 
 
 def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
-    """What there is to choose with these degrees: for each group of keys (`Key.group`) its choices, the last group
+    """The choices with these degrees: for each group of keys (`Key.group`) its choices, the last group
     varying fastest."""
     groups: dict[str, list[Choice]] = {}
     for name, key in KEYS.items():

@@ -1,6 +1,6 @@
 """What each rank of a layout runs to be verified: the training step itself, with everything it computes recorded.
 
-Shapes: A microbatches, B sequences, T tokens.
+Shapes: A micro-batches, B sequences, T tokens.
 """
 
 from pathlib import Path
@@ -68,7 +68,7 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
 
 
 def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
-    """A rank's share of a step, dealt as data/batches.py deals it: contiguous blocks in the order of data ranks."""
+    """A rank's share of a step, partitioned as by data/batches.py: contiguous blocks in the order of data ranks."""
     block = case.global_batch // layout.data_ranks
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))

@@ -63,8 +63,8 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What is started here ignores Ctrl-C, which this process answers for all; and does not run the main script again,
-    as multiprocessing would have it do, so that a script needs no `if __name__ == "__main__"`."""
+    """The processes started here ignore Ctrl-C, which this process handles for all, and do not run the main script
+    again, as multiprocessing would, so that a script needs no `if __name__ == "__main__"`."""
     main = sys.modules["__main__"]
     resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

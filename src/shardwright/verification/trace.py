@@ -1,7 +1,7 @@
-"""What a run leaves behind: numbers, and the pieces of every tensor as the ranks held them.
+"""The trace of a run: numbers, and the shards of every tensor as the ranks held them.
 
-A rank writes down where each of its pieces begins and a hash of its bytes; the bytes themselves are written by the
-first rank that holds them. So copies can be compared bit for bit, and whole tensors are put together here, one at a
+A rank records where each of its shards begins and a hash of its bytes; the bytes themselves are written by the
+first rank that holds them. So replicas can be compared bit for bit, and whole tensors are put together here, one at a
 time, by offsets alone: nothing of what is being verified is asked to gather them.
 """
 
@@ -126,7 +126,7 @@ class Trace:
             self._files[quantity, rank] = safe_open(_file(self.folder, quantity, rank), framework="pt")
         return self._files[quantity, rank]
 
-    def copies(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
+    def replicas(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
         """Everything that more than one rank holds: what, and those ranks, grouped by the bits they hold."""
         if len(self.ranks) == 1:
             return

@@ -1,4 +1,4 @@
-"""Run a layout and its reference, and compare what they left."""
+"""Runs a layout and its reference, and compares their traces."""
 
 import tempfile
 from collections.abc import Callable
@@ -26,7 +26,7 @@ MOST_RANKS = 64
 
 
 class Verifier:
-    """Compares layouts of a case, and keeps what the references left for the next one. To be used in a `with`."""
+    """Compares layouts of a case, and keeps the traces of references for the next one. To be used in a `with`."""
 
     def __init__(self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S) -> None:
         """`train` is what each rank of a layout runs; it, or what a `functools.partial` of it holds, has to be at the
@@ -63,23 +63,23 @@ class Verifier:
             tolerance = compare.with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = compare.rows(compare.errors(found, expected), tolerance)
             if case.dtype == "bfloat16" and layout.data_ranks > 1:
-                rows += self._dealing(case, layout, found)
-            n_copies, differing = compare.differing_copies(found)
-            return Report(case, layout, name, rows, n_copies, differing)
+                rows += self._one_data_rank(case, layout, found)
+            n_replicated, differing = compare.differing_replicas(found)
+            return Report(case, layout, name, rows, n_replicated, differing)
 
-    def _dealing(self, case: Case, layout: Layout, found: Trace) -> list[compare.Row]:
-        """In 16 bits the first gradient is held to that of the same layout with one data rank, which is far nearer
-        than float64 is: what is reduced in 16 bits would be hidden behind the products that are.
+    def _one_data_rank(self, case: Case, layout: Layout, found: Trace) -> list[compare.Row]:
+        """In 16 bits the first gradient is compared with that of the same layout with one data rank, which is far
+        nearer than float64 is: the error of a reduction in 16 bits would be lost in that of the matmuls in 16 bits.
 
-        Not the gradients of experts under ep, whose products are over the tokens of several data ranks at once.
+        Not the gradients of experts under ep, whose matmuls are over the tokens of several data ranks at once.
         """
         single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
         expected = self._keep((case, single), self.train, single.world_size, case, single)
-        tolerance = compare.of_dealing(case.global_batch // case.micro_batch)
+        tolerance = compare.of_partition(case.global_batch // case.micro_batch)
         errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
         if layout.ep > 1:
-            errors = {(of, name): error for (of, name), error in errors.items() if ".experts." not in name}
-        return compare.rows(errors, tolerance, kind="dealt gradient")
+            errors = {(quantity, name): error for (quantity, name), error in errors.items() if ".experts." not in name}
+        return compare.rows(errors, tolerance, kind="gradient vs one data rank")
 
     def _tolerance(self, case: Case, sides: int = 1) -> compare.Tolerance:
         if case.dtype == "float64":
@@ -97,7 +97,7 @@ class Verifier:
         return self._noise[expected]
 
     def _alone(self, case: Case) -> Trace:
-        case = replace(case, micro_batch=1)  # the reference has no microbatches
+        case = replace(case, micro_batch=1)  # the reference has no micro-batches
         return self._keep(case, train_alone, 1, case)
 
     def _keep(self, key: Any, function: Callable[..., RankTrace], world_size: int, *args: Any) -> Trace:

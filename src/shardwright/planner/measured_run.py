@@ -24,7 +24,7 @@ MOST_STAGES = 512
 """Of a pipeline, whose schedule is simulated action by action."""
 MOST_PARAMETERS = 1e16
 MOST_TOKENS = 1e12
-"""Of a step. Beyond these, products of sizes leave the whole numbers of 64 bits that the cost model counts with."""
+"""Of a step. Beyond these, sizes multiplied leave the whole numbers of 64 bits that the cost model counts with."""
 PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8-tensor": "fp8", "fp8-row": "fp8"}
 """Number formats of a table that have a price, as the cost model names them."""
 STACK = {"deepspeed": "megatron", "nanotron": "megatron-core", "automodel": "fsdp-compiled", "other": "megatron-core"}
@@ -64,7 +64,7 @@ class Skipped:
 
 
 def prepared(line: int, row: Measured) -> Run | Skipped:
-    """A row for its prediction; `line`: where it stands in the file."""
+    """A row for its prediction; `line`: its line in the file."""
     if row.usable == "no":
         return Skipped(line, row, row.why_not)
     if reason := next(_not_priced(row), None):
@@ -198,7 +198,7 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
         "dp_shard": row.dp_shard,
         "cp": row.cp,
         "tp": row.tp,
-        # Experts cut over their own tp hold as much, and see as many tokens, as over as many more ranks of ep.
+        # Experts sharded over their own tp hold as much, and see as many tokens, as over as many more ranks of ep.
         "ep": row.ep * (row.etp or row.tp) if row.experts else 1,
         "zero": row.zero,
         "micro_batch": row.micro_batch,
@@ -229,9 +229,9 @@ def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
     return each - ends, *(each,) * (n_stages - 2), each - ends
 
 
-def _problems(job: Job, of: Candidates, piped: Layout) -> Iterator[str]:
-    """The rules of any training code that the run breaks. Not asked is what only this system wants: other programs
-    spread experts over data replicas, pad a vocabulary, and may leave a stage without a layer."""
+def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
+    """The rules of any training code that the run breaks. Rules of this system alone are not checked: other programs
+    shard experts over data replicas, pad a vocabulary, and may leave a stage without a layer."""
     spec = job.model
     yield from spec.problems()
     if spec.n_parameters > MOST_PARAMETERS or job.tokens > MOST_TOKENS:
@@ -241,20 +241,20 @@ def _problems(job: Job, of: Candidates, piped: Layout) -> Iterator[str]:
         yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
     # Dense, and without data ranks: rules of those are about how this system shards state.
     inside = Layout(
-        tp=int(of.tp[0]),
-        cp=int(of.cp[0]),
-        cp_method=of.shared.cp_method,
-        sequence_parallel=bool(of.sequence_parallel[0]),
+        tp=int(candidates.tp[0]),
+        cp=int(candidates.cp[0]),
+        cp_method=candidates.shared.cp_method,
+        sequence_parallel=bool(candidates.sequence_parallel[0]),
     )
     yield from rules.problems(replace(spec, moe=None), inside, job.seq_len)
     if piped.n_stages > MOST_STAGES:
         yield f"{piped.n_stages} stages are more than the {MOST_STAGES} that are simulated"
         return
-    yield from stages.schedule_problems(piped, int(of.microbatches(job.global_batch)[0]))
-    if of.pp > 1 and of.shared.stage_layers is None:
+    yield from stages.schedule_problems(piped, int(candidates.microbatches(job.global_batch)[0]))
+    if candidates.pp > 1 and candidates.shared.stage_layers is None:
         yield from stages.problems(spec, piped)
-    elif of.shared.stage_layers is not None and min(of.shared.stage_layers) < 0:
-        yield f"{spec.n_layers} layers cannot be cut into the {piped.n_stages} stages of pp={of.pp}"
+    elif candidates.shared.stage_layers is not None and min(candidates.shared.stage_layers) < 0:
+        yield f"{spec.n_layers} layers cannot be partitioned into the {piped.n_stages} stages of pp={candidates.pp}"
 
 
 def _of_columns(problem: str) -> str:
