@@ -1,25 +1,25 @@
-"""The process groups of a layout, made by PyTorch from the ranks that `layout.py` numbers.
+"""The device meshes and process groups of a layout, from the rank numbers of `layout.py`.
 
-Parameters lie on a DeviceMesh, whose axes say along which ranks they are cut or copied:
+Parameters are DTensors on a DeviceMesh, sharded or replicated along each of its axes:
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
 | `pp`, `tp`             | those of the layout                                                                |
-| `replicas`             | dp_replicate: each has a copy of the state; under ZeRO-0 of cp too                 |
-| `share`                | dp_shard x cp: those among which ZeRO shares out the state; under ZeRO-0 one rank  |
-| `tp_kv`, `tp_copies`   | tp in two, with fewer kv heads than ranks: heads are dealt out, and copied         |
+| `replicas`             | dp_replicate, with ZeRO-0 also cp: ranks that hold replicas                        |
+| `share`                | dp_shard x cp: ranks over which ZeRO shards; with ZeRO-0 one rank                  |
+| `tp_kv`, `tp_copies`   | tp with fewer kv heads than ranks: kv heads are sharded and then replicated        |
 
-Experts lie on a mesh of their own, wherever ep or tp is above 1: with tp each rank sends other tokens to them, so to an
-expert all of dp_shard x cp x tp are data ranks, except as ep deals out whole experts.
+Experts have a mesh of their own wherever ep or tp is above 1: ranks of tp send different tokens to the experts, so for
+an expert all ranks of dp_shard x cp x tp are data ranks, except that ep shards whole experts over a part of them.
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
 | `pp`, `ep`             | those of the layout                                                                |
-| `expert_replicas`      | dp_replicate; under ZeRO-0 of all that have the same experts                       |
-| `expert_share`         | what ep leaves of dp_shard x cp x tp; under ZeRO-0 one rank                        |
+| `expert_replicas`      | dp_replicate; with ZeRO-0 all ranks that have the same experts                     |
+| `expert_share`         | dp_shard x cp x tp / ep: ranks over which ZeRO shards; with ZeRO-0 one rank        |
 
-Axes of one rank are left out, for each costs a process group; but `share` and `expert_share` are always there, and
-`tp_kv` where `tp_copies` is.
+Axes of one rank are left out, since each costs a process group; except `share` and `expert_share`, which are always
+there, and `tp_kv`, which is there where `tp_copies` is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh on which experts lie. Every rank of the world has to call this, after `build_mesh`."""
+    """The mesh of the experts. Every rank of the world has to call this, after `build_mesh`."""
     degrees = {
         "pp": layout.pp,
         "expert_replicas": layout.dp_replicate,
@@ -64,7 +64,7 @@ def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], alway
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of the calling rank over which a step communicates; None where it would be alone."""
+    """The process groups over which the calling rank communicates in a step; None for a group of one rank."""
 
     pp: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
@@ -80,7 +80,7 @@ class Groups:
 
 
 def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
-    """Every rank of the world has to call this, after `build_mesh`."""
+    """The groups of the calling rank. Every rank of the world has to call this, after `build_mesh`."""
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
         tuple(dist.get_process_group_ranks(group)): group for group in mesh.get_all_groups()
     }
@@ -110,7 +110,7 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
 def build_stage_groups(
     layout: Layout, groups: Groups, sets: Iterable[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """For each set of ranks of `pp`, ascending, that this rank is in: its group in this rank's pipeline.
+    """The process group of each set of ranks of `pp` (ascending) that includes this rank, within its own pipeline.
 
     Every rank of the world has to call this with the same sets, after `build_groups`.
     """
