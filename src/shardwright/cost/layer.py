@@ -1,7 +1,7 @@
-"""Seconds of a layer's passes on one rank, by kind of work.
+"""Seconds of a layer's forward and backward passes on one rank, by kind of work.
 
-A microbatch passes a layer forward (F), backward for its input (I) and for its weights (W), and under recomputation a
-second time forward within I. Every kind is priced on its own, so that the parts of a step add up.
+The passes are F (forward), I (gradient of the input) and W (gradients of weights); with recomputation I includes a
+second forward pass. Each kind of work has its own formulas, and the parts of a step are their sums.
 """
 
 from collections.abc import Iterable
@@ -18,19 +18,21 @@ from shardwright.cost.passes import ELEMENTWISE, MATMULS, TENSOR, Passes, reache
 
 CASTS = "casts to fp8"
 CAST_BYTES = 5.0
-"""Moved for each element cast to fp8: read for the largest (2), read (2) and written (1)."""
+"""Bytes moved for each element cast to fp8: read for the maximum (2), read again (2) and written (1)."""
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 EXPERT_LAUNCHES = 1.6
-"""Kernels of a layer with experts for each of a plain one: the router, sorting, and two all-to-alls come on top."""
+"""Number of kernels of a layer with experts relative to a dense one: it also has a router, sorting and two all-to-alls.
+"""
 BACKWARD_TRAFFIC = 1.5
-"""Bytes that an element-wise operation moves backward for each forward: two inputs instead of one, and one result."""
+"""Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
+one, and one output."""
 FLASH_BACKWARD = "(2.5 / 0.85)"
-"""Seconds of fused attention backward for each forward: five products instead of two (Dao, arXiv 2307.08691, section
-3), at 0.85 of the rate (figures 5 and 6 there)."""
+"""Time of fused attention's backward pass relative to the forward pass: five matmuls instead of two (Dao, arXiv
+2307.08691, section 3), at 0.85 of the rate (figures 5 and 6 there)."""
 
 
 def layer(job: Job, of: Candidates, block: Block) -> Passes:
-    """One layer of a kind."""
+    """The passes of one layer of a kind."""
     passes = Passes(block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = of.tokens(job.seq_len)
@@ -48,8 +50,8 @@ def layer(job: Job, of: Candidates, block: Block) -> Passes:
 
 
 def head(job: Job, of: Candidates) -> Passes:
-    """Final norm, logits and loss. Logits pass the memory in 16 bits from the matmul and several times in fp32. Over
-    tp the input is gathered and its gradient scattered, or summed where tokens are no shards."""
+    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. Over tp
+    the input is all-gathered and its gradient reduce-scattered, or all-reduced without token shards."""
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
         tokens, spec = of.tokens(job.seq_len), job.model
@@ -71,8 +73,8 @@ def head(job: Job, of: Candidates) -> Passes:
 
 
 def embedding(job: Job, of: Candidates) -> Passes:
-    """Rows looked up, and their gradients added up. Over tp each rank has a part of the rows, so that results are
-    summed, and on token shards gradients gathered."""
+    """The passes of the embedding lookup. Over tp each rank holds a shard of the rows, so the outputs are summed, and
+    with token shards the gradients are all-gathered."""
     passes = Passes("the embedding")
     with ledger.section("Embedding, one microbatch"):
         tokens, h = of.tokens(job.seq_len), job.model.d_model
@@ -92,7 +94,7 @@ def embedding(job: Job, of: Candidates) -> Passes:
 
 
 def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
-    """Matmuls with weights, forward and for both gradients. In fp8 their inputs are cast first, each from 16 bits."""
+    """Matmuls with weights, forward and for both gradients. With fp8 their inputs are cast first, from 16 bits."""
     those = list(matmuls)
     in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in those])
     seconds = (
@@ -116,10 +118,10 @@ def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
 
 
 def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
-    """Scores and their product with values. Fused attention runs the half that a causal mask leaves, blocks on the
-    diagonal whole, at a share of the peak that grows with the width of a head; stored scores run the whole square as
-    batched matmuls, and pass the memory between them. On a contiguous ring of cp the last rank has the scores of all
-    that came before, 2 - 1 / cp of the mean."""
+    """The matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole blocks on
+    the diagonal, at a fraction of the peak that grows with the head width. Without it batched matmuls compute the whole
+    square, and the scores are written to memory and read between them. With cp_method "ring" the last rank of cp has
+    the most scores, 2 - 1 / cp of the mean."""
     spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
     width = (spec.qk_dim + spec.head_dim) / 2
     symbols: ledger.Inputs = {"T": tokens, "s": job.seq_len, "heads": spec.n_heads, "c": width, "tp": of.tp}
@@ -159,7 +161,7 @@ def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
 
 
 def _elementwise(passes: Passes, job: Job, of: Candidates, block: Block, tokens: Floats) -> None:
-    """Norms, residuals, activation, rotation, the rearranging of heads and of tokens for their experts."""
+    """Norms, residual additions, activations, rotary embedding, permutation of heads, sorting of tokens by expert."""
     spec, speed = job.model, job.stack.speed
     symbols: ledger.Inputs = {
         "norms": block.norms, "norm_bytes": speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
@@ -201,8 +203,8 @@ def _elementwise(passes: Passes, job: Job, of: Candidates, block: Block, tokens:
 
 
 def _recompute(passes: Passes, job: Job, of: Candidates) -> None:
-    """What I computes again: the whole forward pass, or selectively what attention makes between its matmuls, or all
-    but attention, every other matmul and half of the messages (torchtitan's list)."""
+    """The recomputation in I. full: the whole forward pass. selective: attention between its matmuls with weights, or
+    with torchtitan's list half of the matmuls and of the tp communication and all element-wise work."""
     again = np.zeros(len(of))
     if np.any(of.recompute):
         once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
@@ -218,7 +220,7 @@ def _recompute(passes: Passes, job: Job, of: Candidates) -> None:
 
 
 def _launch(passes: Passes, job: Job, of: Candidates, block: Block) -> None:
-    """The processor hands out kernels one by one; a pass takes no less time than that, however small its work."""
+    """The host launches kernels one by one; the time of a pass is at least that of its launches."""
     speed = job.stack.speed
     total_f, total_i, total_w = passes.totals
     inputs: ledger.Inputs = {

@@ -1,4 +1,4 @@
-"""Seconds of what ranks of tp, cp and ep send each other in a layer, and what of them is not hidden by other work."""
+"""Exposed communication of a layer over tp, cp and ep, in seconds: the part that does not overlap with computation."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,14 +14,15 @@ from shardwright.cost.passes import CONTEXT, EXPERT, MATMULS, TENSOR, Passes, re
 
 Collective = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
 HIDDEN = ", exposed"
-"""In the ledger, after the name of messages that run beside other work."""
+"""Suffix in the ledger of communication that overlaps with computation."""
 MERGE_BYTES = 10.0
-"""Moved for each element of attention's result at a hop of the ring: a sum in fp32 read and written, a part read."""
+"""Bytes moved for each element of attention's output at a hop of the ring: the fp32 sum read and written, a block's
+output read."""
 
 
 def tensor(passes: Passes, job: Job, of: Candidates, block: Block, tokens: Floats) -> None:
-    """What ranks of tp send for each region that they work on together: attention, and a feed-forward network or the
-    shared experts; a mixture itself works on each rank's tokens.
+    """Collectives over tp of each tensor-parallel region: attention, and a feed-forward network or the shared experts.
+    Routed experts need none.
 
     |                         | forward                            | backward                                   |
     | ----------------------- | ---------------------------------- | ------------------------------------------ |
@@ -29,10 +30,10 @@ def tensor(passes: Passes, job: Job, of: Candidates, block: Block, tokens: Float
     | on token shards         | all-gather in, reduce-scatter out  | all-gather out, reduce-scatter in, and the |
     |                         |                                    | input gathered again where it was not kept |
 
-    In and out are tokens x d_model; into latent attention go its narrow vectors (Korthikanti et al., arXiv 2205.05198,
-    section 4.2.2). Hidden are, backward, the sum of the input's gradients beside the product for weights and the second
-    gathering beside the product for inputs; while the first message backward has nothing beside it. A stack that cuts
-    products and messages into pieces hides them all, but for the first piece.
+    Inputs and outputs are tokens x d_model; the input of latent attention is its latent vectors (Korthikanti et al.,
+    arXiv 2205.05198, section 4.2.2). In the backward pass the reduction of the input's gradient overlaps with the
+    weight gradients, and the second all-gather of the input with the input gradients; the first collective of the
+    backward pass is exposed. A stack that splits matmuls and collectives into pieces overlaps all but the first piece.
     """
     speed = job.stack.speed
     result = tokens * job.model.d_model * job.element_bytes
@@ -43,7 +44,7 @@ def tensor(passes: Passes, job: Job, of: Candidates, block: Block, tokens: Float
         given, name = tokens * region.given * job.element_bytes, region.name
         out = over_tp(job, of, result, f"result of {name}", reduce_scatter, all_reduce)
         back = over_tp(job, of, result, f"gradient of the result of {name}", all_gather, None)
-        # What a region reads may be there from the one before.
+        # The previous region may have gathered the input already.
         read = over_tp(job, of, given, f"input of {name}", all_gather, None) if region.given else {}
         summed = (
             over_tp(job, of, given, f"gradient of the input of {name}", reduce_scatter, all_reduce)
@@ -82,8 +83,8 @@ def _sum(terms: Mapping[str, Floats]) -> Floats:
 def over_tp(
     job: Job, of: Candidates, n_bytes: Floats, what: str, on_shards: Collective, whole: Collective | None
 ) -> dict[str, Floats]:
-    """Seconds of one collective over tp, whose ranks are neighbours, by its name: one where tokens are shards, another
-    or none where every rank has all of them."""
+    """Seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token shards, else
+    `whole`, which may be none."""
 
     def seconds(collective: Collective | None) -> Floats:
         if collective is None:
@@ -107,8 +108,9 @@ def named(collective: Collective) -> str:
 def hidden(
     message_s: Floats, beside_s: Floats, interference: float, least_s: Floats | float = 0.0, *, what: str, beside: str
 ) -> Floats:
-    """What a message adds to work that it runs beside: what sticks out, at least `least_s`, and the share of the rest
-    by which it slows the work. In the ledger the message is called `what`, and the work `beside`."""
+    """The time that overlapped communication adds: its exposed part, at least `least_s`, and the slowdown of the
+    computation that it overlaps with, a fraction of the rest. In the ledger `what` names the communication, and
+    `beside` the computation."""
     if not message_s.any():
         return np.zeros_like(message_s)
     message, work = ledger.identifier(what), ledger.identifier(beside)
@@ -119,17 +121,17 @@ def hidden(
 
 
 def context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
-    """How attention reaches the tokens of other ranks of cp.
+    """Communication of attention over cp.
 
-    zigzag, ring: keys and values go round beside attention, backward with their gradients in fp32, which at the end go
-    home with nothing beside them; what each hop gives is merged into the result by its log-sum-exp. allgather: keys and
-    values are gathered before, their gradients scattered after. ulysses: queries, keys, values and results change from
-    parts of the tokens to parts of the heads. Of the last two nothing is hidden.
+    zigzag, ring: keys and values are sent round the ring, overlapped with attention; in the backward pass also their
+    gradients in fp32, whose last hop is exposed. The output of each hop is merged by its log-sum-exp. allgather: keys
+    and values are all-gathered before attention, their gradients reduce-scattered after it. ulysses: all-to-alls
+    reshard queries, keys, values and outputs from tokens to heads. The last two are exposed.
     """
     if np.all(of.cp == 1):
         return
     spec, e = job.model, job.element_bytes
-    # Elements of keys and values of a token on this rank.
+    # Elements of keys and values of a rank's tokens.
     kv = tokens * np.maximum(spec.n_kv_heads / of.tp, 1) * (spec.qk_dim + spec.head_dim)
 
     def message(collective: Collective, n_bytes: Floats, what: str) -> dict[str, Floats]:
@@ -169,7 +171,7 @@ def context(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
 
 
 def dispatch(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
-    """Tokens to their experts and back: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model."""
+    """Dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model."""
     spec = job.model
     assert spec.moe is not None
     what = "tokens of experts, all-to-all"

@@ -1,8 +1,8 @@
-"""What lies in the memory of a rank all through a step: weights, gradients, optimizer, and what goes with them.
+"""Memory of a rank that lasts for a whole step: parameters, gradients, optimizer states and related buffers.
 
-With P elements of parameters on the rank, N ranks that share them (`Candidates.shards`, for experts `expert_shards`), e
-bytes of a working weight, and of `Stack` g `gradient_bytes`, w `master_bytes` (none in fp32), m `state_bytes` for each
-state of the optimizer:
+With P elements of parameters on the rank, N ranks over which they are sharded (`Candidates.shards`, for experts
+`expert_shards`), e bytes of a working weight, and from `Stack` g `gradient_bytes`, w `master_bytes` (none in fp32) and
+m `state_bytes` for each optimizer state:
 
 | zero | weights | gradients | master and moments |
 | ---- | ------- | --------- | ------------------ |
@@ -12,10 +12,10 @@ state of the optimizer:
 | 3    | e P / N | g P / N   | (w + m) P / N      |
 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
-2, 4 and 12. Where a stack gathers from the master weights, zero 3 has no working weights but those gathered. Under a
-pipeline that gathers once a step (`Layout.zero_pp_gather`) it holds whole weights and whole gradients until the end.
-Ignored: padding of shards; the second copy of a tied matrix where first and last stage share a rank, which has no state
-of an optimizer, counts as one that has.
+2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. With a
+pipeline that gathers once a step (`Layout.zero_pp_gather`) it holds unsharded weights and gradients until the end of
+the step. Ignored: padding of shards; and that the second replica of a tied embedding has no optimizer states if one
+rank holds the first and the last stage.
 """
 
 import numpy as np
@@ -53,11 +53,11 @@ def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict
         "master": spent("master", of.zero >= 1, stack.master_bytes * has_master),
         "gradients": spent("gradients kept", shares_gradients(of), stack.gradient_bytes),
         "optimizer": spent("optimizer", of.zero >= 1, job.n_optimizer_states * stack.state_bytes),
-        # A block and the next, and what is not in blocks, which serves both ends of a pass; or all.
+        # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
             "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
         ),
-        # One message on its way in each direction.
+        # One message in each direction.
         "buffers": formulas("buffers", "messages * T_shard * h * e"),
         "workspace": np.asarray(workspace),
     }
@@ -67,12 +67,13 @@ def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict
 
 
 def optimizer_step(job: Job, of: Candidates, stages: Stages, held: Parameters) -> Floats:
-    """Bytes that the update of the parameters takes on top of what it changes, (n, R)."""
+    """Temporary buffers of the optimizer, in bytes, (n, R)."""
     return _spent(_formulas(job, of, stages, held), of, "working", of.zero >= 1, job.stack.step_bytes)
 
 
 def _formulas(job: Job, of: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
-    """With parameters of each rank, (n, R): P dense ones, Q in experts, and `ends` of P that are in no layer."""
+    """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and `ends`, the part of
+    P that is in no layer."""
     dense, expert, ends = (part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends))
     values = {"P": dense.astype(np.float64), "Q": expert.astype(np.float64), "ends": ends, "e": job.element_bytes}
     return ledger.Formulas({**values, "h": job.model.d_model}, "B")
@@ -81,7 +82,7 @@ def _formulas(job: Job, of: Candidates, stages: Stages, held: Parameters) -> led
 def _spent(
     formulas: ledger.Formulas, of: Candidates, what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = ""
 ) -> Floats:
-    """`n_bytes` for each parameter, which some candidates shard; `more`: what follows in the formula."""
+    """`n_bytes` for each parameter, sharded for the candidates in `shared`; `more`: the rest of the formula."""
     ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
     formulas.values |= {"ranks": ranks[:, None], "expert_ranks": expert_ranks[:, None], "n_bytes": n_bytes}
     formula = "n_bytes * (P / ranks + Q / expert_ranks)"
@@ -89,10 +90,10 @@ def _spent(
 
 
 def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
-    """Gradients on their way to the buffer where they add up, during the backward pass of a block, (n, S).
+    """Bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block, (n, S).
 
-    Where gradients are shared out, those of a whole block, a copy of them on the way to their shards, and in the last
-    stage those of the head, which wait for the end of the pass; else of one matrix at a time.
+    If gradients are sharded: those of a whole block, the buffer of their reduce-scatter, and in the last stage those of
+    the head, which are reduced at the end of the pass. Otherwise: the gradient of one matrix at a time.
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
@@ -112,7 +113,7 @@ def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
 
 
 def shares_gradients(of: Candidates) -> NDArray[np.bool_]:
-    """Whether gradients add up in shards."""
+    """Whether gradients are accumulated in shards."""
     return (of.zero >= 2) & ~_holds_stage(of)
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes, and where the time goes."""
+"""The step time and its parts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +21,9 @@ PIPELINE = "Pipeline, busiest rank"
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one step of each candidate, arrays of shape (n,). `parts` add up to `total_s`, in the order in which
-    they are shown; each is what its kind of work adds to the step, not how long it takes where it is hidden.
+    they are shown; of communication that overlaps with computation a part is only what it adds to the step.
 
-    Work is that of the rank of `pp` that has most of it; "pipeline" is the time in which that rank waits for others.
+    Work is that of the rank of `pp` with the most; "pipeline" is the idle time of that rank.
     """
 
     parts: dict[str, Floats]
@@ -35,8 +35,8 @@ class StepTime:
 
 
 def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> StepTime:
-    """Seconds of a step. With `simulated` the pipeline's schedule is run on paper for each candidate; without, its
-    idle time is a lower bound, some hundred times faster to get: no candidate is faster than its bound."""
+    """Seconds of a step. With `simulated` the pipeline's schedule is simulated for each candidate; otherwise its idle
+    time is a lower bound, which is some hundred times faster to compute."""
     of = candidates
     m = of.microbatches(job.global_batch)
     stages = StagePasses(job, of)
@@ -75,7 +75,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
 
 
 class StagePasses:
-    """Seconds of the passes of one microbatch in every stage, by kind of work."""
+    """Seconds of the forward and backward passes of one micro-batch in every stage, by kind of work."""
 
     def __init__(self, job: Job, of: Candidates) -> None:
         self.job, self.of = job, of
@@ -87,7 +87,7 @@ class StagePasses:
         self.work += [(layer(job, of, block), counts) for block, counts in cut.of_kind.items()]
 
     def times(self) -> StageTimes:
-        """What the pipeline is simulated with."""
+        """The times of each stage for the simulation of the pipeline."""
         shape = (len(self.of), self.n_stages)
         f, i, w = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for passes, count in self.work:
@@ -111,7 +111,7 @@ class StagePasses:
             return ledger.compute("message between stages", "sent + message_s", sent=sent, message_s=speed.message_s)
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
-        """Seconds of one microbatch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
+        """Seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
         found: dict[str, Floats] = {}
         for passes, count in self.work:
             share = self._share(count)[rank]
@@ -124,7 +124,7 @@ class StagePasses:
         return found
 
     def passes_of_rank(self, rank: Ints) -> tuple[Floats, Floats]:
-        """Seconds of one microbatch forward and backward on a rank of each candidate."""
+        """Seconds of the forward and of the backward pass of one micro-batch on a rank of each candidate."""
         forward, backward = np.zeros(len(self.of)), np.zeros(len(self.of))
         for passes, count in self.work:
             share = self._share(count)[rank]
@@ -134,7 +134,7 @@ class StagePasses:
         return forward, backward
 
     def note(self, rank: int, m: Ints, parts: dict[str, Floats]) -> None:
-        """Record the work of one candidate's rank of `pp`: `parts` of a step, and its passes of a microbatch."""
+        """Record the work of one candidate's rank of `pp`: `parts` of a step, and its passes of a micro-batch."""
         held = pipeline.stages(self.job, self.of)
         mine = held.of_rank[rank].tolist()
         told = ", ".join(f"{stage} with {len(held.layers[stage])}" for stage in mine)
@@ -163,18 +163,19 @@ class StagePasses:
             _note_shares(f"{name} of a microbatch", terms, seconds)
 
     def _share(self, count: Ints) -> Floats:
-        """(R,): of what every stage has `count`, how much a microbatch meets on each rank, all ways averaged."""
-        ways = self.of.shared.ways
+        """(R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a
+        micro-batch, averaged over the routes."""
+        routes = self.of.shared.ways
         found = np.zeros(self.of.pp)
-        for way in ways:
-            np.add.at(found, list(way), count / len(ways))
+        for route in routes:
+            np.add.at(found, list(route), count / len(routes))
         return found
 
 
 def _note_shares(
     what: str, terms: dict[str, tuple[float, Floats]], value: Floats, microbatches: Ints | None = None
 ) -> None:
-    """Record a sum of entries, each so many times; with `microbatches`, of all of them."""
+    """Record a sum of entries, each with its factor; with `microbatches`, multiplied by their number."""
     there = {ledger.identifier(name): each for name, each in terms.items() if each[0] and np.any(each[1])}
     if there:
         formula = " + ".join(f"{times:g} * {name}" for name, (times, _) in there.items())
@@ -185,8 +186,8 @@ def _note_shares(
 
 
 class RankParameters(NamedTuple):
-    """Parameters on the rank of `pp` that has most, each (n,). `ends`: what embedding, last norm and head are of the
-    dense ones."""
+    """Parameters on the rank of `pp` with the most, each (n,). `ends`: embedding, last norm and head, included in
+    `dense`."""
 
     dense: Ints
     experts: Ints
@@ -194,21 +195,22 @@ class RankParameters(NamedTuple):
 
 
 def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats) -> Floats:
-    """What communication of weights and gradients adds to a step; `forward`, `backward`: seconds of a microbatch's
+    """Exposed communication of weights and gradients in a step; `forward`, `backward`: seconds of a micro-batch's
     passes on the rank.
 
     | zero | gradients                                                | weights                                    |
     | ---- | -------------------------------------------------------- | ------------------------------------------ |
-    | 0    | all-reduced over all copies, once                        |                                            |
+    | 0    | all-reduced over all replicas, once                      |                                            |
     | 1    | reduce-scattered over the shards, once                   | gathered once                              |
-    | 2    | reduce-scattered for each microbatch                     | gathered once                              |
+    | 2    | reduce-scattered for each micro-batch                    | gathered once                              |
     | 3    | as 2                                                     | gathered for each pass, all but embedding  |
     |      |                                                          | and head forward and backward              |
 
-    Shares are then all-reduced over replicas, once. Under a pipeline that gathers once a step, zero 3 is as 1. Experts
-    have groups of their own. A stack that overlaps hides messages beside the pass of the microbatch that they belong
-    to, but for a layer's share of them, and pays `interference` for what it hides. At the end of a pipeline come the
-    sum of a tied matrix over its two stages, and that of both copies of each stage where microbatches go two ways.
+    Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
+    is as 1. Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
+    micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a pipeline come the
+    all-reduce of a tied embedding's gradient over its two stages, and with two routes of micro-batches that of the
+    gradients of both replicas of each stage.
     """
     traffic = _Traffic(job, of, held, forward, backward)
     found = np.zeros(len(of))
@@ -229,8 +231,8 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters of a rank whose messages have the same groups of ranks: `count`, of which `again` in layers, on
-    `copies` ranks `stride` apart, that share them over `shards`."""
+    """Parameters of a rank that are communicated over the same process groups: `count` of them, of which `again` are in
+    layers. Gradients are reduced over `copies` ranks, `stride` apart; ZeRO shards over `shards` of these."""
 
     name: str
     count: Ints
@@ -241,7 +243,7 @@ class _Group:
 
 
 class _Traffic:
-    """Messages of a step, by name, and what they add to the pass that they run beside."""
+    """The data-parallel collectives of a step, by name, and their exposed parts."""
 
     def __init__(self, job: Job, of: Candidates, held: RankParameters, forward: Floats, backward: Floats) -> None:
         self.job, self.of = job, of
@@ -256,7 +258,7 @@ class _Traffic:
         self._sent: dict[str, Floats] = {}
 
     def of_stage(self, zero: int) -> list[tuple[str, tuple[str, Floats]]]:
-        """What is sent in a step of a stage of ZeRO, each behind the number of times, `m * `."""
+        """The communication of a step for a ZeRO stage, each with the number of times, such as `m * `."""
         if zero == 0:
             return [("", self.in_backward(SUMMED))]
         gathered = self.exposed((GATHERED,), "F of a microbatch")
@@ -270,7 +272,7 @@ class _Traffic:
         return self.exposed(whats, "I and W of a microbatch")
 
     def exposed(self, whats: tuple[str, ...], beside: str) -> tuple[str, Floats]:
-        """What messages add to a pass of a microbatch, and its name."""
+        """The name and exposed time of collectives that overlap with a pass of a micro-batch."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
@@ -282,7 +284,7 @@ class _Traffic:
         return name + HIDDEN, left
 
     def sent(self, what: str) -> Floats:
-        """Of dense parameters, then of experts."""
+        """Seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
             terms = {f"{what}, {each.name}": _message(self.job, what, each) for each in self.groups}
             self._sent[what] = ledger.total(what, terms)
@@ -290,7 +292,7 @@ class _Traffic:
 
 
 def _message(job: Job, what: str, of: _Group) -> Floats:
-    """Seconds of one message of a group."""
+    """Seconds of one collective of a group of parameters."""
     cluster, name, e = job.cluster, f"{what}, {of.name}", job.element_bytes
     gradients = of.count * job.stack.speed.reduce_bytes
     match what:
@@ -307,7 +309,7 @@ def _message(job: Job, what: str, of: _Group) -> Floats:
 
 
 def _replicas(job: Job, of: Candidates, held: Floats) -> dict[str, Floats]:
-    """Sums of gradients over two ranks of `pp` that hold the same, by name."""
+    """All-reduces of gradients over two ranks of `pp` that hold replicas of parameters, by name."""
     found: dict[str, Floats] = {}
     spec, stride, n_bytes = job.model, of.world // of.pp, job.stack.speed.reduce_bytes
     if of.pp > 1 and spec.tied_embedding:
@@ -322,12 +324,12 @@ def _replicas(job: Job, of: Candidates, held: Floats) -> dict[str, Floats]:
 
 
 def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
-    """Seconds of the optimizer, which memory bounds, and of what a step does once.
+    """Seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
 
-    For each parameter the rank has a share of, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8)
-    and writes weight and moments (12) and the working weight (2); the norm of the gradients reads them before (4), and
-    they are set to zero after (4): 38. An optimizer that does not have two states moves 8 bytes for each more or fewer.
-    Then come the loss, the norm's all-reduce and the start of the next step.
+    For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
+    writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
+    they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes. The overhead is
+    that of the loss, the norm's all-reduce and the start of the next step.
     """
     stack = job.stack
     shards, expert_shards = (np.where(of.zero > 0, over, 1) for over in (of.shards, of.expert_shards))
@@ -341,10 +343,10 @@ def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
 
 
 def stragglers(job: Job, of: Candidates) -> Floats:
-    """Share by which a step is longer because all wait for the slowest: c log2(world / accelerators of a node).
+    """Relative increase of the step time because all ranks wait for the slowest: c log2(world size / node size).
 
-    c `Calibration.straggler_share`. The largest of n noisy times grows about as the logarithm of n; nodes differ more
-    than the accelerators in one. Ignored: failures, and noise of the network, which grows with its load.
+    c `Calibration.straggler_share`. The maximum of n noisy times grows roughly as the logarithm of n; nodes differ more
+    than the accelerators in one node. Ignored: failures, and noise of the network, which grows with its load.
     """
     nodes = np.maximum(of.world / job.cluster.node_size, 1)
     return ledger.compute(
@@ -354,7 +356,7 @@ def stragglers(job: Job, of: Candidates) -> Floats:
 
 
 def rank_parameters(job: Job, of: Candidates) -> RankParameters:
-    """Those of each candidate."""
+    """The parameters of each candidate on its rank of `pp` with the most."""
     cut = pipeline.stages(job, of)
     held = parameters.of_ranks(job.model, cut, of.tp, of.ep)
     dense, experts, ends = (part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends))

@@ -30,7 +30,7 @@ def zb_h2(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def deferred(stage: int, n_microbatches: int, *, ahead: int, behind: int) -> list[Action]:
-    """F runs `ahead` microbatches before I, W `behind` microbatches after it; otherwise F, I, W in turn."""
+    """F runs `ahead` micro-batches before I, W `behind` micro-batches after it; otherwise F, I, W in turn."""
     microbatches = range(n_microbatches)
     lags: tuple[tuple[Op, int], ...] = ("F", -ahead), ("I", 0), ("W", behind)
     return [
