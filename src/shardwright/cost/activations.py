@@ -64,34 +64,34 @@ class Ends:
 def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
     """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input."""
     with ledger.section(f"Kept of a microbatch by {block.name}"):
-        of = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
-        _attention(job, of)
-        _networks(job, of)
+        formulas = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
+        _attention(job, formulas)
+        _networks(job, formulas)
         parts = ["attention", "networks"]
         if block.experts:
-            _experts(job, of, shared=block.inner > 0)
+            _experts(job, formulas, shared=block.inner > 0)
             parts.append("experts")
-        of("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
-        of("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
+        formulas("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
+        formulas("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
         scores = " - scores" * (not job.stack.flash_attention)
         if job.stack.selective != "scores":
-            of("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
-        again, rows = candidates.recompute, of["rows_sent"] if block.experts else 0.0
-        of.choose(
+            formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
+        again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
+        formulas.choose(
             "all kept", again, ["everything", "listed" if job.stack.selective != "scores" else f"everything{scores}",
             "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
         gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective != "scores"))
-        of.values["rows_of_experts"] = np.where(gone, 0.0, rows)
-        of(f"kept by {block.name}", "all_kept - rows_of_experts")
+        formulas.values["rows_of_experts"] = np.where(gone, 0.0, rows)
+        formulas(f"kept by {block.name}", "all_kept - rows_of_experts")
         at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
-        of.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
+        formulas.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
         waiting = " + ".join(["(norms * T_shard + inputs * T_read) * h * e", *(f"{part}_for_W" for part in parts)])
         return Layer(
-            kept=of["all_kept"],
-            experts=of["rows_of_experts"],
-            waiting=of("all for W", waiting),
-            working=of[ledger.identifier(f"working of {block.name}")],
+            kept=formulas["all_kept"],
+            experts=formulas["rows_of_experts"],
+            waiting=formulas("all for W", waiting),
+            working=formulas[ledger.identifier(f"working of {block.name}")],
         )
 
 
@@ -104,18 +104,20 @@ def ends(job: Job, candidates: Candidates) -> Ends:
     stack, e = job.stack, job.element_bytes
     kept = max(stack.logit_kept_bytes, e)
     with ledger.section("Kept of a microbatch around the layers"):
-        of = Formulas(_symbols(job, candidates), "B")
+        formulas = Formulas(_symbols(job, candidates), "B")
         rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
         cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
-        of.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
-        of.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
+        formulas.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
+        formulas.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
         return Ends(
-            first=of("dropout mask", "T_shard * h * mask"),
-            last=of("around the last norm", "(T_shard + T_read) * h * e"),
-            sent=of("sent on", "T_shard * h * e * keeps_outputs"),
-            logits=of("logits of a microbatch", "T * vocabulary_rows * logit_bytes"),
-            waiting_logits=of("logits for W of a microbatch", "T * vocabulary_rows * e"),
-            loss=of("loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"),
+            first=formulas("dropout mask", "T_shard * h * mask"),
+            last=formulas("around the last norm", "(T_shard + T_read) * h * e"),
+            sent=formulas("sent on", "T_shard * h * e * keeps_outputs"),
+            logits=formulas("logits of a microbatch", "T * vocabulary_rows * logit_bytes"),
+            waiting_logits=formulas("logits for W of a microbatch", "T * vocabulary_rows * e"),
+            loss=formulas(
+                "loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"
+            ),
         )
 
 
@@ -174,34 +176,38 @@ def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
     return found
 
 
-def _attention(job: Job, of: Formulas) -> None:
+def _attention(job: Job, formulas: Formulas) -> None:
     stored = not job.stack.flash_attention
-    a_score = "(2 * e + mask)" if of["mask"] else "e"
-    of("scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32")
-    of("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
-    of("listed of attention", "T * (q + v + out) * e")
-    of("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
-    of(
+    a_score = "(2 * e + mask)" if formulas["mask"] else "e"
+    formulas(
+        "scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32"
+    )
+    formulas("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
+    formulas("listed of attention", "T * (q + v + out) * e")
+    formulas("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
+    formulas(
         "working of attention", "(T * (q + k + v + out + cut * h + visiting * (k + v)) + 2 * T_shard * h) * e"
         + " + 2 * T * s * heads / tp * e" * stored, "gradients, and inputs gathered over tp and cp",
     )  # fmt: skip
 
 
-def _networks(job: Job, of: Formulas) -> None:
+def _networks(job: Job, formulas: Formulas) -> None:
     """Networks that compute all tokens: a feed-forward network, or shared experts."""
-    of("kept of networks", "T * inner / tp * (made * e + e_input)")
-    of("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
-    of("networks for W", "T * inner / tp * tensors * e")
-    of("working of networks", "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * tensors) * e", "gradients, inputs")
+    formulas("kept of networks", "T * inner / tp * (made * e + e_input)")
+    formulas("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
+    formulas("networks for W", "T * inner / tp * tensors * e")
+    formulas(
+        "working of networks", "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * tensors) * e", "gradients, inputs"
+    )
 
 
-def _experts(job: Job, of: Formulas, *, shared: bool) -> None:
+def _experts(job: Job, formulas: Formulas, *, shared: bool) -> None:
     """The router and the routed experts, which are never sharded over tp."""
-    of("rows sent", "T_shard * top_k * h * (e_input + e * weighed)")
+    formulas("rows sent", "T_shard * top_k * h * (e_input + e * weighed)")
     # The router's input is kept in fp32; without shared experts no other matmul keeps it in 16 bits.
     less = "" if shared else " - T_read * h * e_input * copied"
-    of("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
+    formulas("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
     made = "T_shard * top_k * expert_inner * ((made + unweighted) * e + e_input)"
-    of("kept of experts", f"rows_sent + router + {made}")
-    of("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
-    of("working of experts", "experts_for_W + T_shard * h * e", "gradients")
+    formulas("kept of experts", f"rows_sent + router + {made}")
+    formulas("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
+    formulas("working of experts", "experts_for_W + T_shard * h * e", "gradients")

@@ -80,15 +80,15 @@ def all_reduce(
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     k, switch = at.nodes, cluster.inside.switch_bytes_per_s
     steps = "messages_in = 2 * (n - k); messages_across = 2 * (k - 1); V = 2 * S * (n - 1) / n"
-    ways = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
+    algorithms = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
     if k.max() > 1:
         steps = "messages_in = 2 * (g - 1); messages_across = 2 * ceil(log2(k)); V = 2 * S"
-        ways["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
+        algorithms["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
     if switch and k.min() == 1:
         formula = f"start_s + 2 * ceil(log2(n)) * latency_in_s + {_full_rate_bytes('S', 'in')} / switch"
         switched = ledger.compute(f"{what}, in the switch", formula, **symbols, switch=switch)
-        ways["in the switch"] = np.where(k == 1, switched, np.inf)
-    names = {ledger.identifier(f"{what}, {way}"): seconds for way, seconds in ways.items()}
+        algorithms["in the switch"] = np.where(k == 1, switched, np.inf)
+    names = {ledger.identifier(f"{what}, {algorithm}"): seconds for algorithm, seconds in algorithms.items()}
     fastest = f"min({', '.join(names)})" if len(names) > 1 else next(iter(names))
     return np.where(at.size > 1, ledger.compute(what, fastest, **names), 0.0)
 

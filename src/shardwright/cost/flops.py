@@ -42,7 +42,7 @@ def model_flops(job: Job) -> TokenFlops:
 SECTION = "FLOPs of a token"
 
 
-def executed_flops(job: Job, of: Candidates) -> TokenFlops:
+def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     """FLOPs that a layout executes: those of the model and those of recomputation, (n,).
 
     full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
@@ -57,14 +57,17 @@ def executed_flops(job: Job, of: Candidates) -> TokenFlops:
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
         model = ledger.identifier(f"model FLOPs, {name}")
-        values: ledger.Inputs = {model: needed + np.zeros(len(of)), "square": square, "h": spec.d_model}
+        values: ledger.Inputs = {model: needed + np.zeros(len(candidates)), "square": square, "h": spec.d_model}
         formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
-        if not np.any(of.recompute):
+        if not np.any(candidates.recompute):
             return formulas[model]
-        ways = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
+        by_recompute = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
         with ledger.section(SECTION):
             return formulas.choose(
-                f"executed FLOPs, {name}", of.recompute, [ways[each] for each in RECOMPUTE], "square: attention"
+                f"executed FLOPs, {name}",
+                candidates.recompute,
+                [by_recompute[each] for each in RECOMPUTE],
+                "square: attention",
             )
 
     return TokenFlops(executed("full square", needed.full, square), executed("causal half", needed.causal, square / 2))

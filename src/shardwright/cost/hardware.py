@@ -201,10 +201,10 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     if form[4] and not 0 < float(form[4]) < 1e6:
         raise InputError(f"cluster {text!r}: {form[4]} Gbit/s a node; valid: more than 0, such as 1600")
     if isinstance(table, ClusterTable):
-        kind, of = _find("accelerator", table.accelerator, known.accelerators)
+        kind, usual = _find("accelerator", table.accelerator, known.accelerators)
         gbit_per_s = table.gbit_per_s_per_node / table.node_size
     else:
-        kind, of = name, table
+        kind, usual = name, table
         gbit_per_s = table.gbit_per_s
     if form[4]:
         gbit_per_s = float(form[4]) / node_size
@@ -222,10 +222,10 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         )
     return Cluster(
         name=text.strip(),
-        accelerator=_accelerator(kind, of),
+        accelerator=_accelerator(kind, usual),
         size=size,
         node_size=node_size,
-        inside=_inside(of.inside),
+        inside=_inside(usual.inside),
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
     )

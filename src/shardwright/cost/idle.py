@@ -26,18 +26,18 @@ class StageTimes:
     message: Floats
 
 
-def busy(of: Candidates, times: StageTimes, m: Ints) -> Floats:
+def busy(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
     """Seconds that each rank of `pp` computes in a step of `m` micro-batches: (n, R)."""
     whole = times.forward + times.backward_input + times.weight
-    ways = of.shared.ways
-    found = np.zeros((len(of), of.pp))
-    for way in ways:
-        for stage, rank in enumerate(way):
-            found[:, rank] += whole[:, stage] / len(ways)
+    routes = candidates.shared.ways
+    found = np.zeros((len(candidates), candidates.pp))
+    for route in routes:
+        for stage, rank in enumerate(route):
+            found[:, rank] += whole[:, stage] / len(routes)
     return found * m[:, None]
 
 
-def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
+def least(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
     """A lower bound on the time of the schedule: (n,) seconds. `work`: of each rank (`busy`).
 
     A rank cannot begin before the first micro-batch has reached it, and after it has sent its last input gradient the
@@ -48,19 +48,19 @@ def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
     head: sum of F over the stages before the rank's first, with a message for each; tail: the same with I + W, or with
     only I if the backward pass is split.
     """
-    if of.pp == 1:
+    if candidates.pp == 1:
         return work[:, 0]
-    split = of.kind.splits_backward
+    split = candidates.kind.splits_backward
     back = times.backward_input if split else times.backward_input + times.weight
-    heads = np.full((len(of), of.pp), np.inf)
-    tails = np.full((len(of), of.pp), np.inf)
-    for way in of.shared.ways:
-        before = np.zeros(len(of))
-        after = np.zeros(len(of))
-        for stage, rank in enumerate(way):
+    heads = np.full((len(candidates), candidates.pp), np.inf)
+    tails = np.full((len(candidates), candidates.pp), np.inf)
+    for route in candidates.shared.ways:
+        before = np.zeros(len(candidates))
+        after = np.zeros(len(candidates))
+        for stage, rank in enumerate(route):
             heads[:, rank] = np.minimum(heads[:, rank], before)
             tails[:, rank] = np.minimum(tails[:, rank], after)
-            hop = times.message if stage + 1 < len(way) and way[stage + 1] != rank else 0.0
+            hop = times.message if stage + 1 < len(route) and route[stage + 1] != rank else 0.0
             before = before + times.forward[:, stage] + hop
             after = after + back[:, stage] + hop
     if split:
@@ -68,7 +68,7 @@ def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
     return (heads + work + tails).max(axis=1)
 
 
-def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
+def makespans(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
     """The simulated time of the schedule: (n,) seconds; 0 without a pipeline.
 
     Exact up to `MOST_SIMULATED`. The time of a schedule is the longest of many paths, each of which grows linearly with
@@ -76,11 +76,11 @@ def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
     shorter one, a lower bound; `least` is another. If a rank that is hardly slower than the others is not yet on the
     longest path of the shorter step, the larger of the two is some tenths of a percent too low.
     """
-    if of.pp == 1:
-        return np.zeros(len(of))
+    if candidates.pp == 1:
+        return np.zeros(len(candidates))
     runs = [
         _makespan(
-            (of.shared.pp_schedule, of.pp, of.shared.virtual_stages),
+            (candidates.shared.pp_schedule, candidates.pp, candidates.shared.virtual_stages),
             int(m[at]),
             Times(
                 tuple(times.forward[at].tolist()),
@@ -89,7 +89,7 @@ def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
                 float(times.message[at]),
             ),
         )
-        for at in range(len(of))
+        for at in range(len(candidates))
     ]
     return np.array(runs)
 

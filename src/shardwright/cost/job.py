@@ -119,7 +119,7 @@ class Candidates:
         return self.dp_shard * self.cp
 
     @cached_property
-    def copies(self) -> Ints:
+    def gradient_ranks(self) -> Ints:
         """Number of ranks over which the gradient of a dense parameter is reduced: data ranks x cp."""
         return self.data_ranks * self.cp
 

@@ -87,35 +87,35 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
     return rate
 
 
-def layer_matmuls(job: Job, of: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:
+def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:
     """The matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
 
     Experts have equal loads. Each rank of tp sends its token shard to the experts, and receives as many tokens as it
     sends: m of an expert is tokens / tp x top_k / (experts of the rank).
     """
     for group in block.matmuls:
-        first, n_out = group.rows[0], _outputs(job, of, group)
+        first, n_out = group.rows[0], _outputs(job, candidates, group)
         if first.matmul == "routed":
             assert job.model.moe is not None
-            experts = first.shape[0] / of.ep
-            rows = tokens / of.tp * job.model.moe.top_k / experts
+            experts = first.shape[0] / candidates.ep
+            rows = tokens / candidates.tp * job.model.moe.top_k / experts
             yield Matmul(group.name, rows, first.shape[-1], n_out, experts)
         elif first.kind == "router":
-            yield Matmul(group.name, tokens / of.tp, first.shape[-1], n_out, precision="fp32")
+            yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision="fp32")
         else:
-            n_in = first.shape[-1] / of.tp if first.split == "row" else first.shape[-1]
+            n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
             yield Matmul(group.name, tokens, n_in, n_out)
 
 
-def _outputs(job: Job, of: Candidates, group: Group) -> Floats | float:
+def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:
     """Output features on one rank of tp."""
     return sum(
-        row.shape[-2] / tp_shards(job.model, row.split, of.tp) if row.split_dim == 0 else row.shape[-2]
+        row.shape[-2] / tp_shards(job.model, row.split, candidates.tp) if row.split_dim == 0 else row.shape[-2]
         for row in group.rows
     )
 
 
-def head_matmul(job: Job, of: Candidates, tokens: Floats) -> Matmul:
+def head_matmul(job: Job, candidates: Candidates, tokens: Floats) -> Matmul:
     """The matmul of the logits of a micro-batch, for the rank's shard of the vocabulary; never in fp8."""
-    n_out = job.model.vocab_size / of.tp
+    n_out = job.model.vocab_size / candidates.tp
     return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision)

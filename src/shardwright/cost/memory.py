@@ -138,21 +138,27 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
     """`of(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many candidates: parameters, gradients
     and optimizer states are computed once for candidates that differ only in micro-batch and recomputation, and
     activations and temporary buffers once for those that differ only in their data axes."""
-    of = candidates
-    few = _few_microbatches(job, of)
-    cuts = _numbered(of.tp, of.cp, of.ep)[1]
-    first, back = _numbered(cuts, of.micro_batch, of.recompute, of.sequence_parallel, states.shares_gradients(of), few)
-    step = _Step(job, of.take(first))
-    moving = np.zeros((len(first), of.pp))
+    few = _few_microbatches(job, candidates)
+    cuts = _numbered(candidates.tp, candidates.cp, candidates.ep)[1]
+    first, back = _numbered(
+        cuts,
+        candidates.micro_batch,
+        candidates.recompute,
+        candidates.sequence_parallel,
+        states.shares_gradients(candidates),
+        few,
+    )
+    step = _Step(job, candidates.take(first))
+    moving = np.zeros((len(first), candidates.pp))
     for m in np.unique(few[first]):
         mine = np.nonzero(few[first] == m)[0]
-        at = pipeline.moments(of, int(m))
+        at = pipeline.moments(candidates, int(m))
         moving[mine] = _sizes(step.of_stage.take(mine), step.stages, at).max(2)
-    first_held, back_held = _numbered(cuts, of.dp_shard, of.zero, of.sequence_parallel)
-    lying = _Step(job, of.take(first_held))
+    first_held, back_held = _numbered(cuts, candidates.dp_shard, candidates.zero, candidates.sequence_parallel)
+    with_states = _Step(job, candidates.take(first_held))
     messages = step.states["buffers"]
-    always = sum((held for kind, held in lying.states.items() if kind != "buffers"), np.zeros(1))
-    update = always - lying.states["gathered"] + lying.update_bytes
+    always = sum((held for kind, held in with_states.states.items() if kind != "buffers"), np.zeros(1))
+    update = always - with_states.states["gathered"] + with_states.update_bytes
     whole = always[back_held]
     whole += moving[back]
     whole = np.maximum(whole, update[back_held], out=whole)
@@ -243,9 +249,9 @@ class _Step:
         return {**dict.fromkeys(KINDS, nothing), **self.states, "gathered": nothing, "working": self.update_bytes}
 
 
-def _few_microbatches(job: Job, of: Candidates) -> Ints:
-    distinct, back = np.unique(of.microbatches(job.global_batch), return_inverse=True)
-    few = [pipeline.representative(of.shared.pp_schedule, of.pp, int(m)) for m in distinct]
+def _few_microbatches(job: Job, candidates: Candidates) -> Ints:
+    distinct, back = np.unique(candidates.microbatches(job.global_batch), return_inverse=True)
+    few = [pipeline.representative(candidates.shared.pp_schedule, candidates.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
     return found
 

@@ -46,8 +46,8 @@ class Parameters:
         layers = {block: int(counts[mine].sum()) for block, counts in stages.of_kind.items()}
         layers = {block: count for block, count in layers.items() if count}
         ends = self.ends[:, mine].sum(1)
-        for name, of, held, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
-            terms = {ledger.identifier(f"{of} of {block.name}"): block for block in layers}
+        for name, kind, held, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
+            terms = {ledger.identifier(f"{kind} of {block.name}"): block for block in layers}
             terms = {term: block for term, block in terms.items() if np.any(self.of_block[block][place])}
             formula = [f"{layers[block]} * {term}" for term, block in terms.items()]
             formula += ["ends"] * (place == 0 and bool(np.any(ends)))

@@ -27,32 +27,32 @@ from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
 
 
-def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
+def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
     """Bytes by kind, each (n, R)."""
     stack, has_master = job.stack, job.precision != "fp32"
-    sharded = of.zero == 3
-    formulas = _formulas(job, of, stages, held)
+    sharded = candidates.zero == 3
+    formulas = _formulas(job, candidates, stages, held)
     formulas.values |= {
         "kept_weights": ~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
         "fp8_weight_bytes": stack.fp8_weight_bytes * (job.precision == "fp8"),
         "gathers": sharded[:, None] + 0,
-        "gathers_all": _holds_stage(of)[:, None] + 0,
+        "gathers_all": _holds_stage(candidates)[:, None] + 0,
         "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
         "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
-        "T_shard": (of.tokens(job.seq_len) / of.token_shards)[:, None],
-        "messages": 2 * (of.pp > 1),
+        "T_shard": (candidates.tokens(job.seq_len) / candidates.token_shards)[:, None],
+        "messages": 2 * (candidates.pp > 1),
     }
     workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
 
     def spent(what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = "") -> Floats:
-        return _spent(formulas, of, what, shared, n_bytes, more)
+        return _spent(formulas, candidates, what, shared, n_bytes, more)
 
     fp8 = " + (P + Q - ends) * fp8_weight_bytes" * (job.precision == "fp8")
     found = {
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
-        "master": spent("master", of.zero >= 1, stack.master_bytes * has_master),
-        "gradients": spent("gradients kept", shares_gradients(of), stack.gradient_bytes),
-        "optimizer": spent("optimizer", of.zero >= 1, job.n_optimizer_states * stack.state_bytes),
+        "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
+        "gradients": spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes),
+        "optimizer": spent("optimizer", candidates.zero >= 1, job.n_optimizer_states * stack.state_bytes),
         # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
             "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
@@ -62,16 +62,18 @@ def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict
         "workspace": np.asarray(workspace),
     }
     ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
-    shape = (len(of), len(stages.of_rank))
+    shape = (len(candidates), len(stages.of_rank))
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
 
-def optimizer_step(job: Job, of: Candidates, stages: Stages, held: Parameters) -> Floats:
+def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
     """Temporary buffers of the optimizer, in bytes, (n, R)."""
-    return _spent(_formulas(job, of, stages, held), of, "working", of.zero >= 1, job.stack.step_bytes)
+    return _spent(
+        _formulas(job, candidates, stages, held), candidates, "working", candidates.zero >= 1, job.stack.step_bytes
+    )
 
 
-def _formulas(job: Job, of: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
+def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
     """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and `ends`, the part of
     P that is in no layer."""
     dense, expert, ends = (part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends))
@@ -80,16 +82,21 @@ def _formulas(job: Job, of: Candidates, stages: Stages, held: Parameters) -> led
 
 
 def _spent(
-    formulas: ledger.Formulas, of: Candidates, what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = ""
+    formulas: ledger.Formulas,
+    candidates: Candidates,
+    what: str,
+    shared: NDArray[np.bool_],
+    n_bytes: float,
+    more: str = "",
 ) -> Floats:
     """`n_bytes` for each parameter, sharded for the candidates in `shared`; `more`: the rest of the formula."""
-    ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
+    ranks, expert_ranks = np.where(shared, candidates.shards, 1), np.where(shared, candidates.expert_shards, 1)
     formulas.values |= {"ranks": ranks[:, None], "expert_ranks": expert_ranks[:, None], "n_bytes": n_bytes}
     formula = "n_bytes * (P / ranks + Q / expert_ranks)"
     return formulas(what, f"({formula}{more}" if more else formula, "ZeRO, arXiv 1910.02054, section 5")
 
 
-def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
+def moving_gradients(job: Job, candidates: Candidates, held: Parameters) -> Floats:
     """Bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block, (n, S).
 
     If gradients are sharded: those of a whole block, the buffer of their reduce-scatter, and in the last stage those of
@@ -99,7 +106,7 @@ def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
     values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
     of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
-    shared = shares_gradients(of)[:, None]
+    shared = shares_gradients(candidates)[:, None]
     found = np.zeros(held.ends.shape)
     if np.any(shared):
         found += of_gradients("gradients of a layer", "(e + reduced_bytes) * largest_layer")[:, None]
@@ -112,11 +119,11 @@ def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
     return found
 
 
-def shares_gradients(of: Candidates) -> NDArray[np.bool_]:
+def shares_gradients(candidates: Candidates) -> NDArray[np.bool_]:
     """Whether gradients are accumulated in shards."""
-    return (of.zero >= 2) & ~_holds_stage(of)
+    return (candidates.zero >= 2) & ~_holds_stage(candidates)
 
 
-def _holds_stage(of: Candidates) -> NDArray[np.bool_]:
+def _holds_stage(candidates: Candidates) -> NDArray[np.bool_]:
     """Whether ZeRO-3 gathers a stage once a step."""
-    return (of.zero == 3) & (of.pp > 1) & (of.shared.zero_pp_gather == "step")
+    return (candidates.zero == 3) & (candidates.pp > 1) & (candidates.shared.zero_pp_gather == "step")

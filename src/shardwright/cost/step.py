@@ -37,16 +37,15 @@ class StepTime:
 def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> StepTime:
     """Seconds of a step. With `simulated` the pipeline's schedule is simulated for each candidate; otherwise its idle
     time is a lower bound, which is some hundred times faster to compute."""
-    of = candidates
-    m = of.microbatches(job.global_batch)
-    stages = StagePasses(job, of)
+    m = candidates.microbatches(job.global_batch)
+    stages = StagePasses(job, candidates)
     times = stages.times()
-    work = busy(of, times, m)
-    span = idle.least(of, times, work)
+    work = busy(candidates, times, m)
+    span = idle.least(candidates, times, work)
     if simulated:
-        span = np.maximum(span, idle.makespans(of, times, m))
+        span = np.maximum(span, idle.makespans(candidates, times, m))
     most = work.argmax(axis=1)
-    with ledger.section(PIPELINE if of.pp > 1 else "Work of a rank"):
+    with ledger.section(PIPELINE if candidates.pp > 1 else "Work of a rank"):
         parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
         mine = np.take_along_axis(work, most[:, None], 1)[:, 0]
         parts["pipeline"] = span - mine
@@ -54,18 +53,17 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
         if ledger.recording():
             stages.note(int(most[0]), m, {kind: seconds for kind, seconds in parts.items() if kind != "pipeline"})
             ledger.total("work", parts | {"pipeline": np.zeros(1)}, value=mine)
-            if of.pp > 1:
-                ledger.note(
-                    "makespan", "", span, "s", f"{of.shared.pp_schedule} simulated with these times; cost/idle.py"
-                )
+            if candidates.pp > 1:
+                simulated_with = f"{candidates.shared.pp_schedule} simulated with these times; cost/idle.py"
+                ledger.note("makespan", "", span, "s", simulated_with)
                 ledger.note("pipeline", "makespan - work", span - mine, "s", "waiting", makespan=span, work=mine)
-    held = rank_parameters(job, of)
+    held = rank_parameters(job, candidates)
     with ledger.section("Data parallel, rank with most parameters"):
-        parts["data parallel"] = data_parallel(job, of, held, m, forward, backward)
+        parts["data parallel"] = data_parallel(job, candidates, held, m, forward, backward)
     with ledger.section("Step"):
-        parts["optimizer"] = optimizer(job, of, held)
+        parts["optimizer"] = optimizer(job, candidates, held)
         rest = StepTime(parts).total_s
-        share = stragglers(job, of)
+        share = stragglers(job, candidates)
         ledger.total("all but stragglers", parts, value=rest)
         parts["stragglers"] = ledger.compute(
             "stragglers", "share_of_stragglers * all_but_stragglers", share_of_stragglers=share, all_but_stragglers=rest
@@ -77,23 +75,23 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
 class StagePasses:
     """Seconds of the forward and backward passes of one micro-batch in every stage, by kind of work."""
 
-    def __init__(self, job: Job, of: Candidates) -> None:
-        self.job, self.of = job, of
-        cut = pipeline.stages(job, of)
+    def __init__(self, job: Job, candidates: Candidates) -> None:
+        self.job, self.candidates = job, candidates
+        cut = pipeline.stages(job, candidates)
         self.n_stages = len(cut.layers)
         first, last = np.zeros(self.n_stages, dtype=np.int64), np.zeros(self.n_stages, dtype=np.int64)
         first[0], last[-1] = 1, 1
-        self.work: list[tuple[Passes, Ints]] = [(embedding(job, of), first), (head(job, of), last)]
-        self.work += [(layer(job, of, block), counts) for block, counts in cut.of_kind.items()]
+        self.work: list[tuple[Passes, Ints]] = [(embedding(job, candidates), first), (head(job, candidates), last)]
+        self.work += [(layer(job, candidates, block), counts) for block, counts in cut.of_kind.items()]
 
     def times(self) -> StageTimes:
         """The times of each stage for the simulation of the pipeline."""
-        shape = (len(self.of), self.n_stages)
+        shape = (len(self.candidates), self.n_stages)
         f, i, w = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for passes, count in self.work:
             for into, seconds in zip((f, i, w), passes.totals, strict=True):
                 into += seconds[..., None] * count
-        if self.of.pp > 1 and self.job.stack.speed.blocking_sends:
+        if self.candidates.pp > 1 and self.job.stack.speed.blocking_sends:
             f += self.message[:, None]
             i += self.message[:, None]
         return StageTimes(f, i, w, self.message)
@@ -101,13 +99,13 @@ class StagePasses:
     @cached_property
     def message(self) -> Floats:
         """Seconds of one message between stages, (n,)."""
-        job, of, speed = self.job, self.of, self.job.stack.speed
-        if of.pp == 1:
-            return np.zeros(len(of))
-        n_bytes = of.tokens(job.seq_len) * job.model.d_model * job.element_bytes
-        cut = of.tp if speed.scatters_messages else of.token_shards
+        job, candidates, speed = self.job, self.candidates, self.job.stack.speed
+        if candidates.pp == 1:
+            return np.zeros(len(candidates))
+        n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes
+        cut = candidates.tp if speed.scatters_messages else candidates.token_shards
         with ledger.section(PIPELINE):
-            sent = point_to_point(job.cluster, n_bytes / cut, of.pp, of.world // of.pp, "sent")
+            sent = point_to_point(job.cluster, n_bytes / cut, candidates.pp, candidates.world // candidates.pp, "sent")
             return ledger.compute("message between stages", "sent + message_s", sent=sent, message_s=speed.message_s)
 
     def of_rank(self, rank: Ints) -> dict[str, Floats]:
@@ -118,14 +116,14 @@ class StagePasses:
             for part in (passes.forward, passes.backward_input, passes.weight):
                 for kind, seconds in part.items():
                     found[kind] = found.get(kind, 0.0) + seconds * share
-        if self.job.stack.speed.blocking_sends and self.of.pp > 1:
+        if self.job.stack.speed.blocking_sends and self.candidates.pp > 1:
             n_stages = self._share(np.ones(self.n_stages, dtype=int))[rank]
             found["messages"] = 2 * self.message * n_stages
         return found
 
     def passes_of_rank(self, rank: Ints) -> tuple[Floats, Floats]:
         """Seconds of the forward and of the backward pass of one micro-batch on a rank of each candidate."""
-        forward, backward = np.zeros(len(self.of)), np.zeros(len(self.of))
+        forward, backward = np.zeros(len(self.candidates)), np.zeros(len(self.candidates))
         for passes, count in self.work:
             share = self._share(count)[rank]
             f, i, w = passes.totals
@@ -135,7 +133,7 @@ class StagePasses:
 
     def note(self, rank: int, m: Ints, parts: dict[str, Floats]) -> None:
         """Record the work of one candidate's rank of `pp`: `parts` of a step, and its passes of a micro-batch."""
-        held = pipeline.stages(self.job, self.of)
+        held = pipeline.stages(self.job, self.candidates)
         mine = held.of_rank[rank].tolist()
         told = ", ".join(f"{stage} with {len(held.layers[stage])}" for stage in mine)
         layers = float(sum(len(held.layers[stage]) for stage in mine))
@@ -145,7 +143,7 @@ class StagePasses:
         there = [(passes, float(self._share(count)[rank])) for passes, count in self.work]
         for kind, seconds in parts.items():
             if kind == "messages":
-                stages = len(mine) / len(self.of.shared.ways)
+                stages = len(mine) / len(self.candidates.shared.ways)
                 ledger.note(
                     kind, "m * 2 * stages * message_between_stages", seconds, "s", "waits for them", m=m,
                     stages=stages, message_between_stages=self.message,
@@ -165,8 +163,8 @@ class StagePasses:
     def _share(self, count: Ints) -> Floats:
         """(R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a
         micro-batch, averaged over the routes."""
-        routes = self.of.shared.ways
-        found = np.zeros(self.of.pp)
+        routes = self.candidates.shared.ways
+        found = np.zeros(self.candidates.pp)
         for route in routes:
             np.add.at(found, list(route), count / len(routes))
         return found
@@ -194,7 +192,9 @@ class RankParameters(NamedTuple):
     ends: Ints
 
 
-def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats) -> Floats:
+def data_parallel(
+    job: Job, candidates: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats
+) -> Floats:
     """Exposed communication of weights and gradients in a step; `forward`, `backward`: seconds of a micro-batch's
     passes on the rank.
 
@@ -212,16 +212,16 @@ def data_parallel(job: Job, of: Candidates, held: RankParameters, m: Ints, forwa
     all-reduce of a tied embedding's gradient over its two stages, and with two routes of micro-batches that of the
     gradients of both replicas of each stage.
     """
-    traffic = _Traffic(job, of, held, forward, backward)
-    found = np.zeros(len(of))
-    for zero in np.unique(of.zero):
+    traffic = _Traffic(job, candidates, held, forward, backward)
+    found = np.zeros(len(candidates))
+    for zero in np.unique(candidates.zero):
         terms = [(times, name, seconds) for times, (name, seconds) in traffic.of_stage(int(zero)) if np.any(seconds)]
         if terms:
             formula = " + ".join(f"{times}{ledger.identifier(name)}" for times, name, _ in terms)
             inputs: ledger.Inputs = {ledger.identifier(name): seconds for _, name, seconds in terms}
             exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
-            found = np.where(of.zero == zero, exposed, found)
-    replicas = _replicas(job, of, np.asarray(held.dense + held.experts, dtype=np.float64))
+            found = np.where(candidates.zero == zero, exposed, found)
+    replicas = _replicas(job, candidates, np.asarray(held.dense + held.experts, dtype=np.float64))
     return ledger.total("data parallel", {"weights and gradients": found} | replicas)
 
 
@@ -232,12 +232,12 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 @dataclass(frozen=True)
 class _Group:
     """Parameters of a rank that are communicated over the same process groups: `count` of them, of which `again` are in
-    layers. Gradients are reduced over `copies` ranks, `stride` apart; ZeRO shards over `shards` of these."""
+    layers. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO shards over `shards` of these."""
 
     name: str
     count: Ints
     again: Ints
-    copies: Ints
+    reduce_ranks: Ints
     shards: Ints
     stride: Ints
 
@@ -245,14 +245,17 @@ class _Group:
 class _Traffic:
     """The data-parallel collectives of a step, by name, and their exposed parts."""
 
-    def __init__(self, job: Job, of: Candidates, held: RankParameters, forward: Floats, backward: Floats) -> None:
-        self.job, self.of = job, of
+    def __init__(
+        self, job: Job, candidates: Candidates, held: RankParameters, forward: Floats, backward: Floats
+    ) -> None:
+        self.job, self.candidates = job, candidates
         self.passes = {"F of a microbatch": forward, "I and W of a microbatch": backward}
         dense, experts, ends = held
-        copies = np.maximum(of.copies * of.tp // of.ep, 1)
+        dense_ranks = candidates.gradient_ranks
+        expert_ranks = np.maximum(dense_ranks * candidates.tp // candidates.ep, 1)
         groups = [
-            _Group("dense", dense, dense - ends, of.copies, of.shards, of.tp),
-            _Group("experts", experts, experts, copies, of.expert_shards, of.ep),
+            _Group("dense", dense, dense - ends, dense_ranks, candidates.shards, candidates.tp),
+            _Group("experts", experts, experts, expert_ranks, candidates.expert_shards, candidates.ep),
         ]
         self.groups = [group for group in groups if np.any(group.count)]
         self._sent: dict[str, Floats] = {}
@@ -262,8 +265,8 @@ class _Traffic:
         if zero == 0:
             return [("", self.in_backward(SUMMED))]
         gathered = self.exposed((GATHERED,), "F of a microbatch")
-        if zero == 3 and not (self.of.pp > 1 and self.of.shared.zero_pp_gather == "step"):
-            each = self.in_backward(GATHERED if self.of.pp > 1 else GATHERED_AGAIN, SCATTERED)
+        if zero == 3 and not (self.candidates.pp > 1 and self.candidates.shared.zero_pp_gather == "step"):
+            each = self.in_backward(GATHERED if self.candidates.pp > 1 else GATHERED_AGAIN, SCATTERED)
             return [("m * ", gathered), ("(m - 1) * ", each), ("", self.in_backward(GATHERED_AGAIN, SCATTERED, ACROSS))]
         once = [("", self.in_backward(SCATTERED, ACROSS)), ("", gathered)]
         return [*once, ("(m - 1) * ", self.in_backward(SCATTERED))] if zero == 2 else once
@@ -279,7 +282,7 @@ class _Traffic:
         )
         if not speed.hides_dp:
             return name, message_s
-        of_a_layer = message_s / max(self.job.model.n_layers / self.of.pp, 1)
+        of_a_layer = message_s / max(self.job.model.n_layers / self.candidates.pp, 1)
         left = hidden(message_s, self.passes[beside], speed.interference, of_a_layer, what=name, beside=beside)
         return name + HIDDEN, left
 
@@ -291,39 +294,40 @@ class _Traffic:
         return self._sent[what]
 
 
-def _message(job: Job, what: str, of: _Group) -> Floats:
+def _message(job: Job, what: str, group: _Group) -> Floats:
     """Seconds of one collective of a group of parameters."""
-    cluster, name, e = job.cluster, f"{what}, {of.name}", job.element_bytes
-    gradients = of.count * job.stack.speed.reduce_bytes
+    cluster, name, e = job.cluster, f"{what}, {group.name}", job.element_bytes
+    gradients = group.count * job.stack.speed.reduce_bytes
     match what:
         case "gradients, all-reduce":
-            return all_reduce(cluster, gradients, of.copies, of.stride, name)
+            return all_reduce(cluster, gradients, group.reduce_ranks, group.stride, name)
         case "gradients, reduce-scatter":
-            return reduce_scatter(cluster, gradients, of.shards, of.stride, name)
+            return reduce_scatter(cluster, gradients, group.shards, group.stride, name)
         case "shards over replicas, all-reduce":
-            return all_reduce(cluster, gradients / of.shards, of.copies // of.shards, of.shards * of.stride, name)
+            replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
+            return all_reduce(cluster, gradients / group.shards, replicas, stride, name)
         case "weights, all-gather":
-            return all_gather(cluster, of.count * e, of.shards, of.stride, name)
+            return all_gather(cluster, group.count * e, group.shards, group.stride, name)
         case _:
-            return all_gather(cluster, of.again * e, of.shards, of.stride, name)
+            return all_gather(cluster, group.again * e, group.shards, group.stride, name)
 
 
-def _replicas(job: Job, of: Candidates, held: Floats) -> dict[str, Floats]:
+def _replicas(job: Job, candidates: Candidates, held: Floats) -> dict[str, Floats]:
     """All-reduces of gradients over two ranks of `pp` that hold replicas of parameters, by name."""
     found: dict[str, Floats] = {}
-    spec, stride, n_bytes = job.model, of.world // of.pp, job.stack.speed.reduce_bytes
-    if of.pp > 1 and spec.tied_embedding:
-        matrix_bytes = spec.vocab_size * spec.d_model / of.tp * n_bytes
+    spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
+    if candidates.pp > 1 and spec.tied_embedding:
+        matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes
         what = "tied matrix of the first and last stage, all-reduce"
-        found[what] = all_reduce(job.cluster, matrix_bytes, 2, (of.pp - 1) * stride, what)
-    if of.pp > 1 and len(of.shared.ways) > 1:
-        shares = np.where(of.zero > 0, of.shards, 1)
+        found[what] = all_reduce(job.cluster, matrix_bytes, 2, (candidates.pp - 1) * stride, what)
+    if candidates.pp > 1 and len(candidates.shared.ways) > 1:
+        shares = np.where(candidates.zero > 0, candidates.shards, 1)
         what = "both copies of a stage, all-reduce"
         found[what] = all_reduce(job.cluster, held * n_bytes / shares, 2, stride, what)
     return found
 
 
-def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
+def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     """Seconds of the optimizer, which is bound by memory bandwidth, and the fixed overhead of a step.
 
     For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
@@ -332,9 +336,11 @@ def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
     that of the loss, the norm's all-reduce and the start of the next step.
     """
     stack = job.stack
-    shards, expert_shards = (np.where(of.zero > 0, over, 1) for over in (of.shards, of.expert_shards))
+    shards, expert_shards = (
+        np.where(candidates.zero > 0, over, 1) for over in (candidates.shards, candidates.expert_shards)
+    )
     parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(held.experts))]
-    changed = " + ".join(f"{count} / {over}" if np.any(of.zero > 0) else count for count, over in parts)
+    changed = " + ".join(f"{count} / {over}" if np.any(candidates.zero > 0) else count for count, over in parts)
     return ledger.compute(
         "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
         shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
@@ -342,23 +348,23 @@ def optimizer(job: Job, of: Candidates, held: RankParameters) -> Floats:
     )  # fmt: skip
 
 
-def stragglers(job: Job, of: Candidates) -> Floats:
+def stragglers(job: Job, candidates: Candidates) -> Floats:
     """Relative increase of the step time because all ranks wait for the slowest: c log2(world size / node size).
 
     c `Calibration.straggler_share`. The maximum of n noisy times grows roughly as the logarithm of n; nodes differ more
     than the accelerators in one node. Ignored: failures, and noise of the network, which grows with its load.
     """
-    nodes = np.maximum(of.world / job.cluster.node_size, 1)
+    nodes = np.maximum(candidates.world / job.cluster.node_size, 1)
     return ledger.compute(
         "share of stragglers", "straggler_share * log2(nodes)", "", "all wait for the slowest",
         straggler_share=job.calibration.straggler_share, nodes=nodes,
     )  # fmt: skip
 
 
-def rank_parameters(job: Job, of: Candidates) -> RankParameters:
+def rank_parameters(job: Job, candidates: Candidates) -> RankParameters:
     """The parameters of each candidate on its rank of `pp` with the most."""
-    cut = pipeline.stages(job, of)
-    held = parameters.of_ranks(job.model, cut, of.tp, of.ep)
+    cut = pipeline.stages(job, candidates)
+    held = parameters.of_ranks(job.model, cut, candidates.tp, candidates.ep)
     dense, experts, ends = (part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends))
     most = (dense + experts).argmax(axis=1)[:, None]
 

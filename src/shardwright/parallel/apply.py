@@ -106,8 +106,8 @@ def _parts(
 
 def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
     """Pairs of ranks of `pp`, the lower first, that hold two consecutive stages."""
-    for way in layout.ways:
-        for here, there in pairwise(way):
+    for route in layout.ways:
+        for here, there in pairwise(route):
             if here != there:
                 yield min(here, there), max(here, there)
 
