@@ -31,7 +31,7 @@ def test_copies_are_summed_where_each_saw_a_part_and_nowhere_else():
     assert over(GPT, "layers.0.attention.o.bias", plain, 2) is None
     assert over(GPT, "layers.0.attention.o.bias", shards, 2) == "tp"
     assert over(GPT, "layers.0.attention.k_norm.weight", plain, 2) == "tp", "every rank saw its heads"
-    assert over(GPT, "layers.0.attention.k.weight", plain, 2) == "tp_copies"
+    assert over(GPT, "layers.0.attention.k.weight", plain, 2) == "tp_replicas"
     assert over(GPT, "layers.0.attention.k.weight", plain, 4) is None, "a kv head for every rank"
     assert over(GPT, "layers.0.attention.q.weight", shards, 2) is None
     assert over(GPT, "norm.weight", Layout(sequence_parallel=True), 2) is None, "one rank"

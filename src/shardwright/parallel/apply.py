@@ -19,12 +19,12 @@ from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sha
 from shardwright.parallel.expert import split_experts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
+from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.routing import shard_routers
-from shardwright.parallel.run import OneByOne, Runner
 from shardwright.parallel.tensor import plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.forward import forward_only
@@ -86,7 +86,7 @@ def apply(
         runner = _pipeline(stages, layout, groups, stage_groups, device, compute_dtype, seq_len or spec.max_seq_len)
     else:
         stage_groups = {}
-        runner = OneByOne(parts[0], engines[0])
+        runner = SequentialRunner(parts[0], engines[0])
     return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
 
 

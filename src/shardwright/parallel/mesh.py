@@ -6,8 +6,8 @@ Parameters are DTensors on a DeviceMesh, sharded or replicated along each of its
 | ---------------------- | ---------------------------------------------------------------------------------- |
 | `pp`, `tp`             | those of the layout                                                                |
 | `replicas`             | dp_replicate, with ZeRO-0 also cp: ranks that hold replicas                        |
-| `share`                | dp_shard x cp: ranks over which ZeRO shards; with ZeRO-0 one rank                  |
-| `tp_kv`, `tp_copies`   | tp with fewer kv heads than ranks: kv heads are sharded and then replicated        |
+| `shards`               | dp_shard x cp: ranks over which ZeRO shards; with ZeRO-0 one rank                  |
+| `tp_kv`, `tp_replicas` | tp with fewer kv heads than ranks: kv heads are sharded and then replicated        |
 
 Experts have a mesh of their own wherever ep or tp is above 1: ranks of tp send different tokens to the experts, so for
 an expert all ranks of dp_shard x cp x tp are data ranks, except that ep shards whole experts over a part of them.
@@ -16,10 +16,10 @@ an expert all ranks of dp_shard x cp x tp are data ranks, except that ep shards 
 | ---------------------- | ---------------------------------------------------------------------------------- |
 | `pp`, `ep`             | those of the layout                                                                |
 | `expert_replicas`      | dp_replicate; with ZeRO-0 all ranks that have the same experts                     |
-| `expert_share`         | dp_shard x cp x tp / ep: ranks over which ZeRO shards; with ZeRO-0 one rank        |
+| `expert_shards`        | dp_shard x cp x tp / ep: ranks over which ZeRO shards; with ZeRO-0 one rank        |
 
-Axes of one rank are left out, since each costs a process group; except `share` and `expert_share`, which are always
-there, and `tp_kv`, which is there where `tp_copies` is.
+Axes of one rank are left out, since each costs a process group; except `shards` and `expert_shards`, which are always
+there, and `tp_kv`, which is there where `tp_replicas` is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,17 +30,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.layout import DENSE_AXES, EXPERT_AXES, Layout
-from shardwright.split.tensor import kv_copies
+from shardwright.split.tensor import kv_replicas
 
 
 def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
     """The mesh of all ranks, outermost axis first. Every rank of the world has to call this."""
-    copies = kv_copies(n_kv_heads, layout.tp)
-    degrees = {"pp": layout.pp, "replicas": layout.dp_replicate, "share": layout.dp_shard * layout.cp}
+    replicas = kv_replicas(n_kv_heads, layout.tp)
+    degrees = {"pp": layout.pp, "replicas": layout.dp_replicate, "shards": layout.dp_shard * layout.cp}
     if layout.zero == 0:
-        degrees |= {"replicas": layout.dp_replicate * layout.cp, "share": 1}
-    degrees |= {"tp": layout.tp} if copies == 1 else {"tp_kv": layout.tp // copies, "tp_copies": copies}
-    return _mesh(device_type, degrees, layout.groups(*DENSE_AXES)[0], always=("share", "tp_kv"))
+        degrees |= {"replicas": layout.dp_replicate * layout.cp, "shards": 1}
+    degrees |= {"tp": layout.tp} if replicas == 1 else {"tp_kv": layout.tp // replicas, "tp_replicas": replicas}
+    return _mesh(device_type, degrees, layout.groups(*DENSE_AXES)[0], always=("shards", "tp_kv"))
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -48,12 +48,12 @@ def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     degrees = {
         "pp": layout.pp,
         "expert_replicas": layout.dp_replicate,
-        "expert_share": layout.expert_dp_shard,
+        "expert_shards": layout.expert_dp_shard,
         "ep": layout.ep,
     }
     if layout.zero == 0:
-        degrees |= {"expert_replicas": layout.dp_replicate * layout.expert_dp_shard, "expert_share": 1}
-    return _mesh(device_type, degrees, layout.groups(*EXPERT_AXES)[0], always=("expert_share",))
+        degrees |= {"expert_replicas": layout.dp_replicate * layout.expert_dp_shard, "expert_shards": 1}
+    return _mesh(device_type, degrees, layout.groups(*EXPERT_AXES)[0], always=("expert_shards",))
 
 
 def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], always: Sequence[str]) -> DeviceMesh:
@@ -68,7 +68,7 @@ class Groups:
 
     pp: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
-    tp_copies: dist.ProcessGroup | None
+    tp_replicas: dist.ProcessGroup | None
     """Ranks of tp with the same key and value heads."""
     ep: dist.ProcessGroup | None
     cp_ring: dist.ProcessGroup | None
@@ -94,11 +94,11 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
             made[mine], _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
         return made[mine]
 
-    copies = mesh["tp_copies"].get_group() if "tp_copies" in (mesh.mesh_dim_names or ()) else None
+    replicas = mesh["tp_replicas"].get_group() if "tp_replicas" in (mesh.mesh_dim_names or ()) else None
     return Groups(
         pp=along("pp"),
         tp=along("tp"),
-        tp_copies=copies,
+        tp_replicas=replicas,
         ep=along("ep"),
         cp_ring=along("cp_ring"),
         cp_ulysses=along("cp_ulysses"),

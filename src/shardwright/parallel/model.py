@@ -13,12 +13,12 @@ from shardwright.layout import Layout
 from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.copies import sum_copies
 from shardwright.parallel.mesh import Groups
+from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
+from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
-from shardwright.parallel.run import Runner
 from shardwright.split.sequence import positions_of_rank
 from shardwright.split.tensor import vocabulary_rows
 
@@ -117,17 +117,17 @@ class ParallelModel:
             assert plain.grad is not None
             whole.grad = as_part(plain.grad, whole, whole.device_mesh, whole.placements)
         self.tied.sum_on_rank()
-        sum_copies(self.named_parameters, self.spec, self.layout, self.groups)
+        sum_replica_gradients(self.named_parameters, self.spec, self.layout, self.groups)
         self.tied.sum_over_ranks()
 
     def forget_gradients(self) -> None:
         """Set gradients to None, or to zero where they are views of buckets."""
         if self.runner.keeps_gradients:
-            held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.seconds]
+            held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.duplicates]
             if gradients := [parameter.grad for parameter in held if parameter.grad is not None]:
                 torch._foreach_zero_(gradients)
             return
-        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.seconds):
+        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.duplicates):
             parameter.grad = None
 
     def set_batch(self, n_microbatches: int) -> None:
@@ -163,4 +163,4 @@ class ParallelModel:
 
     def after_change(self) -> None:
         """Call after writing to `named_parameters`: updates the duplicates on this rank."""
-        self.tied.follow()
+        self.tied.update_duplicates()

@@ -44,7 +44,7 @@ class RingAttention(torch.autograd.Function):
         own_2BTKC = torch.stack((k_BTKC, v_BTKC))  # one message, and what is kept for backward
         keys = RingBuffer(own_2BTKC, ring, KEYS)
         for step in range(n):
-            held_2BTKC = keys.pass_on(last=step == n - 1)
+            held_2BTKC = keys.start(last=step == n - 1)
             if (piece := _piece((rank - step) % n, rank, q_BHTC.shape[2], zigzag)) is not None:
                 rows, columns, causal = piece
                 k_BKTC, v_BKTC = held_2BTKC.transpose(2, 3)[:, :, :, columns]
@@ -54,7 +54,7 @@ class RingAttention(torch.autograd.Function):
                 else:
                     merge(o_BHTC[:, :, rows], lse_BHT[:, :, rows], *block)
                 del block  # otherwise it would stay in memory while the next one is computed
-            keys.arrive()
+            keys.wait()
         o_BHTC = o_BHTC.to(q_BHTC.dtype)
         ctx.save_for_backward(q_BTHC, own_2BTKC, o_BHTC, lse_BHT)
         ctx.ring, ctx.zigzag = ring, zigzag
@@ -71,7 +71,7 @@ class RingAttention(torch.autograd.Function):
         keys = RingBuffer(own_2BTKC, ring, KEYS)
         sums = RingBuffer(torch.zeros_like(own_2BTKC, dtype=wide), ring, GRADIENTS, overwrite=True)
         for step in range(n):
-            held_2BTKC = keys.pass_on(last=step == n - 1)
+            held_2BTKC = keys.start(last=step == n - 1)
             block = None
             if (piece := _piece((rank - step) % n, rank, q_BHTC.shape[2], zigzag)) is not None:
                 rows, columns, causal = piece
@@ -84,12 +84,12 @@ class RingAttention(torch.autograd.Function):
                     dq_BHTC[:, :, rows] += dq_block
                 del dq_block
             if step > 0:
-                sum_2BTKC = sums.arrive()
+                sum_2BTKC = sums.wait()
                 if block is not None:
                     _add(sum_2BTKC, columns, block)
-                sums.pass_on()
-            keys.arrive()
-        sum_2BTKC = sums.arrive()
+                sums.start()
+            keys.wait()
+        sum_2BTKC = sums.wait()
         _add(sum_2BTKC, ALL, own_block)
         dk_BTKC, dv_BTKC = sum_2BTKC.to(q_BTHC.dtype)
         return dq_BHTC.to(q_BTHC.dtype).transpose(1, 2), dk_BTKC, dv_BTKC, None, None
@@ -127,7 +127,7 @@ class RingBuffer:
         self._spare: Tensor | None = None
         self._works: list[dist.Work] = []
 
-    def pass_on(self, last: bool = False) -> Tensor:
+    def start(self, last: bool = False) -> Tensor:
         """Start to send the current tensor to the next rank and to receive one from the previous rank, unless this is
         the `last` step; returns the current tensor."""
         if not last:
@@ -141,8 +141,8 @@ class RingBuffer:
             )
         return self._held
 
-    def arrive(self) -> Tensor:
-        """Wait for the messages that `pass_on` has started, if any; returns the current tensor."""
+    def wait(self) -> Tensor:
+        """Wait for the messages that `start` has started, if any; returns the current tensor."""
         for work in self._works:
             work.wait()
         if self._coming is not None:

@@ -79,8 +79,8 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
     """Shard a model, or a pipeline stage, on the meta device over tp, in place; names of modules and parameters stay
     the same."""
     axis = TensorAxis(group, layout.token_shards)
-    copied = "tp_copies" in (mesh.mesh_dim_names or ())
-    flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
+    copied = "tp_replicas" in (mesh.mesh_dim_names or ())
+    flat = mesh["tp_kv", "tp_replicas"]._flatten("tp") if copied else mesh["tp"]
     for name, parameter in list(model.named_parameters()):
         row = row_of(model.spec, name)
         if row.split_dim is not None:
@@ -124,7 +124,7 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
     if "tp" in (mesh.mesh_dim_names or ()):
         line, placements = mesh["tp"], [Shard(row.split_dim)]
     elif row.split == "kv_column":
-        line, placements = mesh["tp_kv", "tp_copies"], [Shard(row.split_dim), Replicate()]
+        line, placements = mesh["tp_kv", "tp_replicas"], [Shard(row.split_dim), Replicate()]
     else:
         # Not Shard along both axes: with uneven shards PyTorch would compute wrong offsets when FSDP shards further.
         line, placements = flat, [Shard(row.split_dim)]

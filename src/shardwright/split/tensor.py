@@ -9,7 +9,7 @@ from shardwright.layout import Layout
 from shardwright.model.modules import Row
 
 
-def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_copies"] | None:
+def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_replicas"] | None:
     """The mesh axis over which the replicas of a parameter have partial gradients, which have to be summed; or None.
 
     A replica that is used for this rank's heads, or for this rank's token shard, has a partial gradient. One that is
@@ -18,13 +18,13 @@ def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_
     if layout.tp == 1:
         return None
     if row.split == "kv_column":
-        return "tp_copies" if kv_copies(n_kv_heads, layout.tp) > 1 else None
+        return "tp_replicas" if kv_replicas(n_kv_heads, layout.tp) > 1 else None
     if row.split == "per_head":
         return "tp"
     return "tp" if row.split == "replicated" and layout.token_shards else None
 
 
-def kv_copies(n_kv_heads: int, tp: int) -> int:
+def kv_replicas(n_kv_heads: int, tp: int) -> int:
     """Number of ranks of tp that hold the same key and value heads: tp / kv heads where there are fewer, else 1."""
     return max(1, tp // n_kv_heads)
 

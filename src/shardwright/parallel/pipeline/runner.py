@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
+from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.pipeline.messages import Messages, Need
 from shardwright.parallel.pipeline.stage import StageModel
 from shardwright.parallel.pipeline.timeline import Timeline
-from shardwright.parallel.run import Loss, Microbatch
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.messages import Exchange, with_messages
 
@@ -30,7 +30,7 @@ class Stage(NamedTuple):
 
 
 class Pipeline:
-    """Runs the micro-batches of a step through the stages of all ranks of `pp`; a `parallel.run.Runner`."""
+    """Runs the micro-batches of a step through the stages of all ranks of `pp`; a `microbatch_runner.Runner`."""
 
     def __init__(
         self,

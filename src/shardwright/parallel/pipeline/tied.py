@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.parallel.copies import sum_together
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.replicas import sum_together
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -48,7 +48,7 @@ class TiedParameters:
         self._groups = groups
 
     @property
-    def seconds(self) -> list[nn.Parameter]:
+    def duplicates(self) -> list[nn.Parameter]:
         """The second replica of each parameter that two stages of this rank hold."""
         return [second for _, second in self._pairs]
 
@@ -67,7 +67,7 @@ class TiedParameters:
             sum_together(gradients, self._groups[ranks])
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def update_duplicates(self) -> None:
         """Copy the values of the first replicas to the duplicates."""
         for first, second in self._pairs:
             local_part(second).copy_(local_part(first))

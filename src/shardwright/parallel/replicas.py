@@ -19,9 +19,11 @@ from shardwright.parallel.norm import local_part
 from shardwright.split.tensor import summed_over
 
 
-def sum_copies(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, layout: Layout, groups: Groups) -> None:
+def sum_replica_gradients(
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, layout: Layout, groups: Groups
+) -> None:
     """Sum, in place, the partial gradients of replicated parameters: one all-reduce for each group of ranks."""
-    for over, group in (("tp", groups.tp), ("tp_copies", groups.tp_copies)):
+    for over, group in (("tp", groups.tp), ("tp_replicas", groups.tp_replicas)):
         parts = [
             local_part(parameter.grad)
             for name, parameter in parameters.items()

@@ -42,7 +42,7 @@ class Runner(Protocol):
         """Call after evaluation: frees the gathered parameters, so that only shards remain."""
 
 
-class OneByOne:
+class SequentialRunner:
     """Runs the whole model on this rank: forward and backward of one micro-batch after another."""
 
     def __init__(self, model: nn.Module, engine: DataEngine) -> None:
