@@ -13,6 +13,7 @@ Keys lie under run id and restart count: restarted workers must not read what th
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,28 +148,43 @@ def _store(place: Place) -> dist.Store:
     serves = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     bound = int(environment[LISTEN_FD]) if serves and LISTEN_FD in environment else None
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            place.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=bound,
-        )
-    except dist.DistNetworkError as error:
+        with _without_stderr():  # the errors below say what PyTorch's stack traces of C++ say there at each try
+            store = dist.TCPStore(
+                address,
+                port,
+                place.world_size,
+                is_master=serves,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+                wait_for_workers=False,
+                master_listen_fd=bound,
+            )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if serves:
             raise InputError(
-                f"rank 0 cannot listen on {address}:{port}, where the ranks are to meet; another program "
-                f"may be using the port: set MASTER_PORT to a free one, and MASTER_ADDR to this machine "
+                f"cannot listen on {address}:{port}, where the ranks are to meet; if another program uses the port, "
+                f"set MASTER_PORT to a free one on all ranks; MASTER_ADDR must be the machine of rank 0 "
                 f"({_first_line(error)})"
             ) from None
         raise InputError(
-            f"rank {place.rank} cannot reach rank 0 at {address}:{port}; are all ranks started, is "
-            f"MASTER_ADDR right, and may the machines talk to each other on that port? ({_first_line(error)})"
+            f"cannot reach rank 0 at {address}:{port}; are all ranks started, is MASTER_ADDR right, may the machines "
+            f"talk to each other on that port, and does no other program use it? ({_first_line(error)})"
         ) from None
     run = environment.get("TORCHELASTIC_RUN_ID", environment.get("SLURM_JOB_ID", "local"))
     return dist.PrefixStore(f"shardwright/{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """What libraries write to stderr in the block is dropped; a Python error still leaves it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _first_line(error: BaseException) -> str:
