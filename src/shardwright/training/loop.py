@@ -112,7 +112,7 @@ class _Run:
         if self.place.rank == 0:
             self.store.require_space(checkpoint_bytes(self.trainer))
             # Only now: a run that is refused must not write over the run file of the one that is there.
-            write_whole(Path(config.out) / RUN_FILE, resolved_toml(config).encode())
+            write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
@@ -233,7 +233,7 @@ class _Run:
 
     def _save(self, step: int, samples: int) -> None:
         progress = Progress(step, samples, self.config.seed)
-        save(self.store, self.trainer, progress, self.data, resolved_toml(self.config))
+        save(self.store, self.trainer, progress, self.data, kept_run_file(self.config))
         self.trainer.clock.mark("checkpoint")
 
     def _start(self) -> Start:
@@ -271,6 +271,17 @@ class _Run:
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
         return Start(progress.step, progress.samples, path)
+
+
+def kept_run_file(config: RunConfig) -> str:
+    """The resolved run file that is written to `out` and into checkpoints.
+
+    A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
+    """
+    if config.checkpoint.resume == "auto":
+        checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+    return resolved_toml(config)
 
 
 def _due(step: int, every: int) -> bool:
