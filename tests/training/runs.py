@@ -269,9 +269,9 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(fd)
 
 
-def _run_with(fault: Fault, run: Callable[..., None], config: Any, place: Any, **how: Any) -> None:
+def _run_with(fault: Fault, run: Callable[..., bool], config: Any, place: Any, **how: Any) -> bool:
     fault(place.rank)
-    run(config, place, **how)
+    return run(config, place, **how)
 
 
 def _redirect(source: int, target: int) -> None:

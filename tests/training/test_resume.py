@@ -154,7 +154,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file
     with training(run_file, fault=slowly) as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
         os.kill(run.process.pid, number)
-        assert run.wait() == 0
+        assert run.wait() == 75
     stopped = re.search(r"stopped at step (\d+) of 20, as asked; the last checkpoint.*--resume", run.stdout)
     assert stopped, run.stdout
     assert 2 < int(stopped[1]) < 20

@@ -116,7 +116,7 @@ def train(
 
     overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
     config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
-    return None if start(config, quiet=quiet) is None else load_run(config.out)
+    return None if start(config, quiet=quiet).summary is None else load_run(config.out)
 
 
 def load_run(folder: str | Path) -> "Run":

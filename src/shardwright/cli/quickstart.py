@@ -1,5 +1,6 @@
 """shardwright quickstart: from nothing to a trained model, on text that every Python has on its disk."""
 
+import os
 import shutil
 import sys
 import sysconfig
@@ -105,7 +106,7 @@ def quickstart(
     config = _write_run_file(places, steps, vocab_size)
     if not _train(config, places, say, quiet=json):
         say("              the same command goes on from there")
-        return
+        raise typer.Exit(os.EX_TEMPFAIL)
     answer = _show(places, say)
     if json:
         print_json(answer)

@@ -33,8 +33,8 @@ from shardwright.training.timeline import timeline_file
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
-    """Train as rank `place.rank` until the steps are done or a signal asks to stop.
+def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
+    """Train as rank `place.rank` until the steps are done or a signal asks to stop. Returns whether a signal did.
 
     Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
     user can mend; whatever it raises, published checkpoints stay good.
@@ -47,7 +47,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
     owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
     with owned, process_group(place, device):
         try:
-            _Run(config, place, device, quiet).go()
+            return _Run(config, place, device, quiet).go()
         except torch.OutOfMemoryError as error:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
@@ -104,7 +104,8 @@ class _Run:
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
         self.remarks: list[str] = []
 
-    def go(self) -> None:
+    def go(self) -> bool:
+        """Returns whether a signal stopped the run before its last step."""
         config, steps = self.config, self.config.steps
         start = self._start()
         # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends
@@ -139,10 +140,13 @@ class _Run:
                 for writer in writers:
                     writer.close()
             stop.settle()
-        if done < steps:
+        if start.step < done < steps:
             screen.say(
                 f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with --resume"
             )
+        elif done < steps:
+            screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
+        return done < steps
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
         """Take the steps; returns how many of the run are done."""

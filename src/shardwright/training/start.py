@@ -23,10 +23,18 @@ from shardwright.training.worker import exit_code
 _LOST_PEER_WAIT_S = 3.0
 
 
-def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a run ended. `summary`: steps, losses, paths; None on a rank other than the first. `stopped`: a signal ended
+    it, saved, before its last step."""
+
+    summary: dict[str, Any] | None
+    stopped: bool
+
+
+def start(config: RunConfig, quiet: bool = False) -> Ended:
     """Train as a configuration says; where several ranks are needed and none are set up, start them here.
 
-    Returns what the run came to (steps, losses, where things are), or None on a rank other than the first.
     Raises InputError before anything is written if something given cannot be used, and WorkerError for what
     goes wrong in training.
     """
@@ -58,11 +66,11 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
         ) from None
 
 
-def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any] | None:
+def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and world_size > 1:
         try:
-            launch(config, out / LOGS, quiet)
+            stopped = launch(config, out / LOGS, quiet)
         except WorkerError as error:
             saved = published(out / CHECKPOINTS)
             way_on = f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
@@ -70,8 +78,8 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any
     else:
         from shardwright.training.loop import run
 
-        run(config, place or Place(), quiet=quiet)
-    return summary(out) if place is None or place.rank == 0 else None
+        stopped = run(config, place or Place(), quiet=quiet)
+    return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
 
 
 def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
