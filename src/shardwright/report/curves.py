@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import InputError
 from shardwright.files import write_whole
-from shardwright.report.headline import headline, percent, title_of
+from shardwright.report.headline import headline, title_of
 from shardwright.report.load import dropped_panel, drops, has_experts, load_panel
 from shardwright.report.panel import (
     MANY,
@@ -27,7 +27,7 @@ from shardwright.report.panel import (
 from shardwright.report.run import RunRecord
 from shardwright.report.style import COLOURS, rendered
 from shardwright.run_folder import PHASES, Logged
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

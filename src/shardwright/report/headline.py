@@ -9,7 +9,7 @@ from shardwright.model.presets import resolve
 from shardwright.report.run import RunRecord
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.run_folder import PHASES
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,3 @@ def layout_in_words(layout: Layout) -> str:
         parts.append(f"{layout.data_ranks} full copies of the model")
     parts += [f"{axis} {layout.degree(axis)}" for axis in ("cp", "tp", "pp", "ep") if layout.degree(axis) > 1]
     return f"{layout.world_size} ranks: {', '.join(parts)}"
-
-
-def percent(share: float) -> str:
-    """`0.956` -> `96%`, `0.041` -> `4.1%`."""
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
