@@ -23,7 +23,7 @@ def test_a_report_is_a_page_a_picture_and_the_numbers(tmp_path: Path) -> None:
     done = run(usual(tmp_path))
     assert done.exit_code == 0, done.output
     assert "debug, 250K parameters, on 2 ranks with ZeRO-3" in done.stdout
-    assert re.search(r"held-out loss +5\.1000 +from 6\.2000, 82% of it", done.stdout)
+    assert re.search(r"validation loss +5\.1000 +perplexity 164; from 6\.2000, 82% of it", done.stdout)
     assert f"{tmp_path}/report.html" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -37,7 +37,7 @@ def test_every_panel_says_what_the_records_say(tmp_path: Path) -> None:
     words = texts(curves_svg(read_run(usual(tmp_path))))
     assert {"step", "tokens", "Gradient norm", "Tokens per second"} <= set(words)
     assert "training: 5.8 to 5" in words
-    assert "held out: 6.2 to 5.1" in words
+    assert "validation: 6.2 to 5.1" in words
     assert "clipped at 1: 0 of 5 records" in words
     assert "median 1K" in words
     assert {"data 6.2%", "fwd + bwd 78%", "optimizer 16%"} <= set(words)

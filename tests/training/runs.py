@@ -120,7 +120,12 @@ def train(run_file: Path, *arguments: str, fault: Fault | None = None, expect: i
 
 
 def records(run_file: Path, out: str = "out") -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
+    """The logged steps and evaluations of a run's metrics."""
+    return [record for record in lines(run_file, out) if record["kind"] != "run"]
+
+
+def lines(run_file: Path, out: str = "out") -> list[dict[str, Any]]:
+    """All lines of a run's metrics."""
     return [json.loads(line) for line in (run_file.parent / out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -154,7 +154,7 @@ class Run:
     @property
     def validation(self) -> list[tuple[int, float]]:
         """(step, validation loss) of each evaluation."""
-        return [(record.step, record.loss) for record in self.record.held_out]
+        return [(record.step, record.loss) for record in self.record.validation]
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -190,16 +190,11 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     from shardwright.training.checkpoint.store import CheckpointStore
     from shardwright.training.start import start
 
-    spec, layout = config.model.spec(), config.layout.layout()
     store = CheckpointStore(places.run / CHECKPOINTS)
     if store.path_of(config.steps) in store.published():
         say(f"3 training    {places.run} is trained already; delete it to train again")
         return True
-    say(
-        f"3 training    Llama, {format_count(spec.n_parameters)} parameters, {layout.world_size} workers, "
-        f"ZeRO-{layout.zero}, {config.steps} steps of "
-        f"{format_count(config.batch.global_batch * config.batch.seq_len)} tokens"
-    )
+    say(f"3 training    as `shardwright train {places.run_file}` does")
     began = time.monotonic()
     start(config, quiet=quiet)
     say(f"              took {format_seconds(time.monotonic() - began)}")
@@ -220,14 +215,14 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     draw_curves(run, curves)
     write_page(run, page)
     sample = open_sampler(places.run).complete(PROMPT, 60, temperature=0.5)
-    ratio = answer["held_out_loss"] / answer["first_held_out_loss"]
+    ratio = answer["validation_loss"] / answer["first_validation_loss"]
     say(
-        f"4 result      held-out loss {answer['first_held_out_loss']:.2f} -> {answer['held_out_loss']:.2f} "
+        f"4 result      validation loss {answer['first_validation_loss']:.2f} -> {answer['validation_loss']:.2f} "
         f"({ratio:.0%} of the first)"
     )
     say("5 it writes")
     say("\n".join("              | " + line for line in sample.splitlines()))
-    return {**answer, "held_out_ratio": ratio, "curves": str(curves), "report": str(page), "sample": sample}
+    return {**answer, "validation_ratio": ratio, "curves": str(curves), "report": str(page), "sample": sample}
 
 
 def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:

@@ -54,7 +54,7 @@ class Document:
 
 @dataclass
 class Meter:
-    """What reading has come to: bytes of the source's files, documents left out because they are not UTF-8, records left
+    """What reading has come to: bytes of the files, documents left out because they are not UTF-8, records left
     out because they are bad, the first reasons of both, and U+FFFD that were put in the place of other bytes."""
 
     read_bytes: int = 0

@@ -1,5 +1,6 @@
 """A run from its resolved run file to its last checkpoint, as one rank."""
 
+import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record
+from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
+from shardwright.training.header import header, started
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
@@ -79,7 +81,7 @@ class _Run:
             "sequences": config.data.sequences,
         }
         # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
-        self.held_out = open_samples(config, "validation") if config.evaluation.samples else None
+        self.validation = open_samples(config, "validation") if config.evaluation.samples else None
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
         model = apply(
@@ -134,6 +136,12 @@ class _Run:
                 screen.say(remark)
             if start.checkpoint is not None:
                 screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
+            if writers and start.step < steps:
+                for line in header(config, self.samples, self.device, start.step):
+                    screen.say(line)
+                record = as_record(started(config, self.device, start.step, start.checkpoint))
+                for writer in writers:
+                    writer.write(record)
             try:
                 done = self._steps(start, batches, stop, writers, screen)
             finally:
@@ -146,6 +154,9 @@ class _Run:
             )
         elif done < steps:
             screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
+        else:
+            out = shlex.quote(config.out)
+            screen.say(f"saved to {self.store.path_of(done)}\n  shardwright report {out}\n  shardwright sample {out}")
         return done < steps
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
@@ -214,16 +225,17 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            time=now(),
         )
         for writer in writers:
             writer.write(as_record(told))
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config
-        if self.held_out is None:
+        if self.validation is None:
             return
         batches = evaluation_batches(
-            self.held_out,
+            self.validation,
             micro_batch=config.batch.micro_batch,
             data_rank=self.layout.data_rank(self.place.rank),
             data_ranks=self.layout.data_ranks,
@@ -232,7 +244,7 @@ class _Run:
         )
         loss = float(self.trainer.evaluate(batches))
         for writer in writers:
-            writer.write(as_record(Evaluated(step, loss)))
+            writer.write(as_record(Evaluated(step, loss, now())))
         self.trainer.clock.mark("evaluation")
 
     def _save(self, step: int, samples: int) -> None:

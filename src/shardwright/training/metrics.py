@@ -16,7 +16,7 @@ class Writer(Protocol):
     """Somewhere a record goes."""
 
     def write(self, record: Record) -> None:
-        """Take one record: `step`, `kind` (train or evaluation), numbers, lists of them; None is one not known."""
+        """Take one record: `step`, `kind` (run, train or evaluation), and its values; None is one not known."""
 
     def close(self) -> None:
         """Nothing comes after this."""
@@ -27,7 +27,7 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         try:
-            keep = [line for line in whole_lines(path) if json.loads(line)["step"] <= resumed_step]
+            keep = [line for line in whole_lines(path) if _stays(json.loads(line), resumed_step)]
         except (ValueError, KeyError) as error:
             raise InputError(f"{path} is damaged ({error}); mend or remove it, and resume again") from None
         if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
@@ -71,8 +71,8 @@ class WeightsAndBiases:
             raise InputError(f"metrics.wandb_project={project!r}: W&B does not start: {error}") from None
 
     def write(self, record: Record) -> None:
-        numbers = _numbers(record)
-        self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
+        if numbers := _numbers(record):
+            self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
 
     def close(self) -> None:
         self._run.finish()
@@ -88,8 +88,18 @@ def missing_extras(config: RunConfig) -> list[str]:
     ]
 
 
+def _stays(record: Record, resumed_step: int) -> bool:
+    """Whether a record is still true of a run that goes on from a step: its steps are not taken again."""
+    return bool(record["step"] < resumed_step + (record["kind"] != "run"))
+
+
 def _numbers(record: Record) -> Record:
-    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+    """What a record measures, by name; nothing for a `run` record."""
+    return (
+        {}
+        if record["kind"] == "run"
+        else {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+    )
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
@@ -106,7 +116,7 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
 def line(record: Record, steps: int) -> str:
     """A record as one line of text."""
     if record["kind"] == "evaluation":
-        return f"step {record['step']:>5}/{steps} | held-out loss {record['loss']:.4f}"
+        return f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     return " | ".join(

@@ -14,7 +14,7 @@ from shardwright.errors import CheckpointError, InputError, ShardwrightError, Wo
 from shardwright.processes import formatted, is_lost_peer
 from shardwright.report.headline import headline
 from shardwright.report.run import read_run
-from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published
+from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
@@ -155,7 +155,7 @@ def _check(config: RunConfig) -> None:
 def summary(out: Path) -> dict[str, Any]:
     """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
     saved = published(out / CHECKPOINTS)
-    # A run that was complete when it was resumed has logged nothing.
-    logged = (out / METRICS).stat().st_size > 0
+    # A run that was complete when it was resumed, or was stopped before its first logged step, has logged nothing.
+    logged = any(not isinstance(record, Started) for record in read_metrics(out / METRICS))
     numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
     return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}
