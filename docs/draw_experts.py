@@ -12,7 +12,7 @@ from statistics import mean, median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from shardwright.report.run import RunRecord, read_run
+from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.style import COLOURS, SETTINGS
 from shardwright.run_folder import Logged
 

@@ -1,4 +1,4 @@
-"""The folder of a run, `out` in its run file: what is in it under which name, and how its lines are written and read.
+"""The folder of a run, `out` in its run file: the names of its files, and how their records are written and read.
 
 run.toml                    the run file with every default filled in
 metrics.jsonl               a JSON object for each start (`Started`), each logged step (`Logged`) and each evaluation
@@ -167,8 +167,8 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file, if there is one, without what follows the last newline: that was being written when the
-    process was killed, or is being written now."""
+    """The complete lines of a file, none if it is missing. What follows the last newline is an incomplete record: the
+    process that writes it was killed, or is writing it now."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 

@@ -80,7 +80,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "documents left out because they are not UTF-8 text: 1" in done.output
     assert "2.txt: byte 0xe9 at offset 3" in done.output
-    assert "the source is one document, so nothing could be held out" in done.output
+    assert "the source is one document, so there is no validation split" in done.output
 
 
 def test_what_was_replaced_left_out_as_bad_or_validates_more_than_was_asked_is_said(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from shardwright.errors import InputError
 from shardwright.report.curves import curves_svg, draw_curves
 from shardwright.report.panel import TIMES
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
@@ -150,7 +150,7 @@ import sys, matplotlib
 matplotlib.rcParams["font.size"] = 31
 from shardwright.report.curves import draw_curves
 from shardwright.report.panel import TIMES
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 draw_curves(read_run({str(tmp_path)!r}), {str(tmp_path / "a.png")!r})
 print(matplotlib.rcParams["font.size"], "matplotlib.pyplot" in sys.modules)
 """

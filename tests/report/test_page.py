@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.errors import InputError
 from shardwright.report.page import write_page
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 from shardwright.report.style import COLOURS, DARK_COLOURS
 from tests.report.runs import PIPELINE, evaluation, moe_record, started, train_record, usual, usual_pipeline, write_run
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.model.transformer import Transformer
     from shardwright.planner.search import Plan
-    from shardwright.report.run import RunRecord
+    from shardwright.report.run_record import RunRecord
     from shardwright.verification import Report
 
 
@@ -124,7 +124,7 @@ def load_run(folder: str | Path) -> "Run":
 
     Raises InputError for a folder that is not one of a run, or where a record is damaged.
     """
-    from shardwright.report.run import read_run
+    from shardwright.report.run_record import read_run
 
     return Run(read_run(folder))
 

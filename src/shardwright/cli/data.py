@@ -55,9 +55,9 @@ class Options:
         USUAL["tokenizer_sample"]
     )
     validation: Annotated[
-        float, typer.Option(help="Fraction of the documents held out in the split `validation`; 0 for none.")
+        float, typer.Option(help="Fraction of the documents that go to the split `validation`; 0 for none.")
     ] = USUAL["validation"]
-    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = USUAL["seed"]
+    seed: Annotated[int, typer.Option(help="Chooses the documents of the split `validation`.")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = USUAL["shard_tokens"]
     text_key: Annotated[str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")] = (
         USUAL["text_key"]
@@ -80,7 +80,7 @@ class Options:
 def prepare(options: Options) -> None:
     """Tokenise a corpus into shards that training reads by memory map.
 
-    Every document is followed by one separator token; a fraction of the documents is held out for evaluation.
+    Every document is followed by one separator token; a fraction of the documents goes to the validation split.
     All cores are used, and memory does not grow with the corpus. Interrupted, it leaves no OUT.
 
     Example: `shardwright data prepare ~/books --glob '*.txt' --out data/books --vocab-size 16384`
@@ -163,7 +163,7 @@ def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
         )
     if "validation" in manifest.splits and not manifest.splits["validation"].documents:
         console.print(
-            "[yellow]note:[/] the source is one document, so nothing could be held out; "
+            "[yellow]note:[/] the source is one document, so there is no validation split; "
             "split it into files or JSONL lines to have a validation split"
         )
     elif note := _validation_note(manifest):

@@ -51,7 +51,7 @@ seq_len = 256
 global_batch = 4
 micro_batch = 2
 
-[layout]                    # two ranks that share gradients and optimizer state
+[layout]                    # two ranks; gradients and optimizer states are sharded over them
 dp_shard = 2
 zero = 2
 
@@ -95,8 +95,8 @@ def quickstart(
     """Train a small model on real text found on this machine, and show what it learned.
 
     The text is the source of Python's standard library. Quickstart gathers it, trains a tokenizer on it, writes token
-    shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on files it has
-    not seen, draws the curves and lets the model write. Run again it reuses what is there; interrupted, it goes on.
+    shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on the validation
+    split, draws the curves and generates text. Run again it reuses what is there; after an interruption it resumes.
     """
     places = Places(corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run")
     say = (lambda text: None) if json else tell
@@ -205,7 +205,7 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     """Pictures and a sample from what the run left; what it came to."""
     from shardwright.report.curves import draw_curves
     from shardwright.report.page import write_page
-    from shardwright.report.run import read_run
+    from shardwright.report.run_record import read_run
     from shardwright.training.sample import open_sampler
     from shardwright.training.start import summary
 

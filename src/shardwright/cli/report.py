@@ -13,7 +13,7 @@ from shardwright.report.comparison import comparison_rows, draw_losses, write_co
 from shardwright.report.curves import draw_curves
 from shardwright.report.headline import headline, title_of
 from shardwright.report.page import write_page
-from shardwright.report.run import RunRecord, read_run
+from shardwright.report.run_record import RunRecord, read_run
 from shardwright.run_folder import CURVES, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace

@@ -27,13 +27,13 @@ def train(
 ) -> None:
     """Train a model as a run file says.
 
-    The run file names the model, the data, the batch and the layout: how many ranks share the work, and how. If the
-    layout needs several ranks, they are started here as local processes; under torchrun or srun this process is one
-    of them.
+    The run file names the model, the data, the batch and the layout: the number of ranks, and how the model and the
+    data are partitioned over them. If the layout needs several ranks, they are started here as local processes; under
+    torchrun or srun this process is one of them.
 
     shardwright train examples/debug.toml --set layout.dp_shard=2 --set steps=50
 
-    Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint and leaves; --resume goes on from there, on the same
+    Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint and leaves; --resume continues from it, on the same
     number of ranks or another.
 
     Exit codes: 0 trained, 75 stopped by a signal and saved, 2 something in the run file or the data cannot be used,

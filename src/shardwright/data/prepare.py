@@ -117,7 +117,7 @@ def prepare(
             raise DataError(f"{name}={least_1} must be at least 1")
     corpus = _Corpus(str(source), text_key, glob, encoding_errors, skip_bad)
     if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
-        raise DataError(f"out={out} lies inside of the source {source}: it would read what it writes; choose another")
+        raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
     report = _Report(corpus.total_bytes(), progress)
     with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
@@ -239,7 +239,7 @@ def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], lis
 
 
 def _split_of(document: int, validation: float, seed: int) -> str:
-    # A stream does not know how many documents follow, so the first two are dealt by rule: one to each split.
+    # A stream does not know how many documents follow, so the first goes to `train` and the second to `validation`.
     if validation == 0 or document == 0:
         return TRAIN
     if document == 1 or keyed_fractions((seed,), np.array(document))[0] < validation:

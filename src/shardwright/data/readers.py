@@ -43,7 +43,7 @@ class BadRecord(DataError):
 
 @dataclass(frozen=True)
 class Document:
-    """`name` says where it stands (`file`, `file:line`); `pieces`, joined, are its text.
+    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text.
 
     The pieces are read from the source as they are asked for: use them up before the next document.
     """
@@ -54,7 +54,7 @@ class Document:
 
 @dataclass
 class Meter:
-    """What reading has come to: bytes of the files, documents left out because they are not UTF-8, records left
+    """Counts of what was read: bytes of the files, documents left out because they are not UTF-8, records left
     out because they are bad, the first reasons of both, and U+FFFD that were put in the place of other bytes."""
 
     read_bytes: int = 0

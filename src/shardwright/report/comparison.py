@@ -12,7 +12,7 @@ from shardwright.report.curves import SUFFIXES
 from shardwright.report.frame import document, picture, table
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
 from shardwright.units import format_bytes, format_count, format_seconds
 

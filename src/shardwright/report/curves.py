@@ -24,7 +24,7 @@ from shardwright.report.panel import (
     running_mean,
     window,
 )
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
 from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import PHASES, Logged

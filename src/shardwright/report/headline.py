@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from shardwright.report.run import RunRecord, Segment
+from shardwright.report.run_record import RunRecord, Segment
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.report.words import model_in_words
 from shardwright.run_folder import PHASES

@@ -10,7 +10,7 @@ from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, table
 from shardwright.report.headline import Headline, headline, title_of
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
 from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
 from shardwright.run_folder import CHECKPOINTS
@@ -101,9 +101,9 @@ def _step_of_pipeline(pipeline: PipelineRecord) -> str:
             f"action is seen to start before what it needs was made, and rows are shifted by as much.</p>\n"
         )
     return f"""<p>In step {told.step:,} the ranks did nothing for {told.bubble_measured:.1%} of the time; the schedule,
-{escape(told.schedule)}, leaves {told.bubble_planned:.1%}. For {told.bubble_waiting:.1%} another rank had not made yet
-what was needed next; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, it was on its way, or the rank was
-late to begin.</p>
+{escape(told.schedule)}, leaves {told.bubble_planned:.1%}. For {told.bubble_waiting:.1%} another rank had not yet
+computed the input of the next action; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, the input was
+being sent, or the rank started late.</p>
 {apart}<figure>
 <div>
 {_timelines(pipeline)}
@@ -112,7 +112,7 @@ late to begin.</p>
 </figure>
 {ranks}
 <p class="quiet">A bubble is the share of the time from the first start of any rank to the last end of any. In flight:
-microbatches between their F and the end of their B or I, each of a rank's share of the layers.</p>"""
+micro-batches between their F and the end of their B or I, each weighted by its part of the rank's layers.</p>"""
 
 
 def _layout(run: RunRecord) -> str:

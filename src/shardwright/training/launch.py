@@ -50,7 +50,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> bool:
 
 
 def _start(workers: list[Worker], world_size: int, log_dir: Path) -> None:
-    """Start every rank, adding each to `workers` at once, so that whatever happens none is forgotten."""
+    """Start every rank, adding each to `workers` at once, so that `launch` ends all of them, whatever fails."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(processes.threads_of_a_rank(world_size)))
     # Bound here and handed to rank 0: a port that is merely found free can be another program's a second

@@ -60,7 +60,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: steps and samples behind it, and the checkpoint they came from."""
+    """Where a run begins: steps taken and samples consumed so far, and the checkpoint that was loaded."""
 
     step: int = 0
     samples: int = 0
@@ -68,7 +68,7 @@ class Start:
 
 
 class _Run:
-    """The parts of one rank's run; they are let go before the process group is left."""
+    """The objects of one rank's run; they are deleted before the process group is destroyed."""
 
     def __init__(self, config: RunConfig, place: Place, device: torch.device, quiet: bool) -> None:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet

@@ -1,4 +1,4 @@
-"""What a run says about itself: a line a logged step, to JSON lines, the screen, TensorBoard and W&B."""
+"""Writers of a run's records: JSON lines, TensorBoard, W&B, and a line of text for the screen."""
 
 import importlib.util
 import json
@@ -13,13 +13,13 @@ from shardwright.units import format_bytes, format_count, format_seconds
 
 
 class Writer(Protocol):
-    """Somewhere a record goes."""
+    """Writes the records of a run to one place."""
 
     def write(self, record: Record) -> None:
         """Take one record: `step`, `kind` (run, train or evaluation), and its values; None is one not known."""
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """Flush and close; no record follows."""
 
 
 class JsonLines:
@@ -79,7 +79,7 @@ class WeightsAndBiases:
 
 
 def missing_extras(config: RunConfig) -> list[str]:
-    """What a run asks to write to and has not installed, with the command that installs it."""
+    """A problem for each package that [metrics] needs and that is not installed, with the command that installs it."""
     wanted = {"tensorboard": config.metrics.tensorboard, "wandb": bool(config.metrics.wandb_project)}
     return [
         f"[metrics] asks for {name}, which is not installed: pip install {name}"
@@ -89,17 +89,15 @@ def missing_extras(config: RunConfig) -> list[str]:
 
 
 def _stays(record: Record, resumed_step: int) -> bool:
-    """Whether a record is still true of a run that goes on from a step: its steps are not taken again."""
+    """Whether a run that resumes after step `resumed_step` keeps a record: its steps will not be taken again."""
     return bool(record["step"] < resumed_step + (record["kind"] != "run"))
 
 
 def _numbers(record: Record) -> Record:
     """What a record measures, by name; nothing for a `run` record."""
-    return (
-        {}
-        if record["kind"] == "run"
-        else {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
-    )
+    if record["kind"] == "run":
+        return {}
+    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:

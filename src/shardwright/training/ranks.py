@@ -90,8 +90,8 @@ def first_host(nodelist: str) -> str:
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Address and port where ranks meet: MASTER_ADDR and MASTER_PORT, or what Slurm's variables say.
 
-    Under Slurm the port is made from job and step, so that jobs that share a node do not meet each other; it
-    lies below the ports that Linux gives to clients (32768 and up).
+    Under Slurm the port is made from job and step, so that two jobs on a node use different ports; it
+    is below the ports that Linux gives to clients (32768 and up).
     """
     address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
     if "MASTER_PORT" in environment:
@@ -118,8 +118,8 @@ def pick_device(wanted: str, place: Place) -> torch.device:
 
 @contextmanager
 def process_group(place: Place, device: torch.device) -> Iterator[None]:
-    """Join the group of all ranks, and leave it in order. Tensors on the CPU travel by gloo, on GPUs by
-    NCCL."""
+    """Join the group of all ranks, and leave it in order. The backend is gloo for tensors on the CPU, NCCL for
+    tensors on GPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

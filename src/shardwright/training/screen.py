@@ -1,4 +1,4 @@
-"""What rank 0 shows while a run goes on: a live bar on a terminal, plain lines anywhere else, nothing elsewhere."""
+"""What rank 0 prints during a run: a live progress bar on a terminal, else plain lines. Other ranks print nothing."""
 
 import sys
 import time
@@ -45,7 +45,7 @@ class Screen(Progress):
         return (time.monotonic() - self._began_s) / (step - self._first_step) * (self.steps - step)
 
     def close(self) -> None:
-        """The bar ends with the `with` that it is in."""
+        """Nothing to do: the `with` block ends the bar."""
 
     def at(self, step: int) -> None:
         """`step` steps are done."""

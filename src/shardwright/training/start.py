@@ -13,7 +13,7 @@ from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.processes import formatted, is_lost_peer
 from shardwright.report.headline import headline
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
@@ -53,7 +53,7 @@ def start(config: RunConfig, quiet: bool = False) -> Ended:
 
 
 def _prepare(config: RunConfig, place: Place | None) -> None:
-    """Raises InputError for what can be known to be wrong without training; makes the folder of the run."""
+    """Raises InputError for every problem that can be found without training; makes the folder of the run."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
     _check(config)
@@ -84,7 +84,7 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
 
 def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
-    # Every rank comes to the same of these, so one of them on each machine speaks.
+    # Every rank raises the same error of these, so one rank of each machine prints it.
     shared = not in_training or isinstance(error, CheckpointError)
     code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
     kind = type(error).__name__
@@ -153,7 +153,7 @@ def _check(config: RunConfig) -> None:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
+    """The results of a run from its folder: the headline numbers of its report, and its newest checkpoint."""
     saved = published(out / CHECKPOINTS)
     # A run that was complete when it was resumed, or was stopped before its first logged step, has logged nothing.
     logged = any(not isinstance(record, Started) for record in read_metrics(out / METRICS))

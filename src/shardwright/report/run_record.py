@@ -1,5 +1,5 @@
-"""A run as its folder tells it: the resolved run file, the logged records, the checkpoints that are kept, and where
-there is a pipeline, a step of it."""
+"""A run read from its folder: the resolved run file, the logged records, the checkpoints that are kept, and one step
+of the pipeline if there is one."""
 
 import shlex
 from dataclasses import dataclass
