@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 DPI = 160
 SEQ_LEN, RING = 8192, 8
 METHODS = {"ring": "contiguous (ring)", "zigzag": "zig-zag", "striped": "striped"}
-METHOD_COLOURS = {"ring": COLOURS["held-out"], "zigzag": COLOURS["curve"], "striped": COLOURS["forward-backward"]}
+METHOD_COLOURS = {"ring": COLOURS["validation"], "zigzag": COLOURS["curve"], "striped": COLOURS["forward-backward"]}
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def activations() -> Figure:
 
 def _over_tp(axes: Axes, degrees: tuple[int, ...], kept) -> None:  # type: ignore[no-untyped-def]
     for sequence_parallel, colour, words in (
-        (False, COLOURS["held-out"], "tensor parallelism alone"),
+        (False, COLOURS["validation"], "tensor parallelism alone"),
         (True, COLOURS["curve"], "with sequence parallelism"),
     ):
         values = [kept(Layout(tp=tp, sequence_parallel=sequence_parallel)) for tp in degrees]
@@ -81,7 +81,7 @@ def _over_tp(axes: Axes, degrees: tuple[int, ...], kept) -> None:  # type: ignor
 
 
 def _dots(axes: Axes, degrees: tuple[int, ...]) -> None:
-    for sequence_parallel, colour in ((False, COLOURS["held-out"]), (True, COLOURS["curve"])):
+    for sequence_parallel, colour in ((False, COLOURS["validation"]), (True, COLOURS["curve"])):
         counted = [counted_bytes(Layout(tp=tp, sequence_parallel=sequence_parallel)) for tp in degrees]
         axes.plot(degrees, counted, "o", color=colour, markersize=5)
     line = Line2D([], [], color=COLOURS["quiet"], label="by the formula")

@@ -12,7 +12,7 @@ from statistics import mean, median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from shardwright.report.run import RunRecord, read_run
+from shardwright.report.run_record import RunRecord, read_run
 from shardwright.report.style import COLOURS, SETTINGS
 from shardwright.run_folder import Logged
 
@@ -20,7 +20,7 @@ PICTURE = Path(__file__).parent / "experts-load.svg"
 GOAL = 1.2
 LAST = 20
 """Records that the numbers are taken over."""
-RUNS = {"with the bias": "curve", "without any balance": "held-out"}
+RUNS = {"with the bias": "curve", "without any balance": "validation"}
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
         sent = median(record.expert_sent_bytes or 0 for record in run.train) / 2**20
         print(
             f"| {name} | {first:.2f} | {at_50:.2f} | {load:.2f} | {worst:.2f} | {entropy:.4f} | "
-            f"{run.held_out[-1].loss:.3f} | {sent:.1f} MiB |"
+            f"{run.validation[-1].loss:.3f} | {sent:.1f} MiB |"
         )
 
 

@@ -7,8 +7,10 @@ from shardwright.run_folder import (
     Evaluated,
     Logged,
     PipelineStep,
+    Started,
     as_record,
     checkpoint_name,
+    now,
     published,
     read_metrics,
     read_pipeline_steps,
@@ -19,7 +21,10 @@ DENSE = Logged(1, 6.0, 0.5, 3e-4, 64, 1000.0, 500.0, 0.01, None, 2**20, 0.064, 0
 
 def test_records_and_pipeline_steps_are_read_as_they_were_written_and_half_a_line_is_left_out(tmp_path: Path):
     moe = Logged(**{**vars(DENSE), "step": 2, "load_by_layer": (1.5, 2.0), "dropped_fraction": 0.0})
-    told = [Evaluated(0, 6.2), DENSE, moe]
+    start = Started(
+        0, "1 rank", "one rank", "constant", 1, "host", "cpu", "2.13", "0.1", time="2026-11-22T10:52:20+00:00"
+    )
+    told = [start, Evaluated(0, 6.2, now()), DENSE, moe]
     (tmp_path / "metrics").write_text("".join(json.dumps(as_record(each)) + "\n" for each in told) + '{"kind": "tra')
     assert list(read_metrics(tmp_path / "metrics")) == told
     assert "load_by_layer" not in as_record(DENSE)

@@ -1,5 +1,5 @@
 """Publishing by rename: a file or folder is written under a temporary name beside its place and renamed when it is
-complete, so that nobody ever reads half of one. Also: folders that one process owns at a time."""
+complete, so that a reader sees a complete one or none. Also locks a folder for one process at a time."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""One process a rank on this machine: wait for them, name the rank at fault with its own error, end the others.
+"""One process a rank on this machine: waits for them, reports the error of the rank that failed, ends the others.
 
 `train` starts its ranks as fresh interpreters (train/launch.py), `verify` forks them (verify/ranks.py). Both hold each
 rank as a `Worker` and wait in `results`. In the process of a rank, `Link` is the other end of the worker's connection.
@@ -123,7 +123,7 @@ class Link:
 
 
 def threads_of_a_rank(world_size: int) -> int:
-    """Threads that each of this machine's ranks computes with: OMP_NUM_THREADS, or its part of the cores.
+    """Threads of each rank on this machine: OMP_NUM_THREADS, or the cores divided by the ranks.
 
     Ranks share the cores: without a bound each would start as many threads as there are cores.
     """
@@ -161,7 +161,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def results(
     workers: Sequence[Worker], timeout_s: float | None = None, is_asked: Callable[[], bool] = lambda: False
 ) -> list[Any]:
-    """What each worker has told with `Link.done`, by rank.
+    """What each worker has sent with `Link.done`, by rank.
 
     Where one fails, its error is raised: a ShardwrightError as it is, all else as a WorkerError that names the rank
     and says what it told, or how it died. Raises WorkerError with their stacks for ranks that are not done within

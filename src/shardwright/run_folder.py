@@ -1,7 +1,8 @@
-"""The folder of a run, `out` in its run file: what is in it under which name, and how its lines are written and read.
+"""The folder of a run, `out` in its run file: the names of its files, and how their records are written and read.
 
 run.toml                    the run file with every default filled in
-metrics.jsonl               a JSON object for each logged step (`Logged`) and each evaluation (`Evaluated`)
+metrics.jsonl               a JSON object for each start (`Started`), each logged step (`Logged`) and each evaluation
+                            (`Evaluated`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
 logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks
@@ -14,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,10 +52,32 @@ def published(checkpoints: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class Started:
+    """A `run` record: where, with what and on which layout a run began or went on, before it took steps after `step`.
+
+    `layout` and `lr_schedule` are words for people, `keys` the keys of the layout; `device` is the name of rank 0's;
+    `git_commit` is that of the working directory, if it is in a repository; `checkpoint` is what was loaded, if any.
+    """
+
+    step: int
+    layout: str
+    keys: str
+    lr_schedule: str
+    world_size: int
+    host: str
+    device: str
+    torch: str
+    shardwright: str
+    git_commit: str | None = None
+    checkpoint: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True)
 class Logged:
     """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
-    since the record before, `memory_bytes` is the peak of rank 0. What has a default is said of a model with experts
-    alone."""
+    since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
+    record was written (None in files of older versions), the rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -76,6 +100,7 @@ class Logged:
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_sent_bytes: float | None = None
+    time: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +109,20 @@ class Evaluated:
 
     step: int
     loss: float
+    time: str | None = None
 
 
-_KINDS: dict[str, type[Logged] | type[Evaluated]] = {"train": Logged, "evaluation": Evaluated}
-_READERS: dict[str, TypeAdapter[Logged | Evaluated]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+AnyRecord = Started | Logged | Evaluated
+_KINDS: dict[str, type[AnyRecord]] = {"run": Started, "train": Logged, "evaluation": Evaluated}
+_READERS: dict[str, TypeAdapter[AnyRecord]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
-def as_record(told: Logged | Evaluated) -> Record:
+def now() -> str:
+    """The `time` of a record: UTC by ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def as_record(told: AnyRecord) -> Record:
     """What a line of metrics.jsonl says, `kind` first; a field that is at its default is left out."""
     [kind] = [name for name, each in _KINDS.items() if isinstance(told, each)]
     return {"kind": kind} | {
@@ -98,8 +130,11 @@ def as_record(told: Logged | Evaluated) -> Record:
     }
 
 
-def read_metrics(path: Path) -> Iterator[Logged | Evaluated]:
-    """The records of metrics.jsonl. Raises InputError for one that is damaged."""
+def read_metrics(path: Path) -> Iterator[AnyRecord]:
+    """The records of metrics.jsonl; older versions wrote no time and no `Started`.
+
+    Raises InputError for a record that is damaged.
+    """
     kinds = " or ".join(map(repr, _KINDS))
     way_out = f"a record is a JSON object of kind {kinds}"
     return _read_lines(path, lambda line: _READERS[json.loads(line)["kind"]], "a record of a run", way_out)
@@ -132,8 +167,8 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines of a file, if there is one, without what follows the last newline: that was being written when the
-    process was killed, or is being written now."""
+    """The complete lines of a file, none if it is missing. What follows the last newline is an incomplete record: the
+    process that writes it was killed, or is writing it now."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 

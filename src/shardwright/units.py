@@ -31,3 +31,8 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def percent(fraction: float) -> str:
+    """`0.956` -> `96%`, `0.041` -> `4.1%`, `0.01` -> `1%`."""
+    return f"{fraction:.0%}" if fraction >= 0.0995 else f"{100 * fraction:.2g}%"

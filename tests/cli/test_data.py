@@ -80,7 +80,31 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "documents left out because they are not UTF-8 text: 1" in done.output
     assert "2.txt: byte 0xe9 at offset 3" in done.output
-    assert "the source is one document, so nothing could be held out" in done.output
+    assert "the source is one document, so there is no validation split" in done.output
+
+
+def test_what_was_replaced_left_out_as_bad_or_validates_more_than_was_asked_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "caf\xe9 \xe9"}\n{"text": \n' + b'{"text": "b"}\n' * 10)
+    options = ("--vocab-size", 300, "--encoding-errors", "replace")
+    refused = run("prepare", path, "--out", tmp_path / "o", *options)
+    assert (refused.exit_code, "x.jsonl:2: not JSON" in refused.stderr) == (2, True)
+    done = run("prepare", path, "--out", tmp_path / "o", *options, "--skip-bad")
+    assert done.exit_code == 0, done.output
+    assert "records left out because they are not JSON or have no text: 1" in done.output
+    assert "x.jsonl:2: not JSON" in done.output
+    assert "bytes that are not UTF-8 were replaced by U+FFFD in 2 places" in done.output
+    assert "the validation split holds 1 of 11 documents (9.1%), and --validation asks for 1%" in done.output
+    asked = run("prepare", path, "--out", tmp_path / "p", *options, "--skip-bad", "--validation", "0.1")
+    assert "asks for" not in asked.output
+
+
+def test_a_source_in_which_everything_is_bad_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{\n[]\n")
+    done = run("prepare", tmp_path / "x.jsonl", "--out", tmp_path / "o", "--vocab-size", 300, "--skip-bad")
+    assert done.exit_code == 2
+    assert "there is no text in it (2 documents were skipped; the first: " in done.output
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize("verb", ["prepare", "inspect"])

@@ -27,7 +27,7 @@ def test_quickstart_trains_then_reuses_what_is_there_then_goes_on(tmp_path: Path
     first = quickstart(out, 6)
     assert sum(path.stat().st_size for path in (out / "corpus").rglob("*.py")) >= 10_000_000
     assert first["steps"] == 6
-    assert float(str(first["held_out_loss"])) < float(str(first["first_held_out_loss"]))
+    assert float(str(first["validation_loss"])) < float(str(first["first_validation_loss"]))
     for made in ("quickstart.toml", "run/metrics.jsonl", "run/curves.png", "run/report.html"):
         assert (out / made).stat().st_size > 0
     assert str(first["sample"]).startswith("def read_file(path):")
@@ -35,7 +35,7 @@ def test_quickstart_trains_then_reuses_what_is_there_then_goes_on(tmp_path: Path
     manifest = (out / "data" / "manifest.json").stat().st_mtime_ns
     records = (out / "run" / "metrics.jsonl").read_text()
     again = quickstart(out, 6)
-    assert again["held_out_loss"] == first["held_out_loss"]
+    assert again["validation_loss"] == first["validation_loss"]
     assert (out / "run" / "metrics.jsonl").read_text() == records
 
     further = quickstart(out, 8)

@@ -9,6 +9,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.report import report
+from shardwright.report.comparison import DARK_RUN_COLOURS, RUN_COLOURS
+from shardwright.report.style import COLOURS
 from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()
@@ -23,7 +25,7 @@ def test_a_report_is_a_page_a_picture_and_the_numbers(tmp_path: Path) -> None:
     done = run(usual(tmp_path))
     assert done.exit_code == 0, done.output
     assert "debug, 250K parameters, on 2 ranks with ZeRO-3" in done.stdout
-    assert re.search(r"held-out loss +5\.1000 +from 6\.2000, 82% of it", done.stdout)
+    assert re.search(r"validation loss +5\.1000 +perplexity 164; from 6\.2000, 82% of it", done.stdout)
     assert f"{tmp_path}/report.html" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert (tmp_path / "curves.png").stat().st_size > 10_000
@@ -100,3 +102,34 @@ def test_what_is_no_run_leaves_with_2_and_says_why(tmp_path: Path) -> None:
     assert "has no metrics.jsonl and no run.toml" in done.stderr
     assert "Traceback" not in done.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_runs_are_one_page_with_their_losses_and_a_table_of_numbers(tmp_path: Path) -> None:
+    first = usual(tmp_path / "first")
+    second = write_run(tmp_path / "second", [train_record(n, loss=4.0, tokens_per_s=2e3) for n in range(1, 101)])
+    page = tmp_path / "both.html"
+    done = run(first, second, "--out", page)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"first\n.*validation loss +5\.1000\n.*second\n.*training loss +4\.0000\n", done.stdout, re.DOTALL)
+    html = page.read_text()
+    cells = re.findall(r"<td>([^<]*)</td>", html)
+    assert [cells[0], *cells[2:8]] == ["first", "50 of 100", "3.2K", "5.0000", "5.1000", "164", "1K"]
+    assert [cells[11], *cells[13:19]] == ["second", "100", "6.4K", "4.0000", "n/a", "n/a", "2K"]
+    picture = html[html.index("<svg") : html.index("</svg>")]
+    assert {"var(--run-0)", "var(--run-1)"} <= set(re.findall(r"var\([^)]*\)", picture))
+    assert not re.findall(r"#[0-9a-f]{6}\b(?!\w)", picture.replace('href="#', "").replace("url(#", ""))
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+    told = json.loads(run(first, second, "--out", page, "--json").stdout)
+    assert [each["validation_loss"] for each in told["runs"]] == [5.1, None]
+    assert not (first / "report.html").exists()
+
+
+def test_a_timeline_of_several_runs_is_refused(tmp_path: Path) -> None:
+    done = run(usual(tmp_path / "a"), usual(tmp_path / "b"), "--timeline", tmp_path / "x.svg")
+    assert (done.exit_code, "is for one run, and 2 are given" in done.stderr) == (2, True)
+
+
+def test_the_colours_of_runs_are_told_apart_from_all_others() -> None:
+    values = [*COLOURS.values(), *RUN_COLOURS.values()]
+    assert len(set(values)) == len(values)
+    assert RUN_COLOURS.keys() == DARK_RUN_COLOURS.keys()

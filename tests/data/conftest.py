@@ -17,7 +17,7 @@ def corpus() -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token shards of `corpus`, several of them, with a vocabulary of 512 and a fifth held out."""
+    """Token shards of `corpus`, several of them, with a vocabulary of 512 and a fifth for validation."""
     out = tmp_path_factory.mktemp("tokens") / "email"
     prepare(corpus, out, glob="*.py", vocab_size=512, validation=0.2, shard_tokens=20_000)
     return out

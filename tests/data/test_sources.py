@@ -72,9 +72,27 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: str, message: str) -> No
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_bad_records_are_left_out_and_counted_on_request(tmp_path: Path, suffix: str) -> None:
+    lines = ['{"text": "a"}', '{"text": "b', '{"txt": "c"}', "[]", '{"text": 3}', '{"text": "d"}']
+    raw = "\n".join(lines).encode()
+    (tmp_path / f"x{suffix}").write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+    with pytest.raises(DataError, match="--skip-bad leaves such records out"):
+        texts(tmp_path)
+    meter = Meter()
+    assert texts(tmp_path, skip_bad=True, meter=meter) == ["a", "d"]
+    assert (meter.n_bad, meter.n_skipped) == (4, 0)
+    assert f"x{suffix}:2: not JSON" in meter.skipped[0]
+    (tmp_path / "y.jsonl").write_bytes(b'{"text": "caf\xe9"}')
+    with pytest.raises(DataError, match="is not UTF-8"):
+        texts(tmp_path / "y.jsonl", skip_bad=True)
+
+
 def test_half_a_surrogate_pair_is_replaced_or_left_out_on_request(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a\\ud83db"}\n{"text": "\\ud83d\\ude00"}\n')
-    assert texts(tmp_path, encoding_errors="replace") == ["a\ufffdb", "😀"]
+    meter = Meter()
+    assert texts(tmp_path, encoding_errors="replace", meter=meter) == ["a\ufffdb", "😀"]
+    assert meter.n_replaced == 1
     assert texts(tmp_path, encoding_errors="skip") == ["😀"]
 
 
@@ -126,7 +144,11 @@ def test_bytes_that_are_not_utf8_are_named_replaced_or_skipped(tmp_path: Path) -
         texts(tmp_path)
     assert f"{tmp_path}/b.txt: byte 0xe9 at offset 300003 is not UTF-8" in str(caught.value)
     assert "--encoding-errors replace" in str(caught.value)
-    assert texts(tmp_path, encoding_errors="replace")[1].endswith("caf\ufffd au lait\n")
+    (tmp_path / "c.txt").write_text("this U+FFFD was there: \ufffd")
+    meter = Meter()
+    assert texts(tmp_path, encoding_errors="replace", meter=meter)[1].endswith("caf\ufffd au lait\n")
+    assert meter.n_replaced == 1
+    (tmp_path / "c.txt").unlink()
     meter = Meter()
     assert texts(tmp_path, encoding_errors="skip", meter=meter) == ["fine\n"]
     assert meter.n_skipped == 1

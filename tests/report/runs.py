@@ -41,6 +41,24 @@ def moe_record(step: int, **changes: Any) -> dict[str, Any]:
     return train_record(step, **told, **changes)
 
 
+def started(step: int, layout: str = "2 ranks with ZeRO-3", keys: str = "dp_shard 2, zero 3") -> dict[str, Any]:
+    """A `run` record of a start on another day for each step."""
+    return {
+        "kind": "run",
+        "step": step,
+        "layout": layout,
+        "keys": keys,
+        "lr_schedule": "cosine over 100 steps",
+        "world_size": int(layout.split()[0]),
+        "host": "node7",
+        "device": "NVIDIA H200",
+        "torch": "2.13.0",
+        "shardwright": "0.1.0",
+        "git_commit": "0123456789abcdef",
+        "time": f"2026-11-{1 + step % 28:02d}T10:52:20+00:00",
+    }
+
+
 def evaluation(step: int, loss: float) -> dict[str, Any]:
     return {"kind": "evaluation", "step": step, "loss": loss}
 

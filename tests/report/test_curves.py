@@ -13,7 +13,7 @@ import pytest
 from shardwright.errors import InputError
 from shardwright.report.curves import curves_svg, draw_curves
 from shardwright.report.panel import TIMES
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
@@ -37,7 +37,7 @@ def test_every_panel_says_what_the_records_say(tmp_path: Path) -> None:
     words = texts(curves_svg(read_run(usual(tmp_path))))
     assert {"step", "tokens", "Gradient norm", "Tokens per second"} <= set(words)
     assert "training: 5.8 to 5" in words
-    assert "held out: 6.2 to 5.1" in words
+    assert "validation: 6.2 to 5.1" in words
     assert "clipped at 1: 0 of 5 records" in words
     assert "median 1K" in words
     assert {"data 6.2%", "fwd + bwd 78%", "optimizer 16%"} <= set(words)
@@ -150,7 +150,7 @@ import sys, matplotlib
 matplotlib.rcParams["font.size"] = 31
 from shardwright.report.curves import draw_curves
 from shardwright.report.panel import TIMES
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 draw_curves(read_run({str(tmp_path)!r}), {str(tmp_path / "a.png")!r})
 print(matplotlib.rcParams["font.size"], "matplotlib.pyplot" in sys.modules)
 """

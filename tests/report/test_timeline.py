@@ -10,7 +10,7 @@ from shardwright.data import prepare as module
 from shardwright.data.prepare import prepare
 from shardwright.errors import InputError
 from shardwright.report.headline import headline
-from shardwright.report.run import read_run
+from shardwright.report.run_record import read_run
 from shardwright.report.timeline import PipelineRecord
 from shardwright.run_folder import timeline_path
 from shardwright.schedule.actions import Action

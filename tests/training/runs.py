@@ -120,7 +120,12 @@ def train(run_file: Path, *arguments: str, fault: Fault | None = None, expect: i
 
 
 def records(run_file: Path, out: str = "out") -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
+    """The logged steps and evaluations of a run's metrics."""
+    return [record for record in lines(run_file, out) if record["kind"] != "run"]
+
+
+def lines(run_file: Path, out: str = "out") -> list[dict[str, Any]]:
+    """All lines of a run's metrics."""
     return [json.loads(line) for line in (run_file.parent / out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -269,9 +274,9 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(fd)
 
 
-def _run_with(fault: Fault, run: Callable[..., None], config: Any, place: Any, **how: Any) -> None:
+def _run_with(fault: Fault, run: Callable[..., bool], config: Any, place: Any, **how: Any) -> bool:
     fault(place.rank)
-    run(config, place, **how)
+    return run(config, place, **how)
 
 
 def _redirect(source: int, target: int) -> None:

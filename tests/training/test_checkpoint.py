@@ -3,6 +3,8 @@
 Each test is a world of 1, 2 or 4 gloo ranks with a tiny model; what a rank meets, an error too, comes back from it.
 """
 
+import os
+import stat
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +153,19 @@ def test_every_byte_is_written_once_and_by_all_ranks_together(tmp_path, layout):
     bodies = [path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little") for path in files]
     assert sum(bodies) == sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     assert min(bodies) > 0
+
+
+def save_with_umask(folder: Path, umask: int) -> None:
+    os.umask(umask)
+    save_ranks(folder, Layout(dp_shard=2))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(tmp_path, umask):
+    run_ranks(save_with_umask, 2, tmp_path, umask)
+    files = list((tmp_path / "step-00000001").iterdir())
+    assert {path.suffix for path in files} == {".safetensors", ".json", ".toml"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
 def test_a_dim_smaller_than_the_number_of_ranks_is_saved_and_loaded(tmp_path):

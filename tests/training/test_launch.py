@@ -5,8 +5,10 @@ The workers are real processes under the real launcher (runs.py); what happens t
 
 import ctypes
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -263,3 +265,22 @@ def test_a_ctrl_c_under_torchrun_saves_though_it_reaches_the_workers_twice(run_f
         run.wait_for(lambda: "as asked; the last checkpoint is of this step. Go on with --resume" in run.stdout)
     stopped = len(trajectory(run_file))
     assert (run_file.parent / "out" / "checkpoints" / f"step-{stopped:08d}").is_dir()
+
+
+@pytest.mark.parametrize(("code", "queued_again"), [(0, ""), (75, "requeue 4711\n"), (3, "")])
+def test_the_batch_file_of_the_docs_queues_a_job_again_only_if_it_was_stopped(code, queued_again, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    (script,) = [text for text in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
+    for name, text in {
+        "bin/srun": f"#!/bin/sh\nexit {code}\n",
+        "bin/scontrol": "#!/bin/sh\necho $@\n",
+        ".venv/bin/activate": "",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "4711"}
+    environment = os.environ | job | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, queued_again), done.stderr

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import re
 import sys
 import types
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import JsonLines, line, missing_extras, open_writers
 from shardwright.training.start import start
-from tests.training.runs import records, train, write_run_file
+from tests.training.runs import lines, records, train, write_run_file
 
 RECORD = {
     "kind": "train",
@@ -131,11 +133,50 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(t
     assert [(r["step"], r["loss"]) for r in found] == [(1, 2.5), (2, 2.5), (3, 9.0)]
 
 
+def test_every_line_has_the_time_and_each_start_says_where_and_with_what(tmp_path: Path, tokens: Path):
+    run_file = write_run_file(tmp_path, tokens)
+    train(run_file, "--set", "steps=2")
+    done = train(run_file, "--resume", "--set", "steps=3", "--set", "layout.dp_shard=1")
+    found = lines(run_file)
+    assert [(line["kind"], line["step"]) for line in found] == [
+        *(("run", 0), ("train", 1), ("train", 2), ("run", 2), ("train", 3)),
+    ]
+    times = [datetime.fromisoformat(line["time"]) for line in found]
+    assert times == sorted(times)
+    assert all(time.tzinfo == UTC for time in times)
+    first, second = found[0], found[3]
+    assert (first["world_size"], first["layout"], second["layout"]) == (2, "2 ranks with ZeRO-3", "1 rank")
+    assert (first["device"], first["torch"]) == ("cpu", torch.__version__)
+    assert second["checkpoint"].endswith("step-00000002")
+    assert "steps   1, from 3 to 3: 64 tokens" in done.stdout
+    assert re.search(r"saved to \S+/step-00000003\n +shardwright report \S+/out\n +shardwright sample", done.stdout)
+
+
+def test_the_header_says_what_is_trained_and_the_lines_how_long_it_takes(tmp_path: Path, tokens: Path):
+    run_file = write_run_file(tmp_path, tokens)
+    said = train(run_file, "--set", "steps=2").stdout.splitlines()
+    assert said[0] == "model   Llama-style, 13.5K parameters"
+    assert said[1] == "layout  2 ranks with ZeRO-3; device cpu, fp32"
+    assert said[2] == "batch   64 tokens a step: 4 sequences of 16 tokens: 2 data ranks x 2 micro-batches x 1"
+    assert re.match(r"steps   2: 128 tokens, [\d.e-]+ epochs of the \S+ tokens in ", said[3])
+    assert [" | ETA " in line for line in said if line.startswith("step  ")] == [True, False]
+
+
+def test_a_resumed_run_drops_the_start_of_one_that_took_no_step(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        "".join(json.dumps({"kind": kind, "step": n}) + "\n" for kind, n in (("run", 0), ("train", 2), ("run", 2)))
+    )
+    JsonLines(path, resumed_step=2).close()
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["run", "train"]
+
+
 def test_tensorboard_gets_every_number(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writers = open_writers(config(tmp_path, tensorboard=True), 0)
     for writer in writers:
+        writer.write({"kind": "run", "step": 2, "world_size": 2})
         writer.write(RECORD)
         writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -152,6 +193,7 @@ def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake.init = lambda **settings: run if settings["project"] == "mine" else None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for writer in open_writers(config(tmp_path, wandb_project="mine"), 0):
+        writer.write({"kind": "run", "step": 2, "world_size": 2})
         writer.write(RECORD)
         writer.close()
     values, step = told[0]

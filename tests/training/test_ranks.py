@@ -3,15 +3,19 @@
 The environments are those that the launchers set; the last tests start real processes by hand, as a launcher would.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwright.errors import InputError
+from shardwright.training import ranks
 from shardwright.training.ranks import Place, first_host, meeting_point, place_from_environment
 from tests.marks import prove
 from tests.training.runs import trajectory, write_run_file
@@ -99,8 +103,8 @@ def started_by_hand(run_file: Path, environments: list[dict[str, str]], *argumen
 def test_two_processes_that_srun_has_started_train_together(tokens, tmp_path):
     run_file = write_run_file(tmp_path, tokens)
     job = SRUN | {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid())}
-    ranks = [job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    ended = started_by_hand(run_file, ranks, "--set", "steps=2")
+    tasks = [job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    ended = started_by_hand(run_file, tasks, "--set", "steps=2")
     assert [code for code, _ in ended] == [0, 0], ended
     assert [step for step, _, _ in trajectory(run_file)] == [1, 2]
 
@@ -112,6 +116,25 @@ def test_a_port_that_is_taken_is_an_error_that_says_so(tokens, tmp_path):
         rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ((code, stderr),) = started_by_hand(run_file, [rank])
     assert code == 2
-    assert f"rank 0 cannot listen on 127.0.0.1:{port}" in stderr
-    assert "set MASTER_PORT to a free one" in stderr
-    assert "Traceback" not in stderr
+    (line,) = stderr.strip().splitlines()
+    assert line.startswith(f"error: rank 0: cannot listen on 127.0.0.1:{port}")
+    assert "set MASTER_PORT to a free one" in line
+
+
+def closes_every_connection(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def test_a_rank_that_meets_another_program_at_the_port_says_so_without_a_stack(monkeypatch, capfd):
+    monkeypatch.setattr(ranks, "COLLECTIVE_TIMEOUT_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=closes_every_connection, args=(server,), daemon=True).start()
+        port = str(server.getsockname()[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        told = f"cannot reach rank 0 at 127.0.0.1:{port}; .* does no other program use it"
+        with pytest.raises(InputError, match=told), ranks.process_group(Place(1, 1, 2), torch.device("cpu")):
+            pass
+    assert capfd.readouterr().err == ""

@@ -154,7 +154,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file
     with training(run_file, fault=slowly) as run:
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
         os.kill(run.process.pid, number)
-        assert run.wait() == 0
+        assert run.wait() == 75
     stopped = re.search(r"stopped at step (\d+) of 20, as asked; the last checkpoint.*--resume", run.stdout)
     assert stopped, run.stdout
     assert 2 < int(stopped[1]) < 20
@@ -253,6 +253,16 @@ def test_a_run_that_is_done_resumes_to_nothing(run_file, uninterrupted):
     run = train(uninterrupted, "--resume")
     assert "step 20, 80 samples seen" in run.stdout
     assert (uninterrupted.parent / "out" / "metrics.jsonl").read_text() == before
+
+
+def test_the_run_file_that_a_resumed_run_leaves_does_not_resume_by_itself(run_file):
+    train(run_file, "--set", "steps=5")
+    train(run_file, "--resume", "--set", "steps=6")
+    kept = [run_file.parent / "out" / place for place in ("run.toml", "checkpoints/step-00000006/run.toml")]
+    assert ['resume = "no"' in path.read_text() for path in kept] == [True, True]
+    again = run_file.parent / "again.toml"
+    again.write_text(kept[0].read_text())
+    assert "already holds a run, saved up to step-00000006; add --resume" in train(again, expect=2).stderr
 
 
 def flip(path: Path, at: int = -1) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.model.transformer import Transformer
     from shardwright.planner.search import Plan
-    from shardwright.report.run import RunRecord
+    from shardwright.report.run_record import RunRecord
     from shardwright.verification import Report
 
 
@@ -116,7 +116,7 @@ def train(
 
     overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
     config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
-    return None if start(config, quiet=quiet) is None else load_run(config.out)
+    return None if start(config, quiet=quiet).summary is None else load_run(config.out)
 
 
 def load_run(folder: str | Path) -> "Run":
@@ -124,7 +124,7 @@ def load_run(folder: str | Path) -> "Run":
 
     Raises InputError for a folder that is not one of a run, or where a record is damaged.
     """
-    from shardwright.report.run import read_run
+    from shardwright.report.run_record import read_run
 
     return Run(read_run(folder))
 
@@ -154,7 +154,7 @@ class Run:
     @property
     def validation(self) -> list[tuple[int, float]]:
         """(step, validation loss) of each evaluation."""
-        return [(record.step, record.loss) for record in self.record.held_out]
+        return [(record.step, record.loss) for record in self.record.validation]
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -17,7 +17,7 @@ from shardwright.data.prepare import Progress as PrepareProgress
 from shardwright.data.prepare import prepare as prepare_folder
 from shardwright.data.readers import EncodingErrors
 from shardwright.data.shards import Manifest, verify_checksums
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 app = typer.Typer(
     help="Turn text into token shards for training, and look at what is in them.",
@@ -55,9 +55,9 @@ class Options:
         USUAL["tokenizer_sample"]
     )
     validation: Annotated[
-        float, typer.Option(help="Fraction of the documents held out in the split `validation`; 0 for none.")
+        float, typer.Option(help="Fraction of the documents that go to the split `validation`; 0 for none.")
     ] = USUAL["validation"]
-    seed: Annotated[int, typer.Option(help="Chooses which documents are held out.")] = USUAL["seed"]
+    seed: Annotated[int, typer.Option(help="Chooses the documents of the split `validation`.")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = USUAL["shard_tokens"]
     text_key: Annotated[str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")] = (
         USUAL["text_key"]
@@ -67,6 +67,10 @@ class Options:
         EncodingErrors,
         typer.Option(help="Bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document."),
     ] = USUAL["encoding_errors"]
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out records that are not JSON or have no text, and say how many."),
+    ] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False
     json: AsJson = False
 
@@ -76,7 +80,7 @@ class Options:
 def prepare(options: Options) -> None:
     """Tokenise a corpus into shards that training reads by memory map.
 
-    Every document is followed by one separator token; a fraction of the documents is held out for evaluation.
+    Every document is followed by one separator token; a fraction of the documents goes to the validation split.
     All cores are used, and memory does not grow with the corpus. Interrupted, it leaves no OUT.
 
     Example: `shardwright data prepare ~/books --glob '*.txt' --out data/books --vocab-size 16384`
@@ -159,18 +163,38 @@ def _print_summary(out: Path, manifest: Manifest, elapsed_s: float) -> None:
         )
     if "validation" in manifest.splits and not manifest.splits["validation"].documents:
         console.print(
-            "[yellow]note:[/] the source is one document, so nothing could be held out; "
+            "[yellow]note:[/] the source is one document, so there is no validation split; "
             "split it into files or JSONL lines to have a validation split"
         )
+    elif note := _validation_note(manifest):
+        console.print(f"[yellow]note:[/] {note}", soft_wrap=True)
     if skipped := manifest.source["skipped"]:
-        console.print(f"[yellow]note:[/] documents left out because they are not UTF-8 text: {skipped}; the first:")
+        console.print(f"[yellow]note:[/] documents left out because they are not UTF-8 text: {skipped}")
+    if bad := manifest.source["bad"]:
+        console.print(f"[yellow]note:[/] records left out because they are not JSON or have no text: {bad}")
+    if skipped or bad:
+        console.print("the first that were left out:")
         for reason in manifest.source["skipped_first"][:3]:
             console.print(f"  {escape(reason)}", soft_wrap=True)
+    if replaced := manifest.source["replaced"]:
+        console.print(f"[yellow]note:[/] bytes that are not UTF-8 were replaced by U+FFFD in {replaced:,} places")
     read_bytes = manifest.source["read_bytes"]
     console.print(
         f"{escape(str(out))}: vocabulary of {manifest.vocab_size}, read {format_bytes(read_bytes)} "
         f"in {format_seconds(elapsed_s)} ({format_bytes(read_bytes / elapsed_s)}/s)",
         soft_wrap=True,
+    )
+
+
+def _validation_note(manifest: Manifest) -> str:
+    """What to say where the validation split is more than twice, or less than half, of what was asked for."""
+    asked, splits = manifest.options["validation"], manifest.splits
+    n_documents = sum(split.documents for split in splits.values())
+    if not asked or asked / 2 <= (share := splits["validation"].documents / n_documents) <= 2 * asked:
+        return ""
+    return (
+        f"the validation split holds {splits['validation'].documents:,} of {n_documents:,} documents "
+        f"({percent(share)}), and --validation asks for {percent(asked)}; it takes whole documents, at least one"
     )
 
 

@@ -1,5 +1,6 @@
 """shardwright quickstart: from nothing to a trained model, on text that every Python has on its disk."""
 
+import os
 import shutil
 import sys
 import sysconfig
@@ -50,7 +51,7 @@ seq_len = 256
 global_batch = 4
 micro_batch = 2
 
-[layout]                    # two ranks that share gradients and optimizer state
+[layout]                    # two ranks; gradients and optimizer states are sharded over them
 dp_shard = 2
 zero = 2
 
@@ -94,8 +95,8 @@ def quickstart(
     """Train a small model on real text found on this machine, and show what it learned.
 
     The text is the source of Python's standard library. Quickstart gathers it, trains a tokenizer on it, writes token
-    shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on files it has
-    not seen, draws the curves and lets the model write. Run again it reuses what is there; interrupted, it goes on.
+    shards, trains a Llama of about 5M parameters with two worker processes and ZeRO-2, evaluates it on the validation
+    split, draws the curves and generates text. Run again it reuses what is there; after an interruption it resumes.
     """
     places = Places(corpus=out / "corpus", data=out / "data", run_file=out / "quickstart.toml", run=out / "run")
     say = (lambda text: None) if json else tell
@@ -105,7 +106,7 @@ def quickstart(
     config = _write_run_file(places, steps, vocab_size)
     if not _train(config, places, say, quiet=json):
         say("              the same command goes on from there")
-        return
+        raise typer.Exit(os.EX_TEMPFAIL)
     answer = _show(places, say)
     if json:
         print_json(answer)
@@ -189,16 +190,11 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
     from shardwright.training.checkpoint.store import CheckpointStore
     from shardwright.training.start import start
 
-    spec, layout = config.model.spec(), config.layout.layout()
     store = CheckpointStore(places.run / CHECKPOINTS)
     if store.path_of(config.steps) in store.published():
         say(f"3 training    {places.run} is trained already; delete it to train again")
         return True
-    say(
-        f"3 training    Llama, {format_count(spec.n_parameters)} parameters, {layout.world_size} workers, "
-        f"ZeRO-{layout.zero}, {config.steps} steps of "
-        f"{format_count(config.batch.global_batch * config.batch.seq_len)} tokens"
-    )
+    say(f"3 training    as `shardwright train {places.run_file}` does")
     began = time.monotonic()
     start(config, quiet=quiet)
     say(f"              took {format_seconds(time.monotonic() - began)}")
@@ -209,7 +205,7 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     """Pictures and a sample from what the run left; what it came to."""
     from shardwright.report.curves import draw_curves
     from shardwright.report.page import write_page
-    from shardwright.report.run import read_run
+    from shardwright.report.run_record import read_run
     from shardwright.training.sample import open_sampler
     from shardwright.training.start import summary
 
@@ -219,14 +215,14 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     draw_curves(run, curves)
     write_page(run, page)
     sample = open_sampler(places.run).complete(PROMPT, 60, temperature=0.5)
-    ratio = answer["held_out_loss"] / answer["first_held_out_loss"]
+    ratio = answer["validation_loss"] / answer["first_validation_loss"]
     say(
-        f"4 result      held-out loss {answer['first_held_out_loss']:.2f} -> {answer['held_out_loss']:.2f} "
+        f"4 result      validation loss {answer['first_validation_loss']:.2f} -> {answer['validation_loss']:.2f} "
         f"({ratio:.0%} of the first)"
     )
     say("5 it writes")
     say("\n".join("              | " + line for line in sample.splitlines()))
-    return {**answer, "held_out_ratio": ratio, "curves": str(curves), "report": str(page), "sample": sample}
+    return {**answer, "validation_ratio": ratio, "curves": str(curves), "report": str(page), "sample": sample}
 
 
 def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""shardwright report: what a run came to, as numbers, a picture of its curves, and one HTML page."""
+"""shardwright report: the results of a run, or of several: numbers, a picture of the curves, and one HTML page."""
 
 import dataclasses
 from pathlib import Path
@@ -9,24 +9,36 @@ from rich.markup import escape
 
 from shardwright.cli.common import AsJson, console, print_json, say, verb
 from shardwright.errors import InputError
+from shardwright.report.comparison import comparison_rows, draw_losses, write_comparison
 from shardwright.report.curves import draw_curves
 from shardwright.report.headline import headline, title_of
 from shardwright.report.page import write_page
-from shardwright.report.run import RunRecord, read_run
+from shardwright.report.run_record import RunRecord, read_run
 from shardwright.run_folder import CURVES, PAGE, TIMELINE
 from shardwright.schedule.draw import draw
 from shardwright.schedule.trace import write_trace
 from shardwright.units import format_seconds
 
+COMPARISON = "comparison.html"
+
 
 @verb
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="the folder of a run, finished or going on, or several")
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="the page; RUN_DIR/report.html if not given")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="the page; if not given, RUN_DIR/report.html, or comparison.html for several runs"
+        ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|svg", help="the curves alone; RUN_DIR/curves.png if not given")
+        Path | None,
+        typer.Option(
+            metavar="FILE.png|svg",
+            help="the curves alone; if not given, RUN_DIR/curves.png, or for several runs beside the page",
+        ),
     ] = None,
     timeline: Annotated[
         Path | None,
@@ -41,13 +53,19 @@ def report(
     """Show what a run came to: its numbers, its curves, and one page to keep or to send.
 
     The page needs no other file and no network; it can be made while the run goes on. Of a run with layout.pp it shows
-    a step of the pipeline too, as planned and as measured.
+    a step of the pipeline too, as planned and as measured. Of several runs it shows the losses in one picture and a
+    table of the numbers.
 
     shardwright report runs/debug
 
+    shardwright report runs/debug runs/slower --out comparison.html
+
     Exit codes: 0 written, 2 the folder is not one of a run, or a file cannot be written.
     """
-    run = read_run(run_dir)
+    if len(run_dirs) > 1:
+        _compare([read_run(each) for each in run_dirs], out or Path(COMPARISON), picture, timeline, json)
+        return
+    run = read_run(run_dirs[0])
     page, curves = out or run.folder / PAGE, picture or run.folder / CURVES
     drawing = _place_of_timeline(run, timeline)
     draw_curves(run, curves)
@@ -70,6 +88,27 @@ def report(
         rows.append(("pipeline", f"{step.schedule}: {bubbles}", f"(step {step.step:,}: {seconds})"))
     for name, value, remark in [*rows, *((name, path, "") for name, path in files.items())]:
         say(f"  {name:<18} {value:<8} {remark}".rstrip())
+
+
+def _compare(runs: list[RunRecord], page: Path, picture: Path | None, timeline: Path | None, json: bool) -> None:
+    """The page and the picture of several runs."""
+    if timeline is not None:
+        raise InputError(f"--timeline {timeline} is for one run, and {len(runs)} are given; leave it out")
+    losses = picture or page.with_suffix(".png")
+    draw_losses(runs, losses)
+    write_comparison(runs, page)
+    files = {"page": str(page), "picture": str(losses)}
+    if json:
+        told = [{"run": str(run.folder), **dataclasses.asdict(headline(run))} for run in runs]
+        print_json({"runs": told, **files})
+        return
+    for row in comparison_rows(runs):
+        name, *numbers = row.items()
+        console.print(f"[bold]{escape(name[1])}[/]")
+        for key, value in numbers:
+            say(f"  {key:<18} {value}")
+    for key, value in files.items():
+        say(f"{key:<20} {value}")
 
 
 def _place_of_timeline(run: RunRecord, asked: Path | None) -> Path | None:

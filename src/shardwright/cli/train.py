@@ -1,5 +1,6 @@
 """shardwright train: run a run file, with local workers if it needs several and no one has started them."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -26,16 +27,17 @@ def train(
 ) -> None:
     """Train a model as a run file says.
 
-    The run file names the model, the data, the batch and the layout: how many ranks share the work, and how. If the
-    layout needs several ranks, they are started here as local processes; under torchrun or srun this process is one
-    of them.
+    The run file names the model, the data, the batch and the layout: the number of ranks, and how the model and the
+    data are partitioned over them. If the layout needs several ranks, they are started here as local processes; under
+    torchrun or srun this process is one of them.
 
     shardwright train examples/debug.toml --set layout.dp_shard=2 --set steps=50
 
-    Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint and leaves; --resume goes on from there, on the same
+    Ctrl-C (or SIGTERM) finishes the step, saves a checkpoint and leaves; --resume continues from it, on the same
     number of ranks or another.
 
-    Exit codes: 0 trained, 2 something in the run file or the data cannot be used, 3 the run failed.
+    Exit codes: 0 trained, 75 stopped by a signal and saved, 2 something in the run file or the data cannot be used,
+    3 the run failed, 130 interrupted and not saved.
     """
     if list_keys:
         _print_keys(json)
@@ -45,9 +47,11 @@ def train(
     from shardwright.training.start import start
 
     extra = ['checkpoint.resume="auto"'] if resume else []
-    summary = start(load(run_file, [*(overrides or []), *extra]), quiet=json)
-    if json and summary is not None:
-        print_json(summary)
+    ended = start(load(run_file, [*(overrides or []), *extra]), quiet=json)
+    if json and ended.summary is not None:
+        print_json({**ended.summary, "stopped": ended.stopped})
+    if ended.stopped:
+        raise typer.Exit(os.EX_TEMPFAIL)
 
 
 def _print_keys(json: bool) -> None:

@@ -1,10 +1,10 @@
-"""Batches of samples for one data rank, read ahead by a thread; the position in the data is one integer.
+"""Batches of samples for one data rank, prefetched by a thread; the position in the data is one integer.
 
 Running sample g (0, 1, 2, ... over the whole run) is the sample `SampleOrder(seed, n)(g)`. A step takes the
 next global_batch of them, data rank r the r-th contiguous block. So what a step trains on depends on neither
 the number of ranks nor where a run was resumed.
 
-Letters of shapes: A accumulated microbatches, B micro_batch, T seq_len.
+Letters of shapes: A accumulated micro-batches, B micro_batch, T seq_len.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Batch:
     """What one data rank computes in one step.
 
     tokens_ABT and targets_ABT are int64, targets IGNORE where they do not count; sample_ids_AB, int64, the
-    running (global) sample indices, PADDING_ID for a row that only fills a microbatch; n_targets is
+    running (global) sample indices, PADDING_ID for a row that only fills a micro-batch; n_targets is
     the number of targets that count in this batch, of this rank alone.
     """
 

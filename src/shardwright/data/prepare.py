@@ -64,6 +64,7 @@ class _Corpus:
     text_key: str
     glob: str | None
     encoding_errors: EncodingErrors
+    skip_bad: bool
 
     def total_bytes(self) -> int | None:
         if self.source.startswith(HUB):
@@ -95,6 +96,7 @@ def prepare(
     text_key: str = "text",
     glob: str | None = None,
     encoding_errors: EncodingErrors = "error",
+    skip_bad: bool = False,
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
@@ -113,9 +115,9 @@ def prepare(
     for name, least_1 in {"shard_tokens": shard_tokens, "tokenizer_sample": tokenizer_sample}.items():
         if least_1 < 1:
             raise DataError(f"{name}={least_1} must be at least 1")
-    corpus = _Corpus(str(source), text_key, glob, encoding_errors)
+    corpus = _Corpus(str(source), text_key, glob, encoding_errors, skip_bad)
     if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
-        raise DataError(f"out={out} lies inside of the source {source}: it would read what it writes; choose another")
+        raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
     report = _Report(corpus.total_bytes(), progress)
     with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
@@ -134,7 +136,13 @@ def prepare(
             tokenizer_file=TOKENIZER,
             tokenizer_sha256=loaded.sha256,
             splits=splits,
-            source={**dataclasses.asdict(corpus), "read_bytes": meter.read_bytes, "skipped": meter.n_skipped}
+            source={
+                **dataclasses.asdict(corpus),
+                "read_bytes": meter.read_bytes,
+                "skipped": meter.n_skipped,
+                "bad": meter.n_bad,
+                "replaced": meter.n_replaced,
+            }
             | ({"skipped_first": meter.skipped} if meter.skipped else {}),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
@@ -202,7 +210,8 @@ def _write_tokens(
             if waiting is not None:
                 write(*waiting)
         if written < 0:
-            left_out = f" ({meter.n_skipped} documents were skipped)" if meter.n_skipped else ""
+            n_left_out = meter.n_skipped + meter.n_bad
+            left_out = f" ({n_left_out} documents were skipped; the first: {meter.skipped[0]})" if n_left_out else ""
             raise DataError(f"{corpus.source}: there is no text in it{left_out}")
         writers[_split_of(written, validation, seed)].end_document()
     finally:
@@ -230,7 +239,7 @@ def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], lis
 
 
 def _split_of(document: int, validation: float, seed: int) -> str:
-    # A stream does not know how many documents follow, so the first two are dealt by rule: one to each split.
+    # A stream does not know how many documents follow, so the first goes to `train` and the second to `validation`.
     if validation == 0 or document == 0:
         return TRAIN
     if document == 1 or keyed_fractions((seed,), np.array(document))[0] < validation:

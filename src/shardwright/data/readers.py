@@ -30,14 +30,20 @@ SKIPPED_KEPT = 20
 
 WAY_OUT = "convert it to UTF-8, or pass --encoding-errors replace (puts U+FFFD there) or skip (leaves the document out)"
 
+SKIP_BAD = "--skip-bad leaves such records out"
+
 
 class NotText(DataError):
     """Bytes that are no UTF-8 text: an error, or a document left out under `skip`."""
 
 
+class BadRecord(DataError):
+    """A record that is not JSON or has no text where it should: an error, or left out under `skip_bad`."""
+
+
 @dataclass(frozen=True)
 class Document:
-    """`name` says where it stands (`file`, `file:line`); `pieces`, joined, are its text.
+    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text.
 
     The pieces are read from the source as they are asked for: use them up before the next document.
     """
@@ -48,38 +54,75 @@ class Document:
 
 @dataclass
 class Meter:
-    """What reading has come to: bytes of the source's files, and documents left out under `skip`."""
+    """Counts of what was read: bytes of the files, documents left out because they are not UTF-8, records left
+    out because they are bad, the first reasons of both, and U+FFFD that were put in the place of other bytes."""
 
     read_bytes: int = 0
     n_skipped: int = 0
+    n_bad: int = 0
+    n_replaced: int = 0
     skipped: list[str] = field(default_factory=list)
 
-    def skip(self, error: NotText) -> None:
+    def skip(self, error: NotText | BadRecord) -> None:
         """Count a document that is left out; the first few reasons are kept."""
-        self.n_skipped += 1
+        if isinstance(error, BadRecord):
+            self.n_bad += 1
+        else:
+            self.n_skipped += 1
         if len(self.skipped) < SKIPPED_KEPT:
             self.skipped.append(str(error).partition(";")[0])
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read: the field that holds the text, what to do about bytes that are not UTF-8, the meter."""
+    """How to read: the field that holds the text, what to do about bytes that are not UTF-8, whether bad records are
+    left out, the meter."""
 
     text_key: str
     encoding_errors: EncodingErrors
+    skip_bad: bool
     meter: Meter
 
     def document(self, where: str, text_of: Callable[[], str | None]) -> Iterator[Document]:
-        """The document at `where`; none where its text is empty, or is not UTF-8 under `skip`, which is counted."""
+        """The document at `where`; none where its text is empty, or it is left out, which is counted."""
         try:
             text = text_of()
-        except NotText as error:
-            if self.encoding_errors != "skip":
+        except (NotText, BadRecord) as error:
+            if not (self.skip_bad if isinstance(error, BadRecord) else self.encoding_errors == "skip"):
                 raise
             self.meter.skip(error)
             return
         if text:
             yield Document(where, cut(text))
+
+    def decode(self, raw: bytes, where: str, offset: int) -> str:
+        """UTF-8 as text; `offset` is where `raw` begins in its file. Raises NotText, or replaces what is not UTF-8."""
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if self.encoding_errors != "replace":
+                raise NotText(
+                    f"{where}: byte 0x{raw[error.start]:02x} at offset {offset + error.start} is not UTF-8 "
+                    f"({error.reason}); {WAY_OUT}"
+                ) from None
+        text = raw.decode("utf-8", "replace")
+        self.meter.n_replaced += text.count("\ufffd") - raw.count("\ufffd".encode())
+        return text
+
+    def encodable(self, text: str, where: str) -> str:
+        """`text`, if UTF-8 can hold it: JSON may carry half of a surrogate pair (`\\ud83d`), no character."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            if self.encoding_errors != "replace":
+                raise NotText(
+                    f"{where}: character {error.start} is half of a surrogate pair "
+                    f"(\\u{ord(text[error.start]):04x}) and not UTF-8 text; {WAY_OUT}"
+                ) from None
+            replaced = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            self.meter.n_replaced += replaced.count("\ufffd") - text.count("\ufffd")
+            return replaced
+        return text
 
     def check_column(self, source: object, columns: Iterable[str]) -> None:
         """Raises DataError if the column that is to hold the text is not there."""
@@ -93,7 +136,7 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
     if reading.encoding_errors == "skip":
         try:
             for offset, raw in _raw_pieces(path):
-                _decode(_without_nul(raw, path, offset), str(path), offset, "error")
+                reading.decode(_without_nul(raw, path, offset), str(path), offset)
         except NotText as error:
             reading.meter.skip(error)
             reading.meter.read_bytes += path.stat().st_size
@@ -102,7 +145,7 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
     def pieces() -> Iterator[str]:
         for offset, raw in _raw_pieces(path):
             reading.meter.read_bytes += len(raw)
-            text = _decode(_without_nul(raw, path, offset), str(path), offset, reading.encoding_errors)
+            text = reading.decode(_without_nul(raw, path, offset), str(path), offset)
             if offset == 0:
                 text = text.removeprefix("\ufeff")
             if text:
@@ -161,23 +204,9 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 for raw in column.cast("large_binary").to_pylist():
                     row += 1
                     where = f"{path}: row {row}"
-                    decoded = functools.partial(_decode, raw or b"", where, 0, reading.encoding_errors)
+                    decoded = functools.partial(reading.decode, raw or b"", where, 0)
                     yield from reading.document(where, decoded)
                 reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
-
-
-def encodable(text: str, where: str, encoding_errors: str) -> str:
-    """`text`, if UTF-8 can hold it: JSON may carry half of a surrogate pair (`\\ud83d`), no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        if encoding_errors != "replace":
-            raise NotText(
-                f"{where}: character {error.start} is half of a surrogate pair "
-                f"(\\u{ord(text[error.start]):04x}) and not UTF-8 text; {WAY_OUT}"
-            ) from None
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
 
 
 def cut(text: str) -> Iterator[str]:
@@ -219,48 +248,39 @@ def _without_nul(raw: bytes, path: Path, offset: int) -> bytes:
     return raw
 
 
-def _decode(raw: bytes, where: str, offset: int, encoding_errors: str) -> str:
-    try:
-        return raw.decode("utf-8", "replace" if encoding_errors == "replace" else "strict")
-    except UnicodeDecodeError as error:
-        raise NotText(
-            f"{where}: byte 0x{raw[error.start]:02x} at offset {offset + error.start} is not UTF-8 "
-            f"({error.reason}); {WAY_OUT}"
-        ) from None
-
-
 def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | None:
-    line = _decode(raw, where, offset, reading.encoding_errors).removeprefix("\ufeff").strip()
+    line = reading.decode(raw, where, offset).removeprefix("\ufeff").strip()
     if not line:
         return None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); a .jsonl file holds one object a line") from None
+        raise BadRecord(f"{where}: not JSON ({error}); a .jsonl file holds one object a line. {SKIP_BAD}") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}")
+        told = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"
+        raise BadRecord(f"{told}; {SKIP_BAD}")
     return field_text(record, where, reading)
 
 
 def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | None:
     """The text of a record's field `text_key`; None where it is null.
 
-    Raises DataError for a missing field or one that is no string, NotText for half a surrogate pair.
+    Raises BadRecord for a missing field or one that is no string, NotText for half a surrogate pair.
     """
     if reading.text_key not in record:
-        raise DataError(
+        raise BadRecord(
             f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "
-            "Choose one with --text-key"
+            f"Choose one with --text-key. {SKIP_BAD}"
         )
     text = record[reading.text_key]
     if text is None:
         return None
     if not isinstance(text, str):
-        raise DataError(
+        raise BadRecord(
             f"{where}: the field {reading.text_key!r} is a {type(text).__name__}, not a string; "
-            "choose another with --text-key"
+            f"choose another with --text-key. {SKIP_BAD}"
         )
-    return encodable(text, where, reading.encoding_errors)
+    return reading.encodable(text, where)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Samples(Protocol):
 
 
 class PackedSamples:
-    """The split as one row of tokens, cut every seq_len: no padding, and a sample may span documents.
+    """The split as one row of tokens, split every seq_len: no padding, and a sample may span documents.
 
     Sample i reads tokens [i*T, i*T + T) and predicts the successor of each: n = (n_tokens - 1) // T, and each
     token but the first, and less than T at the end, is predicted once. With `mask_boundaries` what follows a
@@ -69,7 +69,7 @@ class PackedSamples:
 
 
 class DocumentSamples:
-    """Every document begins a sample of its own; a long one is cut every T, the rest is padded and masked.
+    """Every document begins a sample of its own; a long one is split every T, the rest is padded and masked.
 
     A document of L tokens (its separator included) has L - 1 predictions and makes ceil((L - 1) / T) samples;
     each of its tokens but the first is predicted once. Padding is the separator. Takes 8 bytes of memory a

@@ -7,8 +7,8 @@
     validation-00000.bin ...
 
 Every document ends with one separator. A shard is closed at the first document end at or after
-`shard_tokens`, and in any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` lies in one
-shard, and only a longer one may run over into the next.
+`shard_tokens`, and in any case at 2 x `shard_tokens`: so a document of at most `shard_tokens` is in one
+shard, and only a longer one may continue in the next.
 """
 
 import hashlib
@@ -106,7 +106,7 @@ class Manifest(_Record):
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 over the checksums of all shards: equal for equal tokens, cut in equal shards."""
+        """A sha256 over the checksums of all shards: equal for equal tokens, partitioned into equal shards."""
         lines: list[str] = [self.dtype]
         for name in sorted(self.splits):
             lines += [f"{name} {shard.sha256} {shard.index_sha256}" for shard in self.splits[name].shards]

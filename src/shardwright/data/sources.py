@@ -40,6 +40,7 @@ def documents(
     text_key: str = "text",
     glob: str | None = None,
     encoding_errors: EncodingErrors = "error",
+    skip_bad: bool = False,
     meter: Meter | None = None,
 ) -> Iterator[Document]:
     """Every document of `source`, in an order that is the same every time.
@@ -50,11 +51,12 @@ def documents(
 
     Raises DataError, when the stream gets there: a path that is missing, a folder without files, a file that
     is not UTF-8 text or not what its suffix says. With `encoding_errors` "skip" a document that is not UTF-8
-    is left out and counted; with "replace" its bad bytes become U+FFFD.
+    is left out and counted; with "replace" its bad bytes become U+FFFD, which are counted. With `skip_bad` a record
+    that is not JSON, or has no string in the field `text_key`, is left out and counted.
     """
     if encoding_errors not in ENCODING_ERRORS:
         raise DataError(f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}")
-    reading = Reading(text_key, encoding_errors, Meter() if meter is None else meter)
+    reading = Reading(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter)
     if isinstance(source, str) and source.startswith(HUB):
         yield from _hub_documents(source, reading)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import InputError
 from shardwright.files import write_whole
-from shardwright.report.headline import headline, percent, title_of
+from shardwright.report.headline import headline, title_of
 from shardwright.report.load import dropped_panel, drops, has_experts, load_panel
 from shardwright.report.panel import (
     MANY,
@@ -24,10 +24,11 @@ from shardwright.report.panel import (
     running_mean,
     window,
 )
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
+from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import PHASES, Logged
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,12 +141,12 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
         mean = f", mean of {window(losses)} records" if many else ""
         ends = [value for value in running_mean(losses) if math.isfinite(value)] if many else finite
         draw_line(ax, run, losses, f"training{mean}: {first_to_last(ends)}")
-    held_out = [record for record in run.held_out if math.isfinite(record.loss)]
-    if held_out:
+    validation = [record for record in run.validation if math.isfinite(record.loss)]
+    if validation:
         ax.plot(
-            [record.step for record in held_out],
-            [record.loss for record in held_out],
-            color=COLOURS["held-out"],
+            [record.step for record in validation],
+            [record.loss for record in validation],
+            color=COLOURS["validation"],
             linewidth=1,
             linestyle=(0, (1, 2)),
             marker="o",
@@ -153,7 +154,7 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             markeredgecolor=COLOURS["paper"],
             clip_on=False,
             zorder=4,
-            label=f"held out: {first_to_last([record.loss for record in held_out])}",
+            label=f"validation: {first_to_last([record.loss for record in validation])}",
         )
     lost = [step for step, loss in run.losses if not math.isfinite(loss)]
     if lost:
@@ -167,7 +168,7 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             markersize=5,
             label=f"not finite: {len(lost)} of {len(run.losses)} records, first at step {lost[0]:,}",
         )
-    shown = finite + [record.loss for record in held_out]
+    shown = finite + [record.loss for record in validation]
     choose_scale(ax, shown)
     if not shown:
         remark(ax, "no finite loss was logged")
@@ -187,9 +188,10 @@ def _rate(ax: "Axes", run: RunRecord) -> None:
     steps = [record.step for record in run.train]
     ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **dots(len(rates)))
     ax.set_ylim(0, 1.12 * max(rates) / 10.0**power or 1)
-    schedule = run.config.lr_schedule
-    warmup = f" after {schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else ""
-    header(ax, f"Learning rate, {TIMES} {power_of_ten(power)}", note=f"{schedule.shape}{warmup}")
+    newest = run.starts[-1].lr_schedule if run.starts else learning_rate_in_words(run.config)
+    others = [at for at, start in enumerate(run.starts) if start.lr_schedule != newest]
+    changed = f"from step {run.starts[others[-1] + 1].step + 1:,}: " if others else ""
+    header(ax, f"Learning rate, {TIMES} {power_of_ten(power)}", note=f"{changed}{newest}")
 
 
 def _norm(ax: "Axes", run: RunRecord) -> None:
@@ -220,13 +222,18 @@ def _speed(ax: "Axes", run: RunRecord) -> None:
     per_s = [run.tokens_per_step / s if s > 0 else math.nan for s in seconds["step"]]
     ax.stairs(per_s, edges, baseline=None, color=COLOURS["curve"], linewidth=1.2)
     mfu = "" if told.median_mfu is None else f", MFU {told.median_mfu:.1%}"
-    ax.axhline(
-        told.median_tokens_per_s,
-        color=COLOURS["quiet"],
-        linewidth=0.9,
-        linestyle=(0, (2, 2)),
-        label=f"median {format_count(told.median_tokens_per_s)}{mfu}",
-    )
+    for segment, numbers in zip(run.segments, told.segments, strict=True):
+        if numbers.median_tokens_per_s is not None:
+            newest = numbers is told.segments[-1]
+            ax.hlines(
+                numbers.median_tokens_per_s,
+                segment.first_step,
+                segment.last_step,
+                color=COLOURS["quiet"],
+                linewidth=0.9,
+                linestyle=(0, (2, 2)),
+                label=f"median {format_count(told.median_tokens_per_s)}{mfu}" if newest else "_another layout",
+            )
     ax.set_ylim(0, 1.12 * max((value for value in per_s if math.isfinite(value)), default=1))
     ax.yaxis.set_major_formatter(lambda value, _: format_count(value))
     header(ax, "Tokens per second")

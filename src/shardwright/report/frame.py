@@ -21,7 +21,7 @@ dd { margin: 0; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabul
 dd small { display: block; font-size: .8125rem; font-weight: 400; color: var(--quiet); }
 figure { margin: 1.5rem 0; }
 figure svg { display: block; width: 100%; height: auto; }
-figure div { overflow-x: auto; }
+figure div, div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem 1.5rem .2rem 0; text-align: right; font-weight: 400; }
 th { color: var(--quiet); font-size: .875rem; border-bottom: 1px solid var(--grid); }

@@ -1,20 +1,31 @@
-"""What a run came to, in a few numbers and two lines of words."""
+"""What a run came to, in a few numbers, and its title."""
 
 import math
 from dataclasses import dataclass
 from statistics import median
 
-from shardwright.layout import Layout
-from shardwright.model.presets import resolve
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord, Segment
 from shardwright.report.timeline import PipelineNumbers
+from shardwright.report.words import model_in_words
 from shardwright.run_folder import PHASES
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.units import format_bytes, format_count, format_seconds, percent
+
+
+@dataclass(frozen=True)
+class SegmentNumbers:
+    """The speed of a run on one layout: medians over the records of its steps, None where there is none."""
+
+    steps: str
+    layout: str
+    world_size: int | None
+    median_tokens_per_s: float | None
+    median_mfu: float | None
 
 
 @dataclass(frozen=True)
 class Headline:
-    """The numbers of a run; None is a number that is not known, or is not finite."""
+    """The numbers of a run; None is a number that is not known, or is not finite. World size, `median_tokens_per_s` and
+    `median_mfu` are those of the last segment."""
 
     steps: int
     planned_steps: int
@@ -22,8 +33,9 @@ class Headline:
     parameters: int
     world_size: int
     train_loss: float | None
-    first_held_out_loss: float | None
-    held_out_loss: float | None
+    first_validation_loss: float | None
+    validation_loss: float | None
+    validation_perplexity: float | None
     first_non_finite_step: int | None
     median_tokens_per_s: float | None
     median_mfu: float | None
@@ -36,15 +48,18 @@ class Headline:
     load_entropy: float | None
     dropped_fraction: float | None
     expert_sent_bytes: float | None
+    segments: tuple[SegmentNumbers, ...]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """For people: the name, value and a remark, which may be empty, of each number that is known."""
         planned = "" if self.steps >= self.planned_steps else f"of {self.planned_steps:,} planned"
         rows = [("steps", f"{self.steps:,}", planned), ("tokens", format_count(self.tokens), "")]
-        first, last = self.first_held_out_loss, self.held_out_loss
+        first, last = self.first_validation_loss, self.validation_loss
         if last is not None:
-            fell = f"from {first:.4f}, {last / first:.0%} of it" if first is not None else ""
-            rows.append(("held-out loss", f"{last:.4f}", fell))
+            fell = f"; from {first:.4f}, {last / first:.0%} of it" if first is not None else ""
+            known = self.validation_perplexity
+            perplexity = "no finite perplexity" if known is None else f"perplexity {known:,.4g}"
+            rows.append(("validation loss", f"{last:.4f}", f"{perplexity}{fell}"))
         if self.train_loss is not None:
             rows.append(("training loss", f"{self.train_loss:.4f}", "last logged step"))
         if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
@@ -53,9 +68,12 @@ class Headline:
             rows.append(("load of experts", f"{self.load_max_over_mean:.2f}", worst))
         if self.expert_sent_bytes is not None:
             rows.append(("sent for experts", format_bytes(self.expert_sent_bytes), "a step, by rank 0"))
-        if self.median_tokens_per_s is not None:
-            mfu = "n/a" if self.median_mfu is None else f"{self.median_mfu:.1%}"
-            rows.append(("tokens per second", format_count(self.median_tokens_per_s), f"median; MFU {mfu}"))
+        for segment in self.segments:
+            if segment.median_tokens_per_s is not None:
+                mfu = "n/a" if segment.median_mfu is None else f"{segment.median_mfu:.1%}"
+                where = f" of {segment.steps} on {segment.layout}" if len(self.segments) > 1 else ""
+                speed = format_count(segment.median_tokens_per_s)
+                rows.append(("tokens per second", speed, f"median{where}; MFU {mfu}"))
         if self.peak_memory_bytes is not None:
             rows.append(("peak memory", format_bytes(self.peak_memory_bytes), "rank 0"))
         if self.training_s is not None:
@@ -80,10 +98,10 @@ def headline(run: RunRecord) -> Headline:
         for phase in PHASES
     }
     training_s = sum(seconds.values())
-    speeds = [record.tokens_per_s for record in run.train]
-    mfu = [record.mfu for record in run.train if record.mfu is not None]
+    segments = tuple(map(_segment_numbers, run.segments))
     bad = [step for step, loss in run.losses if not math.isfinite(loss)]
     last = run.train[-1] if run.train else None
+    validation_loss = _finite(run.validation[-1].loss) if run.validation else None
     return Headline(
         steps=run.last_step,
         planned_steps=run.config.steps,
@@ -91,11 +109,12 @@ def headline(run: RunRecord) -> Headline:
         parameters=run.config.model.spec().n_parameters,
         world_size=run.config.layout.layout().world_size,
         train_loss=_finite(last.loss) if last else None,
-        first_held_out_loss=_finite(run.held_out[0].loss) if run.held_out else None,
-        held_out_loss=_finite(run.held_out[-1].loss) if run.held_out else None,
+        first_validation_loss=_finite(run.validation[0].loss) if run.validation else None,
+        validation_loss=validation_loss,
+        validation_perplexity=None if validation_loss is None else _exp(validation_loss),
         first_non_finite_step=bad[0] if bad else None,
-        median_tokens_per_s=median(speeds) if speeds else None,
-        median_mfu=median(mfu) if mfu else None,
+        median_tokens_per_s=segments[-1].median_tokens_per_s,
+        median_mfu=segments[-1].median_mfu,
         peak_memory_bytes=max((record.memory_bytes for record in run.train), default=None),
         training_s=training_s if run.train else None,
         time_share={phase: seconds[phase] / training_s for phase in PHASES} if training_s > 0 else None,
@@ -105,6 +124,19 @@ def headline(run: RunRecord) -> Headline:
         load_entropy=last.load_entropy if last else None,
         dropped_fraction=last.dropped_fraction if last else None,
         expert_sent_bytes=last.expert_sent_bytes if last else None,
+        segments=segments,
+    )
+
+
+def _segment_numbers(segment: Segment) -> SegmentNumbers:
+    mfu = [record.mfu for record in segment.train if record.mfu is not None]
+    speeds = [record.tokens_per_s for record in segment.train]
+    return SegmentNumbers(
+        steps=segment.steps,
+        layout=segment.layout,
+        world_size=segment.world_size,
+        median_tokens_per_s=median(speeds) if speeds else None,
+        median_mfu=median(mfu) if mfu else None,
     )
 
 
@@ -112,38 +144,13 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _exp(loss: float) -> float | None:
+    """None where it is no finite number."""
+    return math.exp(loss) if loss < 700 else None
+
+
 def title_of(run: RunRecord) -> str:
-    """`smollm2-135m, 135M parameters, on 8 ranks with ZeRO-3`."""
-    return f"{model_in_words(run)}, on {layout_in_words(run.config.layout.layout())}"
-
-
-def model_in_words(run: RunRecord) -> str:
-    """`smollm2-135m, 135M parameters`, or `Llama-style, 4.56M parameters` where the run file changes its sizes; of a
-    mixture of experts also how many of them a token uses."""
-    model = run.config.model
-    spec = model.spec()
-    style = "GPT" if spec.norm == "layernorm" else "Qwen3" if spec.qk_norm else "Llama"
-    name = model.preset if spec == resolve(model.preset) else f"{style}-style"
-    active = "" if spec.moe is None else f", {format_count(spec.n_active_parameters)} active"
-    return f"{name}, {format_count(spec.n_parameters)} parameters{active}"
-
-
-def layout_in_words(layout: Layout) -> str:
-    """How the ranks share the work: `8 ranks with ZeRO-3`, `8 ranks: 2 replicas of ZeRO-3 over 4`."""
-    if layout.world_size == 1:
-        return "1 rank"
-    parts: list[str] = []
-    if layout.zero and layout.dp_shard == layout.world_size and layout.ep == 1:
-        return f"{layout.world_size} ranks with ZeRO-{layout.zero}"
-    if layout.zero and layout.dp_shard > 1:
-        copies = f"{layout.dp_replicate} replicas of " if layout.dp_replicate > 1 else ""
-        parts.append(f"{copies}ZeRO-{layout.zero} over {layout.dp_shard}")
-    elif layout.data_ranks > 1:
-        parts.append(f"{layout.data_ranks} full copies of the model")
-    parts += [f"{axis} {layout.degree(axis)}" for axis in ("cp", "tp", "pp", "ep") if layout.degree(axis) > 1]
-    return f"{layout.world_size} ranks: {', '.join(parts)}"
-
-
-def percent(share: float) -> str:
-    """`0.956` -> `96%`, `0.041` -> `4.1%`."""
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+    """`smollm2-135m, 135M parameters, on 8 ranks with ZeRO-3`; of a run that changed its layout, each in turn."""
+    layouts = [segment.layout for segment in run.segments]
+    where = f"{len(layouts)} layouts in turn" if len(layouts) > 2 else ", then ".join(layouts)
+    return f"{model_in_words(run.config)}, on {where}"

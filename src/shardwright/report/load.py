@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from shardwright.report.panel import MANY, TIMES, dots, draw_line, first_to_last, header, running_mean, window
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS
 
 if TYPE_CHECKING:

@@ -1,18 +1,21 @@
 """A run on one HTML page that needs nothing else: no network, no script, no other file."""
 
 import re
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from statistics import median
 
 from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, table
-from shardwright.report.headline import Headline, headline, layout_in_words, title_of
-from shardwright.report.run import RunRecord
+from shardwright.report.headline import Headline, headline, title_of
+from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
+from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
 from shardwright.run_folder import CHECKPOINTS
 from shardwright.schedule.draw import svg as timelines_svg
-from shardwright.units import format_seconds
+from shardwright.units import format_count, format_seconds
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:
@@ -25,7 +28,7 @@ def _page(run: RunRecord) -> str:
     title = title_of(run)
     body = f"""<header>
 <h1>{escape(title)}</h1>
-<p class="quiet"><code>{escape(str(run.folder))}</code></p>
+<p class="quiet"><code>{escape(str(run.folder))}</code>{_where(run)}</p>
 </header>
 {_alarm(told)}{facts(told.rows())}
 <figure>
@@ -34,7 +37,7 @@ def _page(run: RunRecord) -> str:
 </figure>
 {_pipeline(run)}<h2>Layout</h2>
 {_layout(run)}
-<h2>Checkpoints</h2>
+{_starts(run)}<h2>Checkpoints</h2>
 {_checkpoints(run, told)}
 <h2>Run file</h2>
 <p class="quiet">With every default filled in; <code>shardwright train</code> accepts it.</p>
@@ -98,9 +101,9 @@ def _step_of_pipeline(pipeline: PipelineRecord) -> str:
             f"action is seen to start before what it needs was made, and rows are shifted by as much.</p>\n"
         )
     return f"""<p>In step {told.step:,} the ranks did nothing for {told.bubble_measured:.1%} of the time; the schedule,
-{escape(told.schedule)}, leaves {told.bubble_planned:.1%}. For {told.bubble_waiting:.1%} another rank had not made yet
-what was needed next; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, it was on its way, or the rank was
-late to begin.</p>
+{escape(told.schedule)}, leaves {told.bubble_planned:.1%}. For {told.bubble_waiting:.1%} another rank had not yet
+computed the input of the next action; in the rest, {told.bubble_measured - told.bubble_waiting:.1%}, the input was
+being sent, or the rank started late.</p>
 {apart}<figure>
 <div>
 {_timelines(pipeline)}
@@ -109,27 +112,52 @@ late to begin.</p>
 </figure>
 {ranks}
 <p class="quiet">A bubble is the share of the time from the first start of any rank to the last end of any. In flight:
-microbatches between their F and the end of their B or I, each of a rank's share of the layers.</p>"""
+micro-batches between their F and the end of their B or I, each weighted by its part of the rank's layers.</p>"""
 
 
 def _layout(run: RunRecord) -> str:
-    config, layout = run.config, run.config.layout.layout()
-    batch, ranks = config.batch, layout.data_ranks
-    share = (
-        f"A step learns from {batch.global_batch:,} sequences of {batch.seq_len:,} tokens: {ranks:,} data "
-        f"{'rank' if ranks == 1 else 'ranks'} x {config.accumulation:,} "
-        f"{'microbatch' if config.accumulation == 1 else 'microbatches'} x {batch.micro_batch:,}."
-    )
-    cut, its = "", ""
-    if layout.pp > 1:
-        cut, its = f"The layers are cut into {layout.n_stages} stages, run by {layout.pp_schedule}. ", " of its stages"
-    held = {
-        0: f"Every rank holds the whole state{its}.",
-        1: f"The optimizer state is sharded; every rank holds all parameters and gradients{its}.",
-        2: f"Optimizer state and gradients are sharded; every rank holds all parameters{its}.",
-        3: "Parameters, gradients and optimizer state are sharded.",
-    }[layout.zero]
-    return f"<p>{escape(layout_in_words(layout))}. {cut}{held}</p>\n<p>{escape(share)}</p>"
+    layout = run.config.layout.layout()
+    stages = f"The layers are partitioned into {layout.n_stages} stages; the schedule is {layout.pp_schedule}. "
+    told = f"{layout_in_words(layout)}. {stages if layout.pp > 1 else ''}{held_in_words(layout)}"
+    return f"<p>{escape(told)}</p>\n<p>A step trains on {escape(batch_in_words(run.config))}.</p>"
+
+
+def _where(run: RunRecord) -> str:
+    """Date, host, device and versions of the newest start, where they are recorded."""
+    if not run.starts:
+        return ""
+    start = run.starts[-1]
+    commit = f", git commit {start.git_commit[:12]}" if start.git_commit else ""
+    device = f"{start.world_size} x {start.device} on {start.host}"
+    versions = f"torch {start.torch}, shardwright {start.shardwright}{commit}"
+    return f"<br>{escape(f'{_date(start.time)}, {device}; {versions}')}"
+
+
+def _starts(run: RunRecord) -> str:
+    """The section of a run that was resumed: each start, and the speed on each layout; nothing for another."""
+    if len(run.starts) < 2:
+        return ""
+    ends = [*(start.step for start in run.starts[1:]), max(run.last_step, run.starts[-1].step)]
+    rows = []
+    for start, end in zip(run.starts, ends, strict=True):
+        speeds = [record.tokens_per_s for record in run.train if start.step < record.step <= end]
+        told = (
+            f"{start.step + 1:,} to {end:,}" if end > start.step else "none",
+            start.layout,
+            format_count(median(speeds)) if speeds else "n/a",
+            _date(start.time),
+            start.host,
+            start.device,
+            start.git_commit[:12] if start.git_commit else "",
+        )
+        rows.append(tuple(map(escape, told)))
+    names = ("steps", "layout", "median tokens/s", "started", "host", "device", "git commit")
+    return f'<h2>Starts</h2>\n<div class="wide">\n{table(names, rows)}\n</div>\n'
+
+
+def _date(time: str | None) -> str:
+    """`2026-11-22 10:52 UTC`."""
+    return "" if time is None else f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _checkpoints(run: RunRecord, told: Headline) -> str:

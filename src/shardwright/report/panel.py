@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.report.run import RunRecord
+from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def window(values: Sequence[float]) -> int:
 def running_mean(values: Sequence[float]) -> list[float]:
     """The mean of the finite values around each; a gap where the value itself is not finite.
 
-    The window shrinks at the beginning, where a loss falls steeply, and is cut at the end, where it is flat.
+    The window shrinks at the beginning, where a loss falls steeply, and is truncated at the end, where it is flat.
     """
     means = []
     for at, value in enumerate(values):

@@ -49,8 +49,8 @@ is left of {format_bytes(job.cluster.accelerator.memory_bytes)} after the margin
 <h2>Others</h2>
 <figure>
 {_picture(time_svg(_bars(plan, alternatives)), "time", "Time by kind of work")}
-<figcaption>Where the seconds of a step go. What runs beside other work and is hidden by it is not shown; “pipeline” is
-the time in which the busiest rank waits for others.</figcaption>
+<figcaption>Where the seconds of a step go. Overlapped communication is not shown; “pipeline” is the
+bubble of the busiest rank.</figcaption>
 </figure>
 {table(("kind", "layout", "slower", "why"), _others(plan, alternatives), "others")}
 <h2>More accelerators, longer sequences</h2>

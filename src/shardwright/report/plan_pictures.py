@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# After Tol's muted and bright schemes and Okabe and Ito: neighbours in a stack are far apart in lightness or hue. What
-# lies there all the time is blue and green, what comes and goes yellow to red; the first work of a step is blue too.
+# After Tol's muted and bright schemes and Okabe and Ito: neighbours in a stack are far apart in lightness or hue.
+# Parameters, gradients and optimizer states are blue and green, activations and temporary buffers yellow to red.
 KINDS = (
     ("#2f6fa7", "#4f93d1"),
     ("#8fbbe0", "#2f5f8f"),

@@ -20,8 +20,8 @@ Typical = Callable[[Sequence[float]], float]
 
 READING = (
     "Above is the schedule, with every action as long as its op and stage took on average in this step and messages "
-    "that take no time; below is when the same actions really ran: the work is the same, and what is longer below went "
-    "to messages, to waiting, and to actions that took longer than others of their kind."
+    "that take no time; below is when the same actions ran. Both have the same work: what is longer below is exposed "
+    "communication, waiting for other ranks, and actions that took longer than the mean of their op and stage."
 )
 
 
@@ -49,11 +49,11 @@ class PipelineNumbers:
     any. It is the same for schedules whose ranks begin staggered, since they wait for one another before a step (for
     the norm of the gradient); `shardwright schedule` leaves out what comes before a rank's own first action.
 
-    `bubble_waiting` is the part of the measured bubble in which what a rank needs next has not been made on another
-    rank yet, or the rank is done; in the rest of it what it needs is under way, or the rank is late to begin.
+    `bubble_waiting` is the part of the measured bubble in which another rank has not yet computed the input of this
+    rank's next action, or the rank has no action left; in the rest the input is being sent, or the rank starts late.
 
-    The planned timeline is simulated with the means of this step, and not with medians, so that the ranks together
-    work as long in it as they did: a few long actions would else leave less of a bubble than was planned.
+    The planned timeline is simulated with the mean times of this step, so that the ranks together are busy in it for as
+    long as measured; with medians, a few long actions would make the measured bubble smaller than the planned one.
 
     `action_mean_s`, `action_median_s`: op -> of each stage, 0 where the stage has no such action.
     `clocks_apart_s`: by so much at least the clocks of the ranks differ, as an action was seen to start before what it
@@ -221,8 +221,7 @@ def read_pipeline(folder: Path, config: RunConfig) -> PipelineRecord | None:
 
 
 def _at_once(spans: Sequence[Spans]) -> bool:
-    """Whether these may be of one step: all ranks have begun before the last stage turns microbatch 0 round, and none
-    is done."""
+    """Whether these can be of one step: the last rank to start has started before the first to finish has finished."""
     return max(each[0][1] for each in spans) < min(each[-1][2] for each in spans)
 
 

@@ -26,8 +26,8 @@ class _Asked:
     signal: int | None = None
 
 
-def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> None:
-    """Run every rank of a run file's layout on this machine, to their end.
+def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> bool:
+    """Run every rank of a run file's layout on this machine, to their end. Returns whether a signal stopped them.
 
     Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. When one fails, the
     others are ended and its own error is raised: InputError as such, all else as WorkerError. SIGINT and
@@ -41,15 +41,16 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> None:
             _start(workers, config.layout.layout().world_size, log_dir)
             for worker in workers:
                 worker.send((resolved_toml(config), quiet))
-            processes.results(workers, is_asked=lambda: asked.signal is not None)
+            stopped = processes.results(workers, is_asked=lambda: asked.signal is not None)
             for worker in workers:
                 worker.wait()  # how it ends says nothing once its work is done
+            return any(stopped)
     finally:
         processes.end(workers)
 
 
 def _start(workers: list[Worker], world_size: int, log_dir: Path) -> None:
-    """Start every rank, adding each to `workers` at once, so that whatever happens none is forgotten."""
+    """Start every rank, adding each to `workers` at once, so that `launch` ends all of them, whatever fails."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(processes.threads_of_a_rank(world_size)))
     # Bound here and handed to rank 0: a port that is merely found free can be another program's a second

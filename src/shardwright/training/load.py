@@ -1,4 +1,4 @@
-"""What a record says of the load of experts."""
+"""The load of experts as a record of metrics.jsonl has it."""
 
 from shardwright.model.balance import entropy, max_over_mean
 from shardwright.model.sections import MoESpec
@@ -7,9 +7,10 @@ from shardwright.run_folder import Record
 
 
 def expert_numbers(load: ExpertLoad, moe: MoESpec) -> Record:
-    """What a record says of the experts of one step: their load as a mean over the layers that have some, and of each
-    of those layers that of its busiest expert; losses as they add to the cross-entropy, summed over layers. `load` is
-    on the host. What the run file leaves off is left out."""
+    """The keys of a record for the experts of one step, from `load` on the host.
+
+    The load is the mean over the layers with experts; `load_by_layer` has the load of the busiest expert of each. The
+    auxiliary losses are what they add to the cross-entropy, summed over layers. A loss that is off has no key."""
     layers = range(moe.first_dense, len(load.counts_LE))
     busiest = [float(max_over_mean(load.counts_LE[layer])) for layer in layers]
     balance_loss, z_loss = load.losses_L2.sum(0).tolist()

@@ -1,5 +1,6 @@
 """A run from its resolved run file to its last checkpoint, as one rank."""
 
+import shlex
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record
+from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
+from shardwright.training.header import header, started
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
@@ -33,8 +35,8 @@ from shardwright.training.timeline import timeline_file
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
-    """Train as rank `place.rank` until the steps are done or a signal asks to stop.
+def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
+    """Train as rank `place.rank` until the steps are done or a signal asks to stop. Returns whether a signal did.
 
     Every rank of the layout's world calls this, each in a process of its own. Raises InputError for what the
     user can mend; whatever it raises, published checkpoints stay good.
@@ -47,7 +49,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
     owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
     with owned, process_group(place, device):
         try:
-            _Run(config, place, device, quiet).go()
+            return _Run(config, place, device, quiet).go()
         except torch.OutOfMemoryError as error:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
@@ -58,7 +60,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: steps and samples behind it, and the checkpoint they came from."""
+    """Where a run begins: steps taken and samples consumed so far, and the checkpoint that was loaded."""
 
     step: int = 0
     samples: int = 0
@@ -66,7 +68,7 @@ class Start:
 
 
 class _Run:
-    """The parts of one rank's run; they are let go before the process group is left."""
+    """The objects of one rank's run; they are deleted before the process group is destroyed."""
 
     def __init__(self, config: RunConfig, place: Place, device: torch.device, quiet: bool) -> None:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet
@@ -79,7 +81,7 @@ class _Run:
             "sequences": config.data.sequences,
         }
         # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
-        self.held_out = open_samples(config, "validation") if config.evaluation.samples else None
+        self.validation = open_samples(config, "validation") if config.evaluation.samples else None
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
         model = apply(
@@ -104,7 +106,8 @@ class _Run:
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
         self.remarks: list[str] = []
 
-    def go(self) -> None:
+    def go(self) -> bool:
+        """Returns whether a signal stopped the run before its last step."""
         config, steps = self.config, self.config.steps
         start = self._start()
         # A collective of the disk's state would be one more thing to fail: rank 0 looks, and its error ends
@@ -112,7 +115,7 @@ class _Run:
         if self.place.rank == 0:
             self.store.require_space(checkpoint_bytes(self.trainer))
             # Only now: a run that is refused must not write over the run file of the one that is there.
-            write_whole(Path(config.out) / RUN_FILE, resolved_toml(config).encode())
+            write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
@@ -133,16 +136,28 @@ class _Run:
                 screen.say(remark)
             if start.checkpoint is not None:
                 screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
+            if writers and start.step < steps:
+                for line in header(config, self.samples, self.device, start.step):
+                    screen.say(line)
+                record = as_record(started(config, self.device, start.step, start.checkpoint))
+                for writer in writers:
+                    writer.write(record)
             try:
                 done = self._steps(start, batches, stop, writers, screen)
             finally:
                 for writer in writers:
                     writer.close()
             stop.settle()
-        if done < steps:
+        if start.step < done < steps:
             screen.say(
                 f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with --resume"
             )
+        elif done < steps:
+            screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
+        else:
+            out = shlex.quote(config.out)
+            screen.say(f"saved to {self.store.path_of(done)}\n  shardwright report {out}\n  shardwright sample {out}")
+        return done < steps
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
         """Take the steps; returns how many of the run are done."""
@@ -210,16 +225,17 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            time=now(),
         )
         for writer in writers:
             writer.write(as_record(told))
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config
-        if self.held_out is None:
+        if self.validation is None:
             return
         batches = evaluation_batches(
-            self.held_out,
+            self.validation,
             micro_batch=config.batch.micro_batch,
             data_rank=self.layout.data_rank(self.place.rank),
             data_ranks=self.layout.data_ranks,
@@ -228,12 +244,12 @@ class _Run:
         )
         loss = float(self.trainer.evaluate(batches))
         for writer in writers:
-            writer.write(as_record(Evaluated(step, loss)))
+            writer.write(as_record(Evaluated(step, loss, now())))
         self.trainer.clock.mark("evaluation")
 
     def _save(self, step: int, samples: int) -> None:
         progress = Progress(step, samples, self.config.seed)
-        save(self.store, self.trainer, progress, self.data, resolved_toml(self.config))
+        save(self.store, self.trainer, progress, self.data, kept_run_file(self.config))
         self.trainer.clock.mark("checkpoint")
 
     def _start(self) -> Start:
@@ -271,6 +287,17 @@ class _Run:
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
         return Start(progress.step, progress.samples, path)
+
+
+def kept_run_file(config: RunConfig) -> str:
+    """The resolved run file that is written to `out` and into checkpoints.
+
+    A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
+    """
+    if config.checkpoint.resume == "auto":
+        checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+    return resolved_toml(config)
 
 
 def _due(step: int, every: int) -> bool:

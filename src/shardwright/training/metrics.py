@@ -1,4 +1,4 @@
-"""What a run says about itself: a line a logged step, to JSON lines, the screen, TensorBoard and W&B."""
+"""Writers of a run's records: JSON lines, TensorBoard, W&B, and a line of text for the screen."""
 
 import importlib.util
 import json
@@ -13,13 +13,13 @@ from shardwright.units import format_bytes, format_count, format_seconds
 
 
 class Writer(Protocol):
-    """Somewhere a record goes."""
+    """Writes the records of a run to one place."""
 
     def write(self, record: Record) -> None:
-        """Take one record: `step`, `kind` (train or evaluation), numbers, lists of them; None is one not known."""
+        """Take one record: `step`, `kind` (run, train or evaluation), and its values; None is one not known."""
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """Flush and close; no record follows."""
 
 
 class JsonLines:
@@ -27,7 +27,7 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         try:
-            keep = [line for line in whole_lines(path) if json.loads(line)["step"] <= resumed_step]
+            keep = [line for line in whole_lines(path) if _stays(json.loads(line), resumed_step)]
         except (ValueError, KeyError) as error:
             raise InputError(f"{path} is damaged ({error}); mend or remove it, and resume again") from None
         if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
@@ -71,15 +71,15 @@ class WeightsAndBiases:
             raise InputError(f"metrics.wandb_project={project!r}: W&B does not start: {error}") from None
 
     def write(self, record: Record) -> None:
-        numbers = _numbers(record)
-        self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
+        if numbers := _numbers(record):
+            self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
 
     def close(self) -> None:
         self._run.finish()
 
 
 def missing_extras(config: RunConfig) -> list[str]:
-    """What a run asks to write to and has not installed, with the command that installs it."""
+    """A problem for each package that [metrics] needs and that is not installed, with the command that installs it."""
     wanted = {"tensorboard": config.metrics.tensorboard, "wandb": bool(config.metrics.wandb_project)}
     return [
         f"[metrics] asks for {name}, which is not installed: pip install {name}"
@@ -88,7 +88,15 @@ def missing_extras(config: RunConfig) -> list[str]:
     ]
 
 
+def _stays(record: Record, resumed_step: int) -> bool:
+    """Whether a run that resumes after step `resumed_step` keeps a record: its steps will not be taken again."""
+    return bool(record["step"] < resumed_step + (record["kind"] != "run"))
+
+
 def _numbers(record: Record) -> Record:
+    """What a record measures, by name; nothing for a `run` record."""
+    if record["kind"] == "run":
+        return {}
     return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
 
 
@@ -106,7 +114,7 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
 def line(record: Record, steps: int) -> str:
     """A record as one line of text."""
     if record["kind"] == "evaluation":
-        return f"step {record['step']:>5}/{steps} | held-out loss {record['loss']:.4f}"
+        return f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     return " | ".join(

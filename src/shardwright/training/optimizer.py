@@ -44,7 +44,7 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Op
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], spec: ModelSpec, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups of parameters that have one weight decay and lie on one mesh, as one call of a fused update needs them."""
+    """Groups of parameters with equal weight decay on the same mesh, as one call of a fused update needs them."""
     groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         row = row_of(spec, name)
@@ -64,7 +64,7 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The tensors of the optimizer's state as `exp_avg/layers.0.ffn.up.weight`, the very ones it updates."""
+    """The optimizer states, by name, as `exp_avg/layers.0.ffn.up.weight`, the very ones it updates."""
     return {
         f"{kind}/{name}": tensor
         for name, parameter in parameters

@@ -13,6 +13,7 @@ Keys lie under run id and restart count: restarted workers must not read what th
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,8 +90,8 @@ def first_host(nodelist: str) -> str:
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Address and port where ranks meet: MASTER_ADDR and MASTER_PORT, or what Slurm's variables say.
 
-    Under Slurm the port is made from job and step, so that jobs that share a node do not meet each other; it
-    lies below the ports that Linux gives to clients (32768 and up).
+    Under Slurm the port is made from job and step, so that two jobs on a node use different ports; it
+    is below the ports that Linux gives to clients (32768 and up).
     """
     address = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
     if "MASTER_PORT" in environment:
@@ -117,8 +118,8 @@ def pick_device(wanted: str, place: Place) -> torch.device:
 
 @contextmanager
 def process_group(place: Place, device: torch.device) -> Iterator[None]:
-    """Join the group of all ranks, and leave it in order. Tensors on the CPU travel by gloo, on GPUs by
-    NCCL."""
+    """Join the group of all ranks, and leave it in order. The backend is gloo for tensors on the CPU, NCCL for
+    tensors on GPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -147,28 +148,43 @@ def _store(place: Place) -> dist.Store:
     serves = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     bound = int(environment[LISTEN_FD]) if serves and LISTEN_FD in environment else None
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            place.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=bound,
-        )
-    except dist.DistNetworkError as error:
+        with _without_stderr():  # the errors below say what PyTorch's stack traces of C++ say there at each try
+            store = dist.TCPStore(
+                address,
+                port,
+                place.world_size,
+                is_master=serves,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+                wait_for_workers=False,
+                master_listen_fd=bound,
+            )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         if serves:
             raise InputError(
-                f"rank 0 cannot listen on {address}:{port}, where the ranks are to meet; another program "
-                f"may be using the port: set MASTER_PORT to a free one, and MASTER_ADDR to this machine "
+                f"cannot listen on {address}:{port}, where the ranks are to meet; if another program uses the port, "
+                f"set MASTER_PORT to a free one on all ranks; MASTER_ADDR must be the machine of rank 0 "
                 f"({_first_line(error)})"
             ) from None
         raise InputError(
-            f"rank {place.rank} cannot reach rank 0 at {address}:{port}; are all ranks started, is "
-            f"MASTER_ADDR right, and may the machines talk to each other on that port? ({_first_line(error)})"
+            f"cannot reach rank 0 at {address}:{port}; are all ranks started, is MASTER_ADDR right, may the machines "
+            f"talk to each other on that port, and does no other program use it? ({_first_line(error)})"
         ) from None
     run = environment.get("TORCHELASTIC_RUN_ID", environment.get("SLURM_JOB_ID", "local"))
     return dist.PrefixStore(f"shardwright/{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """What libraries write to stderr in the block is dropped; a Python error still leaves it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _first_line(error: BaseException) -> str:

@@ -28,9 +28,9 @@ class Sampler:
     def complete(
         self, prompt: str, n_tokens: int = 80, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
     ) -> str:
-        """`prompt` and up to `n_tokens` more: each drawn from the `top_k` likeliest, softened by `temperature`.
+        """`prompt` and up to `n_tokens` more, each sampled from the `top_k` most probable ones at this `temperature`.
 
-        Raises DataError for a prompt without a token. Only the last `context` tokens are looked at.
+        Raises DataError for a prompt without a token. The model attends to the last `context` tokens.
         """
         ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         if not ids:
@@ -45,7 +45,7 @@ class Sampler:
 
 
 def open_sampler(run_dir: Path) -> Sampler:
-    """The newest checkpoint of a run, ready to write. Raises CheckpointError or DataError if something is missing."""
+    """A sampler with the newest checkpoint of a run. Raises CheckpointError or DataError if something is missing."""
     checkpoint = newest_checkpoint(run_dir)
     manifest = read_manifest(checkpoint)
     config = load_run_file(checkpoint / RUN_FILE)

@@ -1,12 +1,14 @@
-"""What rank 0 shows while a run goes on: a live bar on a terminal, plain lines anywhere else, nothing elsewhere."""
+"""What rank 0 prints during a run: a live progress bar on a terminal, else plain lines. Other ranks print nothing."""
 
 import sys
+import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwright.run_folder import Record
 from shardwright.training.metrics import line
+from shardwright.units import format_seconds
 
 
 class Screen(Progress):
@@ -24,16 +26,26 @@ class Screen(Progress):
             disable=silent or not sys.stdout.isatty(),
         )
         self.steps = steps
+        self._first_step, self._began_s = first_step, time.monotonic()
         self._bar = self.add_task("training", total=steps, completed=first_step, note="")
 
     def write(self, record: Record) -> None:
         """One record as a line, above the bar where there is one."""
-        self.say(line(record, self.steps))
+        if record["kind"] == "run":
+            return
+        told = line(record, self.steps)
+        if record["kind"] == "train" and record["step"] < self.steps:
+            told += f" | ETA {format_seconds(self._left_s(record['step']))}"
+        self.say(told)
         if record["kind"] == "train":
             self.update(self._bar, note=f"loss {record['loss']:.3f}")
 
+    def _left_s(self, step: int) -> float:
+        """Seconds until the last step, if steps go on as they did since the start, evaluations and saving included."""
+        return (time.monotonic() - self._began_s) / (step - self._first_step) * (self.steps - step)
+
     def close(self) -> None:
-        """The bar ends with the `with` that it is in."""
+        """Nothing to do: the `with` block ends the bar."""
 
     def at(self, step: int) -> None:
         """`step` steps are done."""

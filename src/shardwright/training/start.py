@@ -13,8 +13,8 @@ from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.processes import formatted, is_lost_peer
 from shardwright.report.headline import headline
-from shardwright.report.run import read_run
-from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, checkpoint_name, published
+from shardwright.report.run_record import read_run
+from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
@@ -23,10 +23,18 @@ from shardwright.training.worker import exit_code
 _LOST_PEER_WAIT_S = 3.0
 
 
-def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a run ended. `summary`: steps, losses, paths; None on a rank other than the first. `stopped`: a signal ended
+    it, saved, before its last step."""
+
+    summary: dict[str, Any] | None
+    stopped: bool
+
+
+def start(config: RunConfig, quiet: bool = False) -> Ended:
     """Train as a configuration says; where several ranks are needed and none are set up, start them here.
 
-    Returns what the run came to (steps, losses, where things are), or None on a rank other than the first.
     Raises InputError before anything is written if something given cannot be used, and WorkerError for what
     goes wrong in training.
     """
@@ -45,7 +53,7 @@ def start(config: RunConfig, quiet: bool = False) -> dict[str, Any] | None:
 
 
 def _prepare(config: RunConfig, place: Place | None) -> None:
-    """Raises InputError for what can be known to be wrong without training; makes the folder of the run."""
+    """Raises InputError for every problem that can be found without training; makes the folder of the run."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
     _check(config)
@@ -58,11 +66,11 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
         ) from None
 
 
-def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any] | None:
+def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and world_size > 1:
         try:
-            launch(config, out / LOGS, quiet)
+            stopped = launch(config, out / LOGS, quiet)
         except WorkerError as error:
             saved = published(out / CHECKPOINTS)
             way_on = f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
@@ -70,13 +78,13 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> dict[str, Any
     else:
         from shardwright.training.loop import run
 
-        run(config, place or Place(), quiet=quiet)
-    return summary(out) if place is None or place.rank == 0 else None
+        stopped = run(config, place or Place(), quiet=quiet)
+    return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
 
 
 def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
-    # Every rank comes to the same of these, so one of them on each machine speaks.
+    # Every rank raises the same error of these, so one rank of each machine prints it.
     shared = not in_training or isinstance(error, CheckpointError)
     code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
     kind = type(error).__name__
@@ -145,9 +153,9 @@ def _check(config: RunConfig) -> None:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """What a run's folder says it came to: the headline numbers of its report, and its newest checkpoint."""
+    """The results of a run from its folder: the headline numbers of its report, and its newest checkpoint."""
     saved = published(out / CHECKPOINTS)
-    # A run that was complete when it was resumed has logged nothing.
-    logged = (out / METRICS).stat().st_size > 0
+    # A run that was complete when it was resumed, or was stopped before its first logged step, has logged nothing.
+    logged = any(not isinstance(record, Started) for record in read_metrics(out / METRICS))
     numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
     return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}

@@ -1,8 +1,8 @@
-"""One optimizer step: microbatches forward and backward, reduce, clip, update.
+"""One optimizer step: forward and backward passes of all micro-batches, reduction of gradients, clipping, update.
 
 The loss is the sum over all target tokens of the global batch divided by their number, which is counted before the
-first backward pass over every data rank and microbatch. Gradients are then sums, and any way of dealing out the
-samples gives the same one. Nothing here reads a value back from the device.
+first backward pass over every data rank and micro-batch. Gradients are then sums, so they do not depend on how the
+samples are distributed over data ranks and micro-batches. Nothing here reads a value back from the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ from shardwright.training.clock import Clock
 from shardwright.training.optimizer import set_learning_rate
 
 _EVALUATED_TOGETHER = 32
-"""Microbatches, which a pipeline takes through its stages one behind another."""
+"""Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Loss per target token over batches dealt out over the data ranks, equal on every rank; a scalar."""
+        """Loss per target token over batches that are sharded over the data ranks, equal on every rank; a scalar."""
         self.model.train(False)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
@@ -135,7 +135,7 @@ class Trainer(ForwardBackward):
         self.clock = Clock(device)
 
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
-        """Take optimizer step number `step` at learning rate `rate` on this rank's share of the global batch."""
+        """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch."""
         loss_part, n_targets = self.forward_backward(batch, step)
         self.clock.mark("forward_backward")
         norm = self.update(rate)

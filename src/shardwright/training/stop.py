@@ -16,8 +16,8 @@ SAME_KEYPRESS_S = 2.0
 
 
 class StopRequest:
-    """Whether any rank was asked to stop. The answer travels while a step computes, a step behind, on the
-    CPU."""
+    """Whether a signal asked any rank to stop. The ranks all-reduce the answer on the CPU while a step computes; it is
+    known one step later."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -35,7 +35,7 @@ class StopRequest:
         return answer
 
     def settle(self) -> None:
-        """Wait for what is under way, so that the process group can be left."""
+        """Wait for the all-reduce under way, so that the process group can be destroyed."""
         if self._work is not None:
             self._work.wait()
             self._work = None

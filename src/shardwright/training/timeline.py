@@ -1,4 +1,4 @@
-"""When the actions of a pipeline ran, in the folder of the run, where `shardwright report` reads it."""
+"""Records when the actions of a pipeline ran, in the run's folder, for `shardwright report`."""
 
 from collections import deque
 from pathlib import Path
@@ -11,15 +11,15 @@ from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.run_folder import PipelineStep, timeline_path
 
 KEPT_STEPS = 4
-"""Logged steps in a file. A report needs one that all ranks have written; with 256 microbatches of 3 ops each, a step
+"""Logged steps in a file. A report needs one that all ranks have written; with 256 micro-batches of 3 ops each, a step
 is some 25 kB, and a run of a million steps must not fill a disk."""
 
 
 class TimelineFile:
     """The last logged steps of one rank, as `run_folder.PipelineStep`.
 
-    The file is written anew for each step and renamed, so that nobody sees half of it. A run that is resumed begins
-    with nothing: what the process before it has left is gone with the first step that is logged.
+    The file is rewritten for each logged step and renamed, so that a reader sees a complete file. A resumed run starts
+    an empty one: its first logged step replaces what the process before it wrote.
     """
 
     def __init__(self, path: Path, rank: int, pipeline: Pipeline) -> None:
@@ -38,7 +38,8 @@ class TimelineFile:
 def timeline_file(config: RunConfig, runner: Runner, rank: int) -> TimelineFile | None:
     """The file of a rank of the first pipeline, the one at 0 on every axis but `pp`; None for another rank.
 
-    One pipeline tells the bubble: the others run the same lists on as much data, and all meet at the end of a step.
+    One pipeline is enough to measure the bubble: the others run the same actions on as much data, and all of them
+    synchronise at the end of a step.
     """
     if not isinstance(runner, Pipeline):
         return None

@@ -28,8 +28,7 @@ def main() -> None:
     assert place is not None
     try:
         run_toml, quiet = link.next_task()
-        run(parse(tomllib.loads(run_toml)), place, quiet=quiet)
-        link.done()
+        link.done(run(parse(tomllib.loads(run_toml)), place, quiet=quiet))
     except BaseException as error:
         traceback.print_exception(error)
         sys.stdout.flush()

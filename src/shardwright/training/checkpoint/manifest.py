@@ -20,7 +20,7 @@ FILE_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A box of a tensor: where it begins in the whole, its shape, the file and key it lies under, its
+    """A box of a tensor: where it begins in the whole, its shape, the file and key it is stored under, its
     sha256."""
 
     offsets: tuple[int, ...]

@@ -6,6 +6,7 @@ PyTorch decides which rank writes which shard, and which parts of which a rank n
 import hashlib
 import os
 import socket
+import stat
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -91,8 +92,12 @@ class SafetensorsWriter(_AsPlanned, StorageWriter):
             record = ShardRecord(offsets, tuple(tensor.shape), self.file, key, sha256_of(tensor))
             results.append(WriteResult(item.index, tensor.nbytes, record))
         path = self.folder / self.file
+        # safetensors makes its files readable by their owner alone, whatever the umask says.
+        path.touch()
+        permissions = stat.S_IMODE(path.stat().st_mode)
         # What fails on one rank, PyTorch's planner tells to all.
         save_file(tensors, path)
+        path.chmod(permissions)
         with path.open("rb") as file:
             os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()

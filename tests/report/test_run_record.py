@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.report.headline import headline, layout_in_words, model_in_words
-from shardwright.report.run import read_run
-from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
+from shardwright.layout import Layout
+from shardwright.report.headline import headline, title_of
+from shardwright.report.run_record import read_run
+from shardwright.report.words import held_in_words, layout_in_words, model_in_words
+from tests.report.runs import evaluation, moe_record, started, train_record, usual, write_run
 
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     run = read_run(usual(tmp_path / "run"))
     assert [record.step for record in run.train] == [10, 20, 30, 40, 50]
-    assert [record.loss for record in run.held_out] == [6.2, 5.1]
+    assert [record.loss for record in run.validation] == [6.2, 5.1]
     assert run.checkpoints == ("step-00000020", "step-00000050")
     assert run.config.batch.global_batch == 4
 
@@ -26,7 +28,7 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
 def test_the_headline_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     told = headline(read_run(usual(tmp_path)))
     assert (told.steps, told.planned_steps, told.tokens, told.world_size) == (50, 100, 50 * 4 * 16, 2)
-    assert (told.first_held_out_loss, told.held_out_loss, told.train_loss) == (6.2, 5.1, 5.0)
+    assert (told.first_validation_loss, told.validation_loss, told.train_loss) == (6.2, 5.1, 5.0)
     assert (told.median_tokens_per_s, told.peak_memory_bytes, told.median_mfu) == (1000.0, 2**20, None)
     assert told.training_s == pytest.approx(50 * 0.064)
     assert told.time_share == pytest.approx({"data": 1 / 16, "forward_backward": 50 / 64, "optimizer": 10 / 64})
@@ -51,6 +53,63 @@ def test_a_run_that_began_from_another_counts_from_where_it_began(tmp_path: Path
     run = read_run(write_run(tmp_path, [train_record(5010), train_record(5020)]))
     assert run.edges == (5000, 5010, 5020)
     assert headline(run).training_s == pytest.approx(20 * 0.064)
+
+
+def test_a_run_that_is_resumed_on_another_layout_is_told_by_segments(tmp_path: Path) -> None:
+    first, second = (
+        [train_record(step) for step in (10, 20)],
+        [train_record(step, tokens_per_s=3e3) for step in (30, 40)],
+    )
+    same = started(30, "4 ranks with ZeRO-1", "dp_shard 4, zero 1")
+    records = [started(0), *first, started(20, same["layout"], same["keys"]), second[0], same, second[1]]
+    run = read_run(write_run(tmp_path, records, "layout.dp_shard=4", "layout.zero=1"))
+    assert title_of(run) == "debug, 250K parameters, on 2 ranks with ZeRO-3, then 4 ranks with ZeRO-1"
+    told = headline(run)
+    assert [(each.steps, each.world_size, each.median_tokens_per_s) for each in told.segments] == [
+        ("steps 1 to 20", 2, 1000.0),
+        ("steps 21 to 40", 4, 3000.0),
+    ]
+    assert told.median_tokens_per_s == 3000.0
+    assert ("tokens per second", "1K", "median of steps 1 to 20 on 2 ranks with ZeRO-3; MFU n/a") in told.rows()
+
+
+def test_steps_that_an_older_version_took_are_a_segment_whose_layout_is_not_known(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [train_record(10), started(10), train_record(20)]))
+    assert [each.layout for each in run.segments] == ["a layout that was not recorded", "2 ranks with ZeRO-3"]
+    assert [[record.step for record in each.train] for each in run.segments] == [[10], [20]]
+
+
+def test_the_headline_has_the_perplexity_of_the_validation_loss(tmp_path: Path) -> None:
+    assert headline(read_run(usual(tmp_path / "a"))).validation_perplexity == pytest.approx(164.02, abs=0.01)
+    huge = headline(read_run(write_run(tmp_path / "b", [evaluation(0, 1e30)])))
+    assert huge.validation_perplexity is None
+    assert ("validation loss", f"{1e30:.4f}", f"no finite perplexity; from {1e30:.4f}, 100% of it") in huge.rows()
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(), "Each rank holds all parameters, gradients and optimizer states."),
+        (
+            Layout(dp_shard=4, zero=2),
+            "Each rank holds the parameters whole and 1/4 of the gradients and optimizer states (",
+        ),
+        (Layout(dp_shard=2, cp=2, zero=3), "Each rank holds 1/4 of the parameters, gradients and optimizer states ("),
+        (Layout(tp=2), "holds 1/2 of each matmul weight that tp shards, the embedding and the head included: their "),
+        (Layout(pp=2), "holds the layers of its stages (pp: 2 stages over 2 ranks): their parameters, gradients and"),
+        (
+            Layout(pp=2, tp=2, dp_shard=2, zero=1),
+            "its stages (pp: 2 stages over 2 ranks) and 1/2 of each matmul weight that tp shards, the embedding and "
+            "the head included. Of those it holds the parameters and gradients whole and 1/2 of the optimizer states (",
+        ),
+        (
+            Layout(dp_shard=2, ep=2, zero=3),
+            "1/2 of the experts (ep). Of those it holds 1/2 of the parameters, gradients",
+        ),
+    ],
+)
+def test_what_a_rank_holds_is_said_for_the_axes_that_are_on(layout: Layout, words: str) -> None:
+    assert words in held_in_words(layout)
 
 
 def test_a_last_line_cut_short_is_ignored(tmp_path: Path) -> None:
@@ -99,7 +158,7 @@ def test_a_foreign_folder_is_told_what_it_has_and_what_a_run_has(tmp_path: Path)
 
 
 def test_a_run_without_a_record_yet_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no whole line yet.*metrics\.every=10"):
+    with pytest.raises(InputError, match=r"no logged step yet.*metrics\.every=10"):
         read_run(write_run(tmp_path, []))
 
 
@@ -119,7 +178,7 @@ def test_the_command_to_go_on_fits_the_run(tmp_path: Path) -> None:
         (["layout.dp_shard=1"], "1 rank"),
         (["layout.dp_shard=2", "layout.zero=2"], "2 ranks with ZeRO-2"),
         (["layout.dp_shard=2", "layout.ep=2", "model.preset=debug-moe"], "2 ranks: ZeRO-3 over 2, ep 2"),
-        (["layout.dp_shard=1", "layout.dp_replicate=4"], "4 ranks: 4 full copies of the model"),
+        (["layout.dp_shard=1", "layout.dp_replicate=4"], "4 ranks: 4 replicas of the model"),
         (["layout.dp_shard=2", "layout.dp_replicate=2"], "4 ranks: 2 replicas of ZeRO-3 over 2"),
     ],
 )
@@ -131,13 +190,13 @@ def test_a_layout_is_said_in_words(tmp_path: Path, overrides: list[str], words: 
 def test_a_preset_that_was_changed_is_not_passed_off_as_itself(tmp_path: Path) -> None:
     plain = read_run(write_run(tmp_path / "plain", [evaluation(0, 6.0)]))
     changed = read_run(write_run(tmp_path / "changed", [evaluation(0, 6.0)], "model.n_layers=2"))
-    assert model_in_words(plain).startswith("debug, ")
-    assert model_in_words(changed).startswith("Llama-style, ")
+    assert model_in_words(plain.config).startswith("debug, ")
+    assert model_in_words(changed.config).startswith("Llama-style, ")
 
 
 def test_a_mixture_of_experts_says_how_much_of_it_a_token_uses(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, [evaluation(0, 6.0)], "model.preset=debug-moe"))
-    assert model_in_words(run) == "debug-moe, 658K parameters, 253K active"
+    assert model_in_words(run.config) == "debug-moe, 658K parameters, 253K active"
 
 
 def test_reading_and_preparing_to_draw_import_neither_torch_nor_matplotlib() -> None:

@@ -1,5 +1,5 @@
-"""A run as its folder tells it: the resolved run file, the logged records, the checkpoints that are kept, and where
-there is a pipeline, a step of it."""
+"""A run read from its folder: the resolved run file, the logged records, the checkpoints that are kept, and one step
+of the pipeline if there is one."""
 
 import shlex
 from dataclasses import dataclass
@@ -8,15 +8,33 @@ from pathlib import Path
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.report.timeline import PipelineRecord, read_pipeline
-from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, published, read_metrics
+from shardwright.report.words import layout_in_words
+from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, Started, published, read_metrics
 
 _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and {RUN_FILE}"
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """A run folder, read. It has one record at least, of either kind; both kinds are in the order of steps.
+class Segment:
+    """Steps of a run that were taken on one layout and device: those after `first_step`, up to `last_step`. The world
+    size is None where an older version of shardwright took them and did not record it."""
 
+    first_step: int
+    last_step: int
+    layout: str
+    world_size: int | None
+    train: tuple[Logged, ...]
+
+    @property
+    def steps(self) -> str:
+        return f"steps {self.first_step + 1:,} to {self.last_step:,}"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder, read. It has one record at least of `train` or `validation`; all are in the order of steps.
+
+    `starts`: one for each time the run began or was resumed; an older version of shardwright recorded none.
     `pipeline`: the newest step whose actions are recorded; None where there is none, or layout.pp is 1.
     """
 
@@ -24,7 +42,8 @@ class RunRecord:
     config: RunConfig
     run_file: str
     train: tuple[Logged, ...]
-    held_out: tuple[Evaluated, ...]
+    validation: tuple[Evaluated, ...]
+    starts: tuple[Started, ...]
     checkpoints: tuple[str, ...]
     pipeline: PipelineRecord | None
 
@@ -36,8 +55,33 @@ class RunRecord:
     @property
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of every record of either kind, in the order of steps."""
-        train = [(record.step, record.loss) for record in self.train]
-        return sorted(train + [(record.step, record.loss) for record in self.held_out], key=lambda pair: pair[0])
+        records: list[Logged | Evaluated] = [*self.train, *self.validation]
+        return sorted(((record.step, record.loss) for record in records), key=lambda pair: pair[0])
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Its steps by the layout they were taken on, one at least; starts on the same layout and device are one."""
+        layout = self.config.layout.layout()
+        if not self.starts:
+            return (Segment(self.edges[0], self.last_step, layout_in_words(layout), layout.world_size, self.train),)
+        changes = [
+            start
+            for earlier, start in zip((None, *self.starts), self.starts, strict=False)
+            if earlier is None or (earlier.keys, earlier.device) != (start.keys, start.device)
+        ]
+        ends = [*(start.step for start in changes[1:]), max(self.last_step, changes[-1].step)]
+        before = tuple(record for record in self.train if record.step <= changes[0].step)
+        unknown = (Segment(self.edges[0], changes[0].step, "a layout that was not recorded", None, before),)
+        return (unknown if before else ()) + tuple(
+            Segment(
+                start.step,
+                end,
+                start.layout,
+                start.world_size,
+                tuple(record for record in self.train if start.step < record.step <= end),
+            )
+            for start, end in zip(changes, ends, strict=True)
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -50,7 +94,7 @@ class RunRecord:
         if not self.train:
             return (0,)
         first = self.train[0].step
-        earlier = (record.step for record in self.held_out if record.step < first)
+        earlier = (record.step for record in self.validation if record.step < first)
         return (max(0, first - self.config.metrics.every, *earlier), *(record.step for record in self.train))
 
     @property
@@ -74,9 +118,9 @@ def read_run(run_dir: str | Path) -> RunRecord:
     _check(folder)
     records = sorted(read_metrics(folder / METRICS), key=lambda record: record.step)
     config = load(folder / RUN_FILE)
-    if not records:
+    if all(isinstance(record, Started) for record in records):
         raise InputError(
-            f"{folder / METRICS} has no whole line yet: the run is, or was stopped, before its first logged step "
+            f"{folder / METRICS} has no logged step yet: the run is, or was stopped, before its first logged step "
             f"(metrics.every={config.metrics.every}); wait for it, or go on with "
             f"`shardwright train {folder / RUN_FILE} --resume`"
         )
@@ -85,7 +129,8 @@ def read_run(run_dir: str | Path) -> RunRecord:
         config=config,
         run_file=(folder / RUN_FILE).read_text(encoding="utf-8"),
         train=tuple(record for record in records if isinstance(record, Logged)),
-        held_out=tuple(record for record in records if isinstance(record, Evaluated)),
+        validation=tuple(record for record in records if isinstance(record, Evaluated)),
+        starts=tuple(record for record in records if isinstance(record, Started)),
         checkpoints=tuple(path.name for path in published(folder / CHECKPOINTS)),
         pipeline=read_pipeline(folder, config),
     )

@@ -1,0 +1,156 @@
+"""Several runs beside each other on one HTML page: their losses in one picture, their headline numbers in a table."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.errors import InputError
+from shardwright.files import write_whole
+from shardwright.report.curves import SUFFIXES
+from shardwright.report.frame import document, picture, table
+from shardwright.report.headline import headline, title_of
+from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean
+from shardwright.report.run_record import RunRecord
+from shardwright.report.style import COLOURS, rendered
+from shardwright.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# After Okabe and Ito; by role, for a page on paper or a light screen, and on a dark screen. All differ from those of
+# `style.COLOURS`, by whose values a page finds the roles.
+RUN_COLOURS = {
+    "run-0": "#0173b2",
+    "run-1": "#de5f01",
+    "run-2": "#029e74",
+    "run-3": "#cc79a7",
+    "run-4": "#e6a001",
+    "run-5": "#56b4e9",
+    "run-6": "#7a5c3e",
+    "run-7": "#5b6270",
+}
+DARK_RUN_COLOURS = {
+    "run-0": "#58b4ed",
+    "run-1": "#ff8a3e",
+    "run-2": "#2bbf96",
+    "run-3": "#e79ac6",
+    "run-4": "#f0b42a",
+    "run-5": "#8fd0f5",
+    "run-6": "#b89878",
+    "run-7": "#98a1b1",
+}
+_LINE_STYLES = ("-", "--", ":", "-.")
+_NAMES = (
+    *("run", "model and layout", "steps", "tokens", "training loss", "validation loss", "perplexity"),
+    *("tokens/s", "MFU", "peak memory", "time in steps"),
+)
+
+
+def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> None:
+    """Write the page of several runs, in place of what is there.
+
+    Raises InputError for a place that cannot be written.
+    """
+    names = _names(runs)
+    drawing = _render(runs, "svg", in_page=True).decode("utf-8")
+    body = f"""<header>
+<h1>{len(runs)} runs</h1>
+</header>
+<figure>
+{picture(drawing, "losses", "Losses of the runs", RUN_COLOURS)}
+<figcaption>Training loss as a line (of {MANY} records or more the running mean), validation loss as dots.</figcaption>
+</figure>
+<div class="wide">
+{table(_NAMES, [[escape(cell) for cell in _row(name, run)] for name, run in zip(names, runs, strict=True)], "words")}
+</div>
+<p class="quiet">Speed and MFU are medians of the steps on the last layout of a run.</p>"""
+    style = "table.words td:first-child, table.words td:nth-child(2) { text-align: left; }\n"
+    page = document(f"{len(runs)} runs: {', '.join(names)}", body, style, (RUN_COLOURS, DARK_RUN_COLOURS))
+    write_whole(Path(path), page.encode("utf-8"))
+
+
+def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:
+    """Write the losses of several runs as one picture, PNG or SVG by the suffix of `path`, in place of what is there.
+
+    Raises InputError for another suffix, and for a place that cannot be written.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InputError(f"{target}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
+    write_whole(target, _render(runs, suffix[1:]))
+
+
+def comparison_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
+    """The headline numbers of each run, name -> text, as the page's table has them."""
+    return [dict(zip(_NAMES, _row(name, run), strict=True)) for name, run in zip(_names(runs), runs, strict=True)]
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """The folders' own names, or their paths where two have the same name."""
+    names = [run.folder.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def _row(name: str, run: RunRecord) -> tuple[str, ...]:
+    told = headline(run)
+
+    def text(value: float | None, form: str) -> str:
+        return "n/a" if value is None else format(value, form)
+
+    speed, memory, seconds = told.median_tokens_per_s, told.peak_memory_bytes, told.training_s
+    return (
+        name,
+        title_of(run),
+        f"{told.steps:,}" if told.steps >= told.planned_steps else f"{told.steps:,} of {told.planned_steps:,}",
+        format_count(told.tokens),
+        text(told.train_loss, ".4f"),
+        text(told.validation_loss, ".4f"),
+        text(told.validation_perplexity, ",.4g"),
+        "n/a" if speed is None else format_count(speed),
+        text(told.median_mfu, ".1%"),
+        "n/a" if memory is None else format_bytes(memory),
+        "n/a" if seconds is None else format_seconds(seconds),
+    )
+
+
+def _render(runs: Sequence[RunRecord], kind: str, in_page: bool = False) -> bytes:
+    def compose(figure: "Figure") -> None:
+        _losses(figure.subplots(), runs)
+        figure.subplots_adjust(left=0.06, right=0.975, bottom=0.08, top=0.9 - 0.04 * ((len(runs) - 1) // 4))
+
+    return rendered((10, 5), compose, kind, transparent=in_page)
+
+
+def _losses(ax: "Axes", runs: Sequence[RunRecord]) -> None:
+    shown: list[float] = []
+    for at, (name, run) in enumerate(zip(_names(runs), runs, strict=True)):
+        colour = list(RUN_COLOURS.values())[at % len(RUN_COLOURS)]
+        line_style = _LINE_STYLES[at // len(RUN_COLOURS) % len(_LINE_STYLES)]
+        losses = [record.loss for record in run.train]
+        drawn = running_mean(losses) if len(losses) >= MANY else losses
+        gaps = [value if math.isfinite(value) else math.nan for value in drawn]
+        tokens = [record.step * run.tokens_per_step for record in run.train]
+        ax.plot(tokens, gaps, linestyle=line_style, label=name, color=colour)
+        evaluated = [record for record in run.validation if math.isfinite(record.loss)]
+        ax.plot(
+            [record.step * run.tokens_per_step for record in evaluated],
+            [record.loss for record in evaluated],
+            linestyle="none",
+            marker="o",
+            markersize=5,
+            markeredgecolor=COLOURS["paper"],
+            color=colour,
+        )
+        shown += [value for value in gaps if math.isfinite(value)] + [record.loss for record in evaluated]
+    choose_scale(ax, shown)
+    if not shown:
+        remark(ax, "no finite loss was logged")
+    ax.xaxis.set_major_formatter(lambda value, _: format_count(value))
+    name_axis(ax, "tokens")
+    ax.set_title("Loss, nats a token", pad=7)
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles, labels, ncols=4, loc="lower right", bbox_to_anchor=(1, 1.02))
