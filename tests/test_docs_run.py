@@ -58,22 +58,26 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: str, folder: Path) -> None:
-    """A command as bash runs it in `folder`; an assertion fails with what it printed if it fails. That nothing fits is
-    an answer of `plan`, with exit code 1."""
+def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
+    """What a command prints that bash runs in `folder`; an assertion fails if it fails.
+
+    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not. A page may show an error: `shown`.
+    """
     environment = {
         **os.environ,
         "HOME": str(folder.parent / "home"),
         "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
         "PYTHONPATH": str(folder / "src"),
         "OMP_NUM_THREADS": "1",
+        "COLUMNS": str(columns),
     }
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
-    answered = done.returncode == 1 and "nothing fits" in done.stdout
-    assert done.returncode == 0 or answered, f"$ {command}\n{done.stdout}{done.stderr}"
+    answered = done.returncode == 1 and command.startswith("shardwright plan")
+    assert done.returncode == 0 or answered or "error:" in shown, f"$ {command}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
 
 
 def commands(text: str) -> list[str]:
@@ -97,5 +101,31 @@ def test_every_command_of_a_page_runs_as_typed(page: Path, checkout: Path, tmp_p
     typed = commands(page.read_text())
     if any("--out data/python" in command for command in typed):
         shutil.rmtree(folder / "data/python")  # this reader makes it
+    shown = {" ".join(command.replace("\\\n", " ").split()) for command, _ in SHOWN.findall(page.read_text())}
     for command in typed:
-        run(command, folder)
+        if " ".join(command.split()) not in shown:
+            run(command, folder)
+
+
+SHOWN = re.compile(
+    r"^```sh\n(shardwright (?:plan|schedule) (?:[^\n]|(?<=\\)\n)*)\n```\n\s*```text\n(.*?)^```$", re.M | re.S
+)
+"""A command whose output depends on nothing but the version, and the output that the page shows below it; it is run by
+a test of its own."""
+
+
+@prove
+@pytest.mark.parametrize("page", [page for page in PAGES if SHOWN.search(page.read_text())], ids=name_of)
+def test_what_a_page_shows_of_an_output_is_printed(page: Path, checkout: Path):
+    for command, shown in SHOWN.findall(page.read_text()):
+        missing = shown.splitlines()
+        for columns in (80, 110):  # widths that pages are written with
+            if missing:
+                words = _words(run(command.replace("\\\n", " "), checkout, shown, columns))
+                missing = [line for line in missing if line.strip() != "..." and _words(line) not in words]
+        assert not missing, "\n".join([f"$ {command}", "does not print", *missing])
+
+
+def _words(text: str) -> str:
+    """Without what depends on the machine, and how it is broken into lines."""
+    return " ".join(re.sub(r"searched in [^\n]*", "searched", text).split())

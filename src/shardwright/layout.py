@@ -31,7 +31,7 @@ from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes, written
 from shardwright.schedule import build
 from shardwright.schedule.named import ONE_F_ONE_B
-from shardwright.schedule.placement import Ways, held_by
+from shardwright.schedule.placement import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -342,7 +342,7 @@ class Layout:
 
     def held_by(self, pp_rank: int) -> list[int]:
         """The stages that a rank of `pp` holds, those of one way after another."""
-        return held_by(self.ways, pp_rank)
+        return stages_of_rank(self.ways, pp_rank)
 
     @property
     def n_stages(self) -> int:

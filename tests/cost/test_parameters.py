@@ -20,7 +20,7 @@ from shardwright.parallel.norm import local_part
 from shardwright.parallel.pipeline.stage import cut_stages
 from shardwright.split.rules import problems
 from shardwright.split.stages import stage_layers
-from shardwright.split.tensor import kv_copies, vocabulary_rows
+from shardwright.split.tensor import kv_replicas, vocabulary_rows
 from tests.cost.layouts import job
 from tests.distributed import run_ranks
 from tests.training.worlds import build
@@ -55,7 +55,7 @@ def share(name: str, parameter: torch.Tensor, spec: ModelSpec, layout: Layout, t
     if row.split == "vocabulary":
         return len(vocabulary_rows(spec.vocab_size, layout.tp, tp_rank)) * spec.d_model
     if row.split == "kv_column":
-        return count * kv_copies(spec.n_kv_heads, layout.tp) // layout.tp
+        return count * kv_replicas(spec.n_kv_heads, layout.tp) // layout.tp
     return count if row.split_dim is None else count // layout.tp
 
 

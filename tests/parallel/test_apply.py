@@ -42,7 +42,7 @@ def test_the_groups_are_those_of_the_layout():
     layout = Layout(dp_shard=2, cp=2, tp=2, zero=1, sequence_parallel=False)
     for rank, groups in enumerate(run_ranks(groups_of, 8, layout, 4)):
         assert groups == {
-            "share": layout.group_of(rank, "dp_shard", "cp"),
+            "shards": layout.group_of(rank, "dp_shard", "cp"),
             "tp": layout.group_of(rank, "tp"),
             "step tp": layout.group_of(rank, "tp"),
             "step cp_ring": layout.group_of(rank, "cp"),
@@ -55,10 +55,10 @@ def test_with_fewer_kv_heads_than_ranks_neighbours_share_one():
     layout = Layout(cp=2, tp=4, sequence_parallel=False)
     for rank, groups in enumerate(run_ranks(groups_of, 8, layout, 2)):
         pair = rank // 2 * 2
-        assert groups["step tp_copies"] == groups["tp_copies"] == (pair, pair + 1)
+        assert groups["step tp_replicas"] == groups["tp_replicas"] == (pair, pair + 1)
         assert groups["step tp"] == layout.group_of(rank, "tp")
         assert groups["replicas"] == layout.group_of(rank, "cp"), "under ZeRO-0 ranks of cp are copies"
-        assert groups["share"] == (rank,)
+        assert groups["shards"] == (rank,)
 
 
 def initial_weights(layout: Layout) -> dict[str, Tensor]:
@@ -81,11 +81,11 @@ def norms_on_two_meshes() -> tuple[float, float, float]:
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
     truth = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
-    both = mesh["replicas", "share"]
+    both = mesh["replicas", "shards"]
     placed = [
         distribute_tensor(gradients[0], both, [Shard(0), Shard(1)]),
         distribute_tensor(gradients[1], both, [Replicate(), Shard(0)]),
-        distribute_tensor(gradients[2], mesh["share"], [Shard(0)]),
+        distribute_tensor(gradients[2], mesh["shards"], [Shard(0)]),
         gradients[3],
     ]
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in placed]

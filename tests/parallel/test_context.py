@@ -84,7 +84,7 @@ def name_of(case: Case) -> str:
 
 
 BACKWARD = "shardwright.parallel.ring:RingAttention.backward"
-COMING_HOME = "sum_2BTKC = sums.arrive()\n_add(sum_2BTKC, ALL, own_block)"
+COMING_HOME = "sum_2BTKC = sums.wait()\n_add(sum_2BTKC, ALL, own_block)"
 
 
 def bug(function: str, before: str, after: str, case: Case = Case("zigzag", 4, 1)) -> Job:  # noqa: B008  (a tuple)
@@ -97,8 +97,8 @@ BUGS = {
         "gradient(do, q, k_BKTC, v_BKTC, o, lse, causal)",
         "gradient(do, q, k_BKTC, v_BKTC, *kernel_for(q).attend(q, k_BKTC, v_BKTC, causal), causal)",
     ),
-    "the gradients' last hop dropped": bug(BACKWARD, COMING_HOME, "sums.arrive()\n_add(sum_2BTKC, ALL, own_block)"),
-    "gradients come home to the next rank": bug(BACKWARD, COMING_HOME, "sums.arrive()\nsums.pass_on()\n" + COMING_HOME),
+    "the gradients' last hop dropped": bug(BACKWARD, COMING_HOME, "sums.wait()\n_add(sum_2BTKC, ALL, own_block)"),
+    "gradients come home to the next rank": bug(BACKWARD, COMING_HOME, "sums.wait()\nsums.start()\n" + COMING_HOME),
     "the own block's gradient forgotten": bug(BACKWARD, "_add(sum_2BTKC, ALL, own_block)", "pass"),
     "gradients of the early keys added to the late": bug(
         "shardwright.parallel.ring:_add",

@@ -301,13 +301,13 @@ def held(layout: Layout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], st
 @pytest.mark.parametrize(
     ("layout", "local", "axes"),
     [
-        (EP, (2, 16, 24), "expert_share ep"),
-        (Layout(cp=2, ep=2), (2, 16, 24), "expert_share ep"),
-        (Layout(dp_shard=4, zero=3, ep=2), (1, 16, 24), "expert_share ep"),
-        (Layout(dp_shard=4, zero=3, ep=4), (1, 16, 24), "expert_share ep"),
-        (Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2), (2, 16, 24), "expert_replicas expert_share ep"),
-        (SP, (2, 16, 24), "expert_share ep"),
-        (Layout(tp=2, sequence_parallel=True, ep=1), (4, 16, 24), "expert_replicas expert_share"),
+        (EP, (2, 16, 24), "expert_shards ep"),
+        (Layout(cp=2, ep=2), (2, 16, 24), "expert_shards ep"),
+        (Layout(dp_shard=4, zero=3, ep=2), (1, 16, 24), "expert_shards ep"),
+        (Layout(dp_shard=4, zero=3, ep=4), (1, 16, 24), "expert_shards ep"),
+        (Layout(dp_replicate=2, dp_shard=2, zero=1, ep=2), (2, 16, 24), "expert_replicas expert_shards ep"),
+        (SP, (2, 16, 24), "expert_shards ep"),
+        (Layout(tp=2, sequence_parallel=True, ep=1), (4, 16, 24), "expert_replicas expert_shards"),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.build import build, problems
 from shardwright.schedule.memory import KEPT_FOR_WEIGHT
-from shardwright.schedule.placement import held_by
+from shardwright.schedule.placement import stages_of_rank
 from shardwright.schedule.registry import find, names
 from shardwright.schedule.simulate import Times, simulate
 from shardwright.schedule.validate import problems as wrong
@@ -77,7 +77,7 @@ def test_every_builder_makes_a_schedule_that_validates_at_any_size_it_accepts(na
         way = ways[2 * microbatch // schedule.n_microbatches if len(ways) == 2 else 0]
         assert [schedule.place[stage, microbatch] for stage in range(schedule.n_stages)] == list(way)
     for rank in range(schedule.n_ranks):
-        assert set(held_by(ways, rank)) == set(schedule.stages_of(rank))
+        assert set(stages_of_rank(ways, rank)) == set(schedule.stages_of(rank))
 
 
 @given(data=st.data())

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.schedule.build import build
-from shardwright.schedule.placement import down_and_up, from_both_ends, held_by, round_and_round
+from shardwright.schedule.placement import down_and_up, from_both_ends, round_and_round, stages_of_rank
 from shardwright.schedule.registry import find, names
 from tests.schedule.test_build import schedules
 
@@ -20,10 +20,10 @@ def test_the_ways_of_four_ranks() -> None:
 
 
 def test_what_the_second_of_four_ranks_holds() -> None:
-    assert held_by(round_and_round(4, 1), 1) == [1]
-    assert held_by(round_and_round(4, 3), 1) == [1, 5, 9]
-    assert held_by(down_and_up(4, 2), 1) == [1, 6]
-    assert held_by(from_both_ends(4, 1), 1) == [1, 2]
+    assert stages_of_rank(round_and_round(4, 1), 1) == [1]
+    assert stages_of_rank(round_and_round(4, 3), 1) == [1, 5, 9]
+    assert stages_of_rank(down_and_up(4, 2), 1) == [1, 6]
+    assert stages_of_rank(from_both_ends(4, 1), 1) == [1, 2]
 
 
 @pytest.mark.parametrize("name", names())
@@ -32,7 +32,7 @@ def test_a_rank_holds_the_stages_that_its_schedule_runs_on_it(name: str, data: s
     schedule = data.draw(schedules(name)) if name != "auto" else build(name, 3, 6)
     ways = find(name).ways(schedule.n_ranks, schedule.n_stages // schedule.n_ranks)
     for rank in range(schedule.n_ranks):
-        held = held_by(ways, rank)
+        held = stages_of_rank(ways, rank)
         assert set(held) == set(schedule.stages_of(rank))
         assert sorted(held) == sorted(stage for way in ways for stage in range(len(way)) if way[stage] == rank)
     for microbatch in range(schedule.n_microbatches):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwright.layout import CP_METHODS, Layout
 from shardwright.split.rules import sequence_cuts
-from shardwright.split.sequence import attention_flops, attention_pairs, held_by, spans, step_pairs
+from shardwright.split.sequence import attention_flops, attention_pairs, positions_of_rank, spans, step_pairs
 
 degrees = st.integers(1, 6)
 
@@ -60,10 +60,10 @@ def test_token_shards_are_whole_pieces_of_a_sequence_cut_as_often_as_its_length_
     cp, inner = {"usp": (ring * ulysses, ulysses), "ulysses": (ulysses, 1)}.get(method, (ring, 1))
     layout = Layout(cp=cp, tp=tp, cp_method=method, ulysses_degree=inner, sequence_parallel=True)
     n_pieces = sequence_cuts(layout)
-    held = [held_by(layout, n_pieces, rank, token_shard=True) for rank in range(layout.world_size)]
+    held = [positions_of_rank(layout, n_pieces, rank, token_shard=True) for rank in range(layout.world_size)]
     assert sorted(piece for spans in held for span in spans for piece in span) == list(range(n_pieces))
     for rank, pieces in enumerate(held):
-        tokens = held_by(layout, size * n_pieces, rank, token_shard=True)
+        tokens = positions_of_rank(layout, size * n_pieces, rank, token_shard=True)
         in_pieces = [range(size * piece, size * (piece + 1)) for span in pieces for piece in span]
         assert [t for span in tokens for t in span] == [t for piece in in_pieces for t in piece]
 

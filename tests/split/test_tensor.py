@@ -31,14 +31,14 @@ def test_copies_are_summed_where_each_saw_a_part_and_nowhere_else():
     assert over(GPT, "layers.0.attention.o.bias", plain, 2) is None
     assert over(GPT, "layers.0.attention.o.bias", shards, 2) == "tp"
     assert over(GPT, "layers.0.attention.k_norm.weight", plain, 2) == "tp", "every rank saw its heads"
-    assert over(GPT, "layers.0.attention.k.weight", plain, 2) == "tp_copies"
+    assert over(GPT, "layers.0.attention.k.weight", plain, 2) == "tp_replicas"
     assert over(GPT, "layers.0.attention.k.weight", plain, 4) is None, "a kv head for every rank"
     assert over(GPT, "layers.0.attention.q.weight", shards, 2) is None
     assert over(GPT, "norm.weight", Layout(sequence_parallel=True), 2) is None, "one rank"
 
 
 @given(st.integers(1, 70_000), st.sampled_from([1, 2, 4, 8, 16]))
-def test_the_rows_of_the_vocabulary_are_dealt_out_each_once(vocab_size: int, tp: int):
+def test_each_row_of_the_vocabulary_is_on_one_rank(vocab_size: int, tp: int):
     shares = [vocabulary_rows(vocab_size, tp, rank) for rank in range(tp)]
     assert [row for share in shares for row in share] == list(range(vocab_size))
     assert max(len(share) for share in shares) <= -(-vocab_size // tp)
@@ -56,7 +56,7 @@ def test_the_rows_of_the_vocabulary_are_dealt_out_each_once(vocab_size: int, tp:
             Layout(tp=3, sequence_parallel=False),
             64,
             "layout.tp=3 neither divides 4 kv heads (model.n_kv_heads) nor is a multiple of them (4 = 3*1 + 1), so "
-            "heads could not be dealt out evenly or copied evenly; valid: 1, 2, 4, 12",
+            "kv heads can be neither sharded nor replicated evenly; valid: 1, 2, 4, 12",
         ),
         (
             Layout(cp=4),
@@ -76,10 +76,10 @@ def test_the_rows_of_the_vocabulary_are_dealt_out_each_once(vocab_size: int, tp:
         (
             Layout(cp=8, cp_method="ulysses"),
             64,
-            "layout.cp=8 is how many ranks deal out the heads that tp=1 leaves a rank, 12 query and 4 kv: it has to "
-            "divide 12 (12 = 8*1 + 4), and to divide 4 or be a multiple of it; valid: 1, 2, 4, 12; cp_method='zigzag'",
+            "layout.cp=8 partitions the heads of a rank, with tp=1 12 query and 4 kv heads: it has to divide 12 "
+            "(12 = 8*1 + 4), and to divide 4 or be a multiple of it; valid: 1, 2, 4, 12; cp_method='zigzag'",
         ),
-        (Layout(cp=16, cp_method="usp", ulysses_degree=8), 64, "layout.ulysses_degree=8 is how many ranks"),
+        (Layout(cp=16, cp_method="usp", ulysses_degree=8), 64, "layout.ulysses_degree=8 partitions the heads"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic(layout: Layout, seq_len: int, complaint: str):
@@ -88,7 +88,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic(layout: Layou
     )
 
 
-def test_latent_attention_is_cut_by_heads_behind_vectors_that_every_rank_makes():
+def test_latent_attention_is_sharded_by_heads_after_latent_vectors_that_every_rank_computes():
     spec, layout = resolve("deepseek-v3"), Layout(tp=8, sequence_parallel=True)
     assert problems(spec, layout, 4096) == []
     for name in ("q_down", "kv_down", "q_latent_norm", "kv_latent_norm"):
@@ -106,7 +106,7 @@ def test_a_vocabulary_too_small_for_tp_is_refused():
     tiny = replace(SPEC, vocab_size=5, n_heads=4, n_kv_heads=4)
     assert not tp_divides(tiny, 4), "2, 2, 1 and none"
     assert (
-        "leaves a rank without a row of the vocabulary: 5 rows in shares of 2; valid: 1, 2"
+        "leaves a rank without a row of the vocabulary: 5 rows in shards of 2; valid: 1, 2"
         in problems(tiny, Layout(tp=4, sequence_parallel=False), 8)[0]
     )
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
 from shardwright.model.modules import end_rows
-from shardwright.parallel.run import OneByOne
+from shardwright.parallel.microbatch_runner import SequentialRunner
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.traffic import Traffic
@@ -91,7 +91,7 @@ def held_bytes(layout: Layout) -> dict[str, int]:
     between_steps = _alive() - state
     batch = local_batch(2, data_rank, layout.data_ranks, ACCUMULATION)
     trainer.model.module.train()
-    assert isinstance(trainer.model.runner, OneByOne)
+    assert isinstance(trainer.model.runner, SequentialRunner)
     loss = trainer.loss_sum(trainer.model.module(batch.tokens_ABT[0]), batch.targets_ABT[0])
     trainer.model.runner.engine.before_backward(split=False, last=False)
     loss.backward()

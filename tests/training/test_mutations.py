@@ -187,7 +187,7 @@ BUGS = {
     ),
     "10: the gradients of latent vectors' norms on token shards are not summed": Bug(
         Mutation(
-            "shardwright.parallel.copies:summed_over",
+            "shardwright.parallel.replicas:summed_over",
             "row.split == 'replicated' and layout.token_shards",
             "row.split == 'replicated' and 'latent_norm' not in row.name and layout.token_shards",
         ),
@@ -196,7 +196,7 @@ BUGS = {
     ),
     "10: the gradient of the router on token shards is not summed": Bug(
         Mutation(
-            "shardwright.parallel.copies:summed_over",
+            "shardwright.parallel.replicas:summed_over",
             "row.split == 'replicated' and layout.token_shards",
             "row.split == 'replicated' and 'router' not in row.name and layout.token_shards",
         ),
@@ -288,8 +288,8 @@ BUGS = {
         [ZB_V],
         spec={"tied_embedding": True, "n_layers": 4},
     ),
-    "17: the copy on the same rank does not follow": Bug(
-        Mutation(f"{TIED}.follow", "local_part(second).copy_(local_part(first))", "pass"),
+    "17: the duplicate on the same rank is not updated": Bug(
+        Mutation(f"{TIED}.update_duplicates", "local_part(second).copy_(local_part(first))", "pass"),
         [ZB_V],
         spec={"tied_embedding": True, "n_layers": 4},
     ),

@@ -1,1 +1,1 @@
-"""What a layout costs, in bytes, FLOPs and seconds: formulas with their sources; no torch."""
+"""The cost model: memory, FLOPs and step time of layouts, as formulas with their sources; no torch."""

@@ -1,25 +1,26 @@
-"""Bytes that a microbatch leaves behind in the layers of a rank, from its forward to its backward pass.
+"""Activation memory: bytes that a micro-batch keeps in the layers of a rank, from its forward to its backward pass.
 
-Notation: h d_model, H heads, K kv heads of a rank, c head_dim, f d_ffn, E experts, k of a token, g their d_ffn, s
-tokens of a sequence, t tp, e bytes of an element. T = micro_batch x s / cp are a rank's tokens; T' = T / t under
-sequence parallelism, else T, those between the products of a block. All arrays have shape (n,).
+Notation: h d_model, H heads, K kv heads of a rank, c head_dim, f d_ffn, E experts, k experts of a token, g their d_ffn,
+s tokens of a sequence, t tp, e bytes of an element. T = micro_batch x s / cp are a rank's tokens. Between the matmuls
+of a block a rank has T' tokens: T / t with sequence parallelism, else T. All arrays have shape (n,).
 
-Kept for each token, times the tokens in the last column:
+A layer keeps the product of elements a token and tokens:
 
-| part      | what                                                              | elements              | of  |
-| --------- | ----------------------------------------------------------------- | --------------------- | --- |
-| attention | residual stream; its norm, read by q, k, v                        | 2 h                   | T'  |
-|           | q, k, v, and what attention gives, read by o                      | (2 H c + 2 K c) / t   | T   |
-|           | log-sum-exp of fused attention, fp32; else scores: softmax, and   | H / t; H s / t,       | T   |
-|           | where they are dropped a mask of one byte and the dropped ones    | 2.5 H s / t with e=2  |     |
-| network   | residual stream; its norm, read by up (and gate)                  | 2 h                   | T'  |
-|           | gate, up, what down reads; unless fused silu(gate)                | 2 f / t, 3 f / t, 4 f / t | T |
-| both      | a mask of one byte where they are dropped                         | h bytes               | T'  |
-| mixture   | scores of the router, fp32; what k experts read, make and give    | k (2 h + 3 g)         | T'  |
+| part      | activations                                                    | elements a token         | tokens |
+| --------- | -------------------------------------------------------------- | ------------------------ | ------ |
+| attention | residual stream; its norm, read by q, k, v                     | 2 h                      | T'     |
+|           | q, k, v, and the output of attention, read by o                | (2 H c + 2 K c) / t      | T      |
+|           | fused: log-sum-exp, fp32; else stored scores: softmax, and     | H / t; H s / t,          | T      |
+|           | with dropout the scores after it and a mask of one byte        | 2.5 H s / t with e=2     |        |
+| network   | residual stream; its norm, read by up (and gate)               | 2 h                      | T'     |
+|           | up, input of down; gated also gate; unfused also silu(gate)    | 2 f / t, 3 f / t, 4 f /t | T      |
+| both      | with dropout a mask of one byte                                | h bytes                  | T'     |
+| mixture   | scores of the router, fp32; inputs, inner activations and      | k (2 h + 3 g)            | T'     |
+|           | outputs of k experts                                           |                          |        |
 
-For GPT this is Table 2 of Korthikanti et al. (arXiv 2205.05198), T (10 + 24 / t + 5 H s / (h t)) h bytes, and for its
-weight gradients alone 32 T h, as Qi et al. count them (arXiv 2401.10241, section 2.3).
-Ignored: statistics of norms, biases, indices; experts get equal shares of the tokens.
+For GPT this is Table 2 of Korthikanti et al. (arXiv 2205.05198), T (10 + 24 / t + 5 H s / (h t)) h bytes, and the part
+that weight gradients need is 32 T h, as in Qi et al. (arXiv 2401.10241, section 2.3).
+Ignored: statistics of norms, biases, indices, and uneven load of experts.
 """
 
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ NONE, SELECTIVE, FULL = range(len(RECOMPUTE))
 
 @dataclass(frozen=True)
 class Layer:
-    """Of one layer, in bytes: `kept` from forward to backward pass, of which `experts` are rows sent to experts;
-    `waiting` from I to W; `working`: what its backward pass needs at once on top, things computed again among it."""
+    """Bytes of one layer: `kept` from forward to backward pass, of which `experts` are rows sent to experts; `waiting`:
+    kept from I to W; `working`: temporary buffers of its backward pass, with recomputed activations."""
 
     kept: Floats
     experts: Floats
@@ -48,9 +49,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Ends:
-    """Outside the layers, in bytes: `first`: a mask after the embedding; `last`: around the last norm; `sent`: what a
-    stage has sent on, where it is kept; `logits` from the loss to its backward pass, `waiting_logits` from there to W,
-    and `loss`, what the loss takes on top."""
+    """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
+    norm; `sent`: the output of a stage, if it is kept after the send; `logits`: kept from the loss to its backward
+    pass, `waiting_logits`: from there to W; `loss`: temporary buffers of the loss."""
 
     first: Floats
     last: Floats
@@ -61,70 +62,69 @@ class Ends:
 
 
 def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
-    """One layer of a kind, under each candidate's recomputation.
-
-    Full: the block's input is kept, and its backward pass makes all the rest again.
-    """
+    """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input."""
     with ledger.section(f"Kept of a microbatch by {block.name}"):
-        of = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
-        _attention(job, of)
-        _networks(job, of)
+        formulas = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
+        _attention(job, formulas)
+        _networks(job, formulas)
         parts = ["attention", "networks"]
         if block.experts:
-            _experts(job, of, shared=block.inner > 0)
+            _experts(job, formulas, shared=block.inner > 0)
             parts.append("experts")
-        of("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
-        of("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
+        formulas("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
+        formulas("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
         scores = " - scores" * (not job.stack.flash_attention)
         if job.stack.selective != "scores":
-            of("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
-        again, rows = candidates.recompute, of["rows_sent"] if block.experts else 0.0
-        of.choose(
+            formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
+        again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
+        formulas.choose(
             "all kept", again, ["everything", "listed" if job.stack.selective != "scores" else f"everything{scores}",
             "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
         gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective != "scores"))
-        of.values["rows_of_experts"] = np.where(gone, 0.0, rows)
-        of(f"kept by {block.name}", "all_kept - rows_of_experts")
+        formulas.values["rows_of_experts"] = np.where(gone, 0.0, rows)
+        formulas(f"kept by {block.name}", "all_kept - rows_of_experts")
         at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
-        of.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
+        formulas.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
         waiting = " + ".join(["(norms * T_shard + inputs * T_read) * h * e", *(f"{part}_for_W" for part in parts)])
         return Layer(
-            kept=of["all_kept"],
-            experts=of["rows_of_experts"],
-            waiting=of("all for W", waiting),
-            working=of[ledger.identifier(f"working of {block.name}")],
+            kept=formulas["all_kept"],
+            experts=formulas["rows_of_experts"],
+            waiting=formulas("all for W", waiting),
+            working=formulas[ledger.identifier(f"working of {block.name}")],
         )
 
 
 def ends(job: Job, candidates: Candidates) -> Ends:
-    """Before the first layer and after the last.
+    """Activations before the first layer and after the last.
 
-    A logit of 16 bits is copied to fp32 for the loss, which keeps its softmax; `Stack.logit_peak_bytes` counts what is
-    there at most: logits, copies, gradients. Under fp32 nothing is copied, but the softmax and gradient are made.
+    16-bit logits are copied to fp32 for the loss, which keeps their softmax; `Stack.logit_peak_bytes` is the maximum of
+    logits, copies and gradients together. In fp32 there are no copies, but there are softmax and gradients.
     """
     stack, e = job.stack, job.element_bytes
     kept = max(stack.logit_kept_bytes, e)
     with ledger.section("Kept of a microbatch around the layers"):
-        of = Formulas(_symbols(job, candidates), "B")
+        formulas = Formulas(_symbols(job, candidates), "B")
         rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
         cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
-        of.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
-        of.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
+        formulas.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
+        formulas.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
         return Ends(
-            first=of("dropout mask", "T_shard * h * mask"),
-            last=of("around the last norm", "(T_shard + T_read) * h * e"),
-            sent=of("sent on", "T_shard * h * e * keeps_outputs"),
-            logits=of("logits of a microbatch", "T * vocabulary_rows * logit_bytes"),
-            waiting_logits=of("logits for W of a microbatch", "T * vocabulary_rows * e"),
-            loss=of("loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"),
+            first=formulas("dropout mask", "T_shard * h * mask"),
+            last=formulas("around the last norm", "(T_shard + T_read) * h * e"),
+            sent=formulas("sent on", "T_shard * h * e * keeps_outputs"),
+            logits=formulas("logits of a microbatch", "T * vocabulary_rows * logit_bytes"),
+            waiting_logits=formulas("logits for W of a microbatch", "T * vocabulary_rows * e"),
+            loss=formulas(
+                "loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"
+            ),
         )
 
 
 def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
     tokens, fp8 = candidates.tokens(job.seq_len), job.precision == "fp8"
     outside = tokens / candidates.token_shards
-    # A ring has the keys and values at work and those on their way.
+    # A ring has a buffer of keys and values to read and one to receive into.
     visiting = candidates.cp if candidates.shared.cp_method == "allgather" else 2.0
     return {
         "T": tokens,
@@ -142,7 +142,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
 
 
 def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
-    """Of one layer on a rank."""
+    """Features and counts of one layer on a rank."""
     model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
     heads = model.n_heads / candidates.tp
     kv_heads = np.maximum(model.n_kv_heads / candidates.tp, 1)
@@ -153,7 +153,7 @@ def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
         "v": kv_heads * model.head_dim,
         "out": heads * model.head_dim,
         "narrow": 0 if latent is None else 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim,
-        # Normed queries and keys; the kernel's values and results, beside the results without zeros that o reads.
+        # Normed queries and keys; the kernel's padded values and outputs, beside the unpadded outputs that o reads.
         "padding": (heads + kv_heads) * model.qk_dim * (model.qk_norm and latent is None)
         + heads * (2 * model.qk_dim - model.head_dim) * (stack.pads_values and model.qk_dim > model.head_dim),
         "norms": block.norms,
@@ -176,34 +176,38 @@ def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
     return found
 
 
-def _attention(job: Job, of: Formulas) -> None:
+def _attention(job: Job, formulas: Formulas) -> None:
     stored = not job.stack.flash_attention
-    a_score = "(2 * e + mask)" if of["mask"] else "e"
-    of("scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32")
-    of("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
-    of("listed of attention", "T * (q + v + out) * e")
-    of("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
-    of(
+    a_score = "(2 * e + mask)" if formulas["mask"] else "e"
+    formulas(
+        "scores", f"T * heads / tp * {f's * {a_score}' if stored else 4}", "stored" if stored else "log-sum-exp, fp32"
+    )
+    formulas("kept of attention", "T * ((q + k + v + padding) * e + out * e_input) + T_shard * narrow * e + scores")
+    formulas("listed of attention", "T * (q + v + out) * e")
+    formulas("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
+    formulas(
         "working of attention", "(T * (q + k + v + out + cut * h + visiting * (k + v)) + 2 * T_shard * h) * e"
         + " + 2 * T * s * heads / tp * e" * stored, "gradients, and inputs gathered over tp and cp",
     )  # fmt: skip
 
 
-def _networks(job: Job, of: Formulas) -> None:
-    """Networks for all tokens: a feed-forward network, or shared experts."""
-    of("kept of networks", "T * inner / tp * (made * e + e_input)")
-    of("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
-    of("networks for W", "T * inner / tp * tensors * e")
-    of("working of networks", "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * tensors) * e", "gradients, inputs")
+def _networks(job: Job, formulas: Formulas) -> None:
+    """Networks that compute all tokens: a feed-forward network, or shared experts."""
+    formulas("kept of networks", "T * inner / tp * (made * e + e_input)")
+    formulas("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
+    formulas("networks for W", "T * inner / tp * tensors * e")
+    formulas(
+        "working of networks", "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * tensors) * e", "gradients, inputs"
+    )
 
 
-def _experts(job: Job, of: Formulas, *, shared: bool) -> None:
-    """The router and the experts of a token's choice, which never lie over tp."""
-    of("rows sent", "T_shard * top_k * h * (e_input + e * weighed)")
-    # What the router read is kept in fp32; without shared experts no one else reads it.
+def _experts(job: Job, formulas: Formulas, *, shared: bool) -> None:
+    """The router and the routed experts, which are never sharded over tp."""
+    formulas("rows sent", "T_shard * top_k * h * (e_input + e * weighed)")
+    # The router's input is kept in fp32; without shared experts no other matmul keeps it in 16 bits.
     less = "" if shared else " - T_read * h * e_input * copied"
-    of("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
+    formulas("router", f"T_shard * (2 * 4 * n_experts + 4 * h * copied){less}", "scores in fp32")
     made = "T_shard * top_k * expert_inner * ((made + unweighted) * e + e_input)"
-    of("kept of experts", f"rows_sent + router + {made}")
-    of("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
-    of("working of experts", "experts_for_W + T_shard * h * e", "gradients")
+    formulas("kept of experts", f"rows_sent + router + {made}")
+    formulas("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
+    formulas("working of experts", "experts_for_W + T_shard * h * e", "gradients")

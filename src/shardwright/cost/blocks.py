@@ -1,6 +1,6 @@
-"""What the rows of a layer (`model.modules`) come to in numbers: norms, branches, matmuls, messages over tp.
+"""Counts derived from the rows of a layer (`model.modules`): norms, branches, matmuls, collectives over tp.
 
-Layers of the same rows are one `Block`; a decoder has one kind, or two where only some of its layers have experts.
+Layers with the same rows are one `Block`; a decoder has one kind, or two if only some of its layers have experts.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from shardwright.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are one matmul: they read one tensor, and are split over their outputs. Others are groups of one."""
+    """Rows that are one fused matmul: column-parallel rows that read the same tensor. Other rows are groups of one."""
 
     rows: tuple[Row, ...]
 
@@ -29,8 +29,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Region:
-    """What ranks of tp work on together between two points where they have the same: `given`, features a token that
-    its column-parallel matmuls read and no region before it did; then a row-parallel matmul adds up the result."""
+    """A tensor-parallel part of a layer, from column-parallel matmuls to the row-parallel matmul whose output is summed
+    over tp. `given`: features a token of the inputs that no region before it has gathered."""
 
     name: str
     given: int
@@ -45,12 +45,12 @@ class Block:
 
     @property
     def name(self) -> str:
-        """What a layer of this kind is called."""
+        """The name of a layer of this kind in the ledger."""
         return "a layer with experts" if self.experts else "a layer"
 
     @cached_property
     def matmuls(self) -> tuple[Group, ...]:
-        """In the order of the forward pass."""
+        """The matmuls, in the order of the forward pass."""
         found: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if row.matmul:
@@ -60,7 +60,7 @@ class Block:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """In the order of the forward pass."""
+        """The tensor-parallel regions, in the order of the forward pass."""
         found, seen, given = [], set(), 0
         for row in self.rows:
             given += row.every_head
@@ -74,27 +74,28 @@ class Block:
 
     @cached_property
     def experts(self) -> tuple[Row, ...]:
-        """Rows of experts."""
+        """The rows of experts."""
         return tuple(row for row in self.rows if row.split == "experts")
 
     @cached_property
     def norms(self) -> int:
-        """Norms of the residual stream."""
+        """Number of norms of the residual stream."""
         return sum(row.kind == "norm" and row.shape == (self.d_model,) for row in self.rows)
 
     @cached_property
     def branches(self) -> int:
-        """Results that are added to the residual stream; shared experts add to that of the others."""
+        """Number of outputs that are added to the residual stream; those of experts and shared experts count once."""
         return len({row.name.partition(".")[0] for row in self.rows if row.split in ("row", "experts")})
 
     @cached_property
     def inputs(self) -> int:
-        """Tensors of the residual stream's width that matmuls for all tokens read, each kept once."""
+        """Number of tensors of width d_model that the matmuls of all tokens read; each is kept once."""
         return len({row.input for row in self._dense if row.split != "row" and row.shape[-1] == self.d_model})
 
     @cached_property
     def networks(self) -> dict[Row, tuple[Row, ...]]:
-        """For the last matrix of each network for all tokens, those into its inner features: gate and up, or up."""
+        """For the last matrix of each network of all tokens, the matrices that compute its inner features: gate and up,
+        or up."""
         lasts = [row for row in self._dense if row.split == "row" and row.input != "attention"]
         inputs = [row for row in self._dense if row.split == "column"]
         return {
@@ -104,23 +105,23 @@ class Block:
 
     @cached_property
     def gated(self) -> bool:
-        """Whether networks multiply a gate with what they make: two matrices in, one out."""
+        """Whether networks are gated: two matrices in, one out."""
         into_experts = sum(row.input == self.experts[0].input for row in self.experts)
         return max([into_experts, *map(len, self.networks.values())]) > 1
 
     @cached_property
     def inner(self) -> int:
-        """Features of an activation that networks for all tokens make."""
+        """Inner features of the networks of all tokens."""
         return sum(last.shape[-1] for last in self.networks)
 
     @cached_property
     def expert_inner(self) -> int:
-        """The same of an expert, 0 without experts."""
+        """Inner features of an expert, 0 without experts."""
         return self.experts[-1].shape[-1] if self.experts else 0
 
     @cached_property
     def dense_numel(self) -> dict[Split, int]:
-        """Elements of the layer's parameters without experts, by how tp splits them."""
+        """Elements of the layer's parameters without experts, by their split over tp."""
         found: Counter[Split] = Counter()
         for row in self.rows:
             if row.counted and row.split != "experts":
@@ -134,12 +135,12 @@ class Block:
 
     @cached_property
     def network_numel(self) -> int:
-        """Elements of the largest matmul into a network for all tokens: gate and up."""
+        """Elements of the largest fused matrix of the networks of all tokens: gate and up."""
         return max((sum(row.numel for row in rows) for rows in self.networks.values()), default=0)
 
     @cached_property
     def expert_matmul_numel(self) -> int:
-        """Elements of the largest matmul of all experts."""
+        """Elements of the largest fused matrix of all experts together."""
         of_experts = [group.rows for group in self.matmuls if group.rows[0].split == "experts"]
         return max((sum(row.numel for row in rows) for rows in of_experts), default=0)
 
@@ -154,7 +155,7 @@ def _path(row: Row) -> str:
 
 @cache
 def blocks(spec: ModelSpec) -> dict[Block, tuple[int, ...]]:
-    """The kinds of layers, and the numbers of the layers of each, in the order of their first."""
+    """The kinds of layers, each with the numbers of its layers, in the order of their first layers."""
     found: dict[Block, tuple[int, ...]] = {}
     for layer in range(spec.n_layers):
         block = Block(layer_rows(spec, layer), spec.d_model)

@@ -1,8 +1,8 @@
-"""What was fitted to measured runs: how much of a peak lasts in training, and how many bytes an operation really moves.
+"""The constants of the cost model that are fitted to measured runs, such as sustained fractions of peak rates.
 
-Facts about an accelerator stand in hardware.toml. Here is what no data sheet says. The numbers are in
-calibration.toml, which `benchmarks/calibrate.py` writes: one set for all sources of measurements, with one number for
-each accelerator and each software stack, and for each source the set that the other sources alone give.
+hardware.toml has the figures of data sheets; these constants are in no data sheet. `benchmarks/calibrate.py` fits them
+and writes calibration.toml: one set fitted to all sources of measurements, with one number for each accelerator or
+software stack where it depends on it, and for each source a set fitted to the other sources only.
 """
 
 import tomllib
@@ -17,14 +17,15 @@ OTHERS = "others"
 
 @dataclass(frozen=True)
 class Calibration:
-    """`product_share`, by accelerator: of the best rate seen in a matrix product, what products in training last at;
-    clocks fall with power. `flash_share`, by accelerator: what fused attention reaches forward, of the same.
-    `ramp_k`, `partial_wave`: see `products`. `flash_width`: width of a head at which fused attention reaches half of
-    what it does with a wide one. `memory_share`: of the bandwidth of a large copy, what element-wise kernels reach.
-    `score_bytes`, `score_bytes_backward`: moved for each stored score of attention. `straggler_share`: by which a step
-    is longer for each doubling of nodes, since all wait for the slowest. `stacks`: fields of `Speed`, by its `kind`.
+    """`product_share`, by accelerator: fraction of the best measured matmul rate that matmuls sustain in training, with
+    clocks limited by power. `flash_share`, by accelerator: fraction of that rate that fused attention reaches in the
+    forward pass. `ramp_k`, `partial_wave`: see `matmuls.Matmul.seconds`. `flash_width`: head width at which fused
+    attention reaches half of its rate for wide heads. `memory_share`: fraction of the bandwidth of a large copy that
+    element-wise kernels reach. `score_bytes`, `score_bytes_backward`: bytes moved for each stored score of attention.
+    `straggler_share`: relative increase of the step time for each doubling of nodes, as all ranks wait for the slowest.
+    `stacks`: fields of `Speed`, by its `kind`.
 
-    An accelerator that nothing was fitted to has the figures under "others".
+    The entry "others" holds for accelerators without fitted numbers.
     """
 
     product_share: Mapping[str, float] = field(hash=False)
@@ -48,7 +49,7 @@ class Calibration:
 
 
 def read(path: Path = PACKAGED) -> tuple[Calibration, dict[str, Calibration]]:
-    """The constants, and by source those that were fitted without it."""
+    """The constants, and for each source those that were fitted without it."""
     with path.open("rb") as file:
         document = tomllib.load(file)
     left_out: dict[str, dict[str, Any]] = document.pop("left_out", {})

@@ -1,17 +1,17 @@
 """Seconds of a collective, for arrays of sizes and groups at once, over the links of a cluster.
 
-Every function takes `n_bytes`, `size` (members of the group) and `stride` (ranks between one member and the next) as
-numbers or arrays that broadcast, and prices the group when all groups of its kind run at the same time, as they do in
-training; `what` names the message in the ledger. What stands below follows three steps: where the members of a group
-sit (`Placement`), how many bytes each algorithm sends over which link, and how long the slower of both kinds of link
-takes for them (`_links_s`).
+Every function takes `n_bytes`, `size` (ranks of the process group) and `stride` (distance between consecutive ranks of
+it) as numbers or arrays that broadcast. The result is the time when all groups of the kind communicate at the same
+time, as they do in training; `what` names the collective in the ledger. The computation has three steps: on which nodes
+the ranks of a group are (`Placement`), how many bytes each algorithm sends over which link, and the time of the slower
+of the two kinds of link (`_links_s`).
 
-Symbols: n members, g of them in a node, k nodes, S bytes of the whole buffer, V bytes that one accelerator sends, B
-bandwidth of its link in bytes/s, a latency of a message in s, H bytes at which half of B is reached.
+Symbols: n ranks of the group, g of them in a node, k nodes, S bytes of the whole buffer, V bytes that one accelerator
+sends, B bandwidth of its link in bytes/s, a latency of a message in s, H bytes at which half of B is reached.
 
-Sources: nccl-tests' PERFORMANCE.md (bus bandwidth of each collective); stas00/ml-engineering network/README.md (what is
-measured, and the shares that leave a node); Sanders et al., "Two-tree algorithms", 2009, for the double tree; steps of
-latency as in NVIDIA/nccl src/graph/tuning.cc.
+Sources: nccl-tests' PERFORMANCE.md (bus bandwidth of each collective); stas00/ml-engineering network/README.md
+(measured bandwidths, and the fractions of bytes that leave a node); Sanders et al., "Two-tree algorithms", 2009, for
+the double tree; steps of latency as in NVIDIA/nccl src/graph/tuning.cc.
 
 Ignored throughout: contention with other kinds of group, with computation for memory and multiprocessors (the step time
 adds that), the topology above the nodes (a full fat tree is assumed), stragglers.
@@ -36,11 +36,11 @@ library changes protocol and channels little by little as buffers grow."""
 
 @dataclass(frozen=True)
 class Placement:
-    """Where groups of `size` members, `stride` ranks apart, sit on nodes of consecutive ranks; arrays.
+    """How groups of `size` ranks, `stride` apart, are distributed over nodes of consecutive ranks; arrays.
 
-    `per_node` (g): members in the node that has fewest. A group covers size x stride ranks and starts at a multiple of
-    that, so all cuts by nodes fall on multiples of gcd(size x stride, node_size), and g is that over the stride.
-    `nodes` (k): over how many nodes the members are spread.
+    `per_node` (g): ranks in the node that has the fewest. A group covers size x stride ranks and starts at a multiple
+    of that, so all node boundaries are at multiples of gcd(size x stride, node_size), and g is that over the stride.
+    `nodes` (k): number of nodes.
     """
 
     size: Ints
@@ -49,7 +49,7 @@ class Placement:
 
     @staticmethod
     def of(cluster: Cluster, size: ArrayLike, stride: ArrayLike) -> "Placement":
-        """Of a group on a cluster."""
+        """The placement of groups on a cluster."""
         n, apart = np.asarray(size, dtype=np.int64), np.asarray(stride, dtype=np.int64)
         if cluster.nodes == 1:
             return Placement(n, n, np.ones_like(n))
@@ -62,17 +62,17 @@ class Placement:
 def all_reduce(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-reduce"
 ) -> Floats:
-    """Every member gets the sum of all; seconds for a buffer of `n_bytes` (S) on each.
+    """Every rank gets the sum over all; seconds for a buffer of `n_bytes` (S) on each.
 
-    Ring: V = 2 S (n-1)/n, inside and, shared by the g ports of a node, V/g across; 2 (n-1) messages, of which
-    2 (k-1) cross. Double tree, for groups that leave the node: up and down a chain inside, V = 2 S and 2 (g-1)
-    messages; across, each of two trees carries half of the buffer, and a node that is inner in one is a leaf in the
-    other, so a port sends 2 S/g, in 2 log2(k) messages. In the switch (NVLink SHARP), for groups in a node: V = S in
-    2 log2(n) messages, at the rate of the switches. The fastest is taken, as the library does.
+    Ring: V = 2 S (n-1)/n inside a node, and V/g across nodes through each of the g ports of a node; 2 (n-1) messages,
+    of which 2 (k-1) are across nodes. Double tree, for groups over several nodes: up and down a chain inside, V = 2 S
+    and 2 (g-1) messages; across nodes, each of two trees transfers half of the buffer, and an inner node of one is a
+    leaf of the other, so a port sends 2 S/g, in 2 log2(k) messages. In the switch (NVLink SHARP), for groups in a node:
+    V = S in 2 log2(n) messages, at the rate of the switches. NCCL chooses the fastest, and so does this function.
 
-    Inside and across work at the same time, so the slower of them bounds; latencies add. Ignores that over two nodes a
-    tree could send S/g: what people measure there stays at the ring's figure (86 and 91 of 100 GB/s on A100,
-    NVIDIA/nccl-tests issues 175 and 100), and that switches can add up across nodes as well.
+    Transfers inside and across nodes overlap, so the slower of them bounds the time; latencies add. Ignores that over
+    two nodes a tree could send S/g, since measurements there are at the ring's figure (86 and 91 of 100 GB/s on A100,
+    NVIDIA/nccl-tests issues 175 and 100), and that switches can reduce across nodes as well.
     """
     at = Placement.of(cluster, size, stride)
     symbols = _symbols(cluster, at, n_bytes)
@@ -80,15 +80,15 @@ def all_reduce(
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     k, switch = at.nodes, cluster.inside.switch_bytes_per_s
     steps = "messages_in = 2 * (n - k); messages_across = 2 * (k - 1); V = 2 * S * (n - 1) / n"
-    ways = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
+    algorithms = {"ring": _links_s(f"{what}, ring", at, steps, symbols)}
     if k.max() > 1:
         steps = "messages_in = 2 * (g - 1); messages_across = 2 * ceil(log2(k)); V = 2 * S"
-        ways["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
+        algorithms["double tree"] = np.where(k > 1, _links_s(f"{what}, double tree", at, steps, symbols), np.inf)
     if switch and k.min() == 1:
         formula = f"start_s + 2 * ceil(log2(n)) * latency_in_s + {_full_rate_bytes('S', 'in')} / switch"
         switched = ledger.compute(f"{what}, in the switch", formula, **symbols, switch=switch)
-        ways["in the switch"] = np.where(k == 1, switched, np.inf)
-    names = {ledger.identifier(f"{what}, {way}"): seconds for way, seconds in ways.items()}
+        algorithms["in the switch"] = np.where(k == 1, switched, np.inf)
+    names = {ledger.identifier(f"{what}, {algorithm}"): seconds for algorithm, seconds in algorithms.items()}
     fastest = f"min({', '.join(names)})" if len(names) > 1 else next(iter(names))
     return np.where(at.size > 1, ledger.compute(what, fastest, **names), 0.0)
 
@@ -96,9 +96,9 @@ def all_reduce(
 def all_gather(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-gather"
 ) -> Floats:
-    """Every member gets the parts of all; seconds for `n_bytes` (S) gathered, of which each brings S/n.
+    """Every rank gets the shards of all; seconds for `n_bytes` (S) of output, of which each rank contributes S/n.
 
-    Ring: V = S (n-1)/n inside and V/g across, in n-1 messages, of which k-1 cross.
+    Ring: V = S (n-1)/n inside and V/g across nodes, in n-1 messages, of which k-1 are across nodes.
     """
     steps = "messages_in = n - k; messages_across = k - 1; V = S * (n - 1) / n"
     return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
@@ -107,9 +107,9 @@ def all_gather(
 def reduce_scatter(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "reduce-scatter"
 ) -> Floats:
-    """Every member gets its share S/n of the sum of all; seconds for a buffer of `n_bytes` (S) on each.
+    """Every rank gets its shard S/n of the sum over all; seconds for a buffer of `n_bytes` (S) on each.
 
-    The ring of `all_gather`, run backwards.
+    The same ring as in `all_gather`, in the other direction.
     """
     return all_gather(cluster, n_bytes, size, stride, what)
 
@@ -117,10 +117,10 @@ def reduce_scatter(
 def all_to_all(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-to-all"
 ) -> Floats:
-    """Every member sends an equal part of its `n_bytes` (S) to each; seconds, of which S/n stays where it is.
+    """Every rank sends an equal part of its `n_bytes` (S) to each other rank and keeps S/n; seconds.
 
-    V = S (g-1)/n inside and S (n-g)/n across, each member through its own port. Messages: g-1 inside, k-1 across, as
-    those to the members of one other node overlap. Ignores that parts are uneven where a router decides.
+    V = S (g-1)/n inside and S (n-g)/n across nodes, each rank through its own port. Messages: g-1 inside, k-1 across,
+    as those to the ranks of one other node overlap. Ignores the uneven parts of a router's load.
     """
     steps = "messages_in = g - 1; messages_across = k - 1; V = S * (g - 1) / n; V_across = S * (n - g) / n"
     return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
@@ -129,9 +129,9 @@ def all_to_all(
 def point_to_point(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "send"
 ) -> Floats:
-    """A member sends `n_bytes` (S) to the next one; seconds of the slowest such pair of the group: a + S/B.
+    """A rank sends `n_bytes` (S) to the next rank of the group; seconds of the slowest pair: a + S/B.
 
-    Across nodes as soon as one pair is, each sender through its own port.
+    The link across nodes counts if any pair is on two nodes; each sender has its own port.
     """
     at = Placement.of(cluster, size, stride)
     found = np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
@@ -146,8 +146,7 @@ def point_to_point(
 
 
 def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike) -> dict[str, Any]:
-    """What the formulas of messages between some groups are given. Over a link that a group does not use, bytes take no
-    time: its bandwidth is infinite."""
+    """The inputs of the formulas of collectives. A link that a group does not use has infinite bandwidth."""
     inside, across, leaves = cluster.inside, cluster.across, at.nodes > 1
     return {
         "start_s": np.where(leaves, across.start_s, inside.start_s),
@@ -176,8 +175,8 @@ def _one_algorithm(
 
 
 def _links_s(what: str, at: Placement, steps: str, symbols: dict[str, Any]) -> Floats:
-    """Messages one after another, and what an accelerator sends over both kinds of link at once, of which the slower
-    bounds. `steps`: messages and bytes (V, and V_across if not V / g) from n, g, k and S."""
+    """The sum of the latencies of messages, and the time of the slower kind of link, as transfers on both overlap.
+    `steps`: numbers of messages and bytes (V, and V_across if not V / g) from n, g, k and S."""
     shares, leaves = bool(at.per_node.max() > 1), bool(at.nodes.max() > 1)
     formula = _formula(steps, shares or bool((at.size > at.nodes).any()), shares, leaves)
     return ledger.compute(what, formula, "s", "cost/collectives.py", **symbols)
@@ -185,7 +184,7 @@ def _links_s(what: str, at: Placement, steps: str, symbols: dict[str, Any]) -> F
 
 @cache
 def _formula(steps: str, messages_in: bool, shares: bool, leaves: bool) -> str:
-    """With those terms alone that some group needs; for the other groups they are 0."""
+    """A formula with only those terms that some group needs; for the other groups they are 0."""
     terms = ["start_s"] + ["messages_in * latency_in_s"] * messages_in + ["messages_across * latency_across_s"] * leaves
     sent = [f"{_full_rate_bytes('V', 'in')} / bandwidth_in"] * shares
     sent += [f"{_full_rate_bytes('V_across', 'across')} / bandwidth_across"] * leaves
@@ -197,12 +196,13 @@ def _formula(steps: str, messages_in: bool, shares: bool, leaves: bool) -> str:
 
 
 def _full_rate_bytes(sent: str, side: str) -> str:
-    """Bytes that would take as long at full bandwidth: V (1 + (H/V)^q) = V + H^q V^(1-q), with q = SATURATION."""
+    """Bytes that would take the same time at full bandwidth: V (1 + (H/V)^q) = V + H^q V^(1-q), with q = SATURATION."""
     return f"({sent} + half_{side} ** {SATURATION} * {sent} ** {1 - SATURATION:.9g})"
 
 
 def _bandwidth(link: Link, members: Ints) -> Floats:
-    """Bytes/s of an accelerator among so many members; where each pair has its own wire, few members use few wires."""
+    """Bytes/s of an accelerator in a group of `members` in its node; if each pair of accelerators has its own wire, a
+    small group uses few of them."""
     if not link.peer_bytes_per_s:
         return np.asarray(link.bytes_per_s)
     wires: Floats = link.peer_bytes_per_s * np.maximum(members - 1, 1)

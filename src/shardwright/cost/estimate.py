@@ -1,4 +1,4 @@
-"""What one layout costs, in one call."""
+"""The cost of one layout in one call."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,42 +16,42 @@ from shardwright.split.stages import schedule_problems
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and time of one layout for a job, computed when asked for; the schedule is simulated."""
+    """Memory and step time of one layout for a job, computed on first access; the schedule is simulated."""
 
     job: Job
     candidates: Candidates
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a step, with arrays of one."""
+        """The step time, as arrays of length 1."""
         return step_time(self.job, self.candidates, simulated=True)
 
     @cached_property
     def memory(self) -> memory.Memory:
-        """By rank of `pp`, with arrays of one."""
+        """The memory by rank of `pp`, as arrays with one candidate."""
         return memory.of(self.job, self.candidates)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """The step time in seconds."""
         return float(self.time.total_s[0])
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Where they go; they add up."""
+        """The parts of the step time, in seconds; they add up to `step_s`."""
         return {kind: float(np.asarray(seconds).reshape(-1)[0]) for kind, seconds in self.time.parts.items()}
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that holds most, with what the allocator cannot use."""
+        """Reserved bytes of the rank with the most memory, with the allocator's fragmentation."""
         return float(self.memory.reserved_bytes[0])
 
 
 def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | None = None) -> Estimate:
-    """What a layout costs. `recompute`: instead of the layout's, which knows no "selective".
+    """The cost of a layout. `recompute` replaces the layout's, which has no "selective".
 
-    Raises LayoutError for what has no price, and with everything that keeps the layout from running this job: rules of
-    the model, the size of the cluster, the batch, the schedule.
+    Raises LayoutError for values that the cost model does not cover, and for every reason why the layout cannot run
+    this job: rules of the model, the size of the cluster, the batch, the schedule.
     """
     values = {name: getattr(layout, name) for name in KEYS}
     wrong = [

@@ -1,4 +1,4 @@
-"""FLOPs of a token: those the model needs (MFU counts them) and those a layout runs (HFU)."""
+"""FLOPs of a token: those of the model (for MFU) and those that a layout executes, with recomputation (for HFU)."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,18 @@ from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs of one token forward and backward. `causal`: of attention's square only the half below the diagonal."""
+    """FLOPs of one token, forward and backward. `full`: with the full square of attention scores; `causal`: with only
+    the half that is not masked."""
 
     full: Floats
     causal: Floats
 
 
 def model_flops(job: Job) -> TokenFlops:
-    """What the model needs, whatever the layout: `ModelSpec.train_flops_per_token` by both conventions.
+    """Model FLOPs, the same for every layout: `ModelSpec.train_flops_per_token` by both conventions.
 
-    full = 6 N + 6 L H (q + c) s, causal = 6 N + 3 L H (q + c) s. N elements of the matrices a token meets, of experts
-    top_k, of the rest all; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence.
+    full = 6 N + 6 L H (q + c) s, causal = 6 N + 3 L H (q + c) s. N parameters in the matmuls of a token, with top_k of
+    the experts; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence.
     Sources: PaLM (arXiv 2204.02311) appendix B; by the full square count Narayanan et al. (2104.04473), Korthikanti et
     al. (2205.05198), torchtitan and llm-foundry, by the half Megatron-LM today.
     """
@@ -41,13 +42,13 @@ def model_flops(job: Job) -> TokenFlops:
 SECTION = "FLOPs of a token"
 
 
-def executed_flops(job: Job, of: Candidates) -> TokenFlops:
-    """What a layout runs: the model's, and what it computes again, (n,).
+def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
+    """FLOPs that a layout executes: those of the model and those of recomputation, (n,).
 
-    full: the layers' forward pass once more, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
-    (2104.04473, equation 3: 96 in the place of 72). selective: attention alone, 2 L H (q + c) s (2205.05198, equation
-    8), or in torchtitan's list every other product. Ignored: what fused attention computes again in its backward pass,
-    which no convention counts.
+    full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
+    (2104.04473, equation 3: 96 instead of 72). selective: only attention, 2 L H (q + c) s (2205.05198, equation 8), or
+    with torchtitan's list every other matmul. Ignored: recomputation inside a fused attention's backward pass, which no
+    convention counts.
     """
     spec, needed = job.model, model_flops(job)
     matmuls = "2 * (N_matmul - V * h)"
@@ -56,14 +57,17 @@ def executed_flops(job: Job, of: Candidates) -> TokenFlops:
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
         model = ledger.identifier(f"model FLOPs, {name}")
-        values: ledger.Inputs = {model: needed + np.zeros(len(of)), "square": square, "h": spec.d_model}
+        values: ledger.Inputs = {model: needed + np.zeros(len(candidates)), "square": square, "h": spec.d_model}
         formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
-        if not np.any(of.recompute):
+        if not np.any(candidates.recompute):
             return formulas[model]
-        ways = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
+        by_recompute = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
         with ledger.section(SECTION):
             return formulas.choose(
-                f"executed FLOPs, {name}", of.recompute, [ways[each] for each in RECOMPUTE], "square: attention"
+                f"executed FLOPs, {name}",
+                candidates.recompute,
+                [by_recompute[each] for each in RECOMPUTE],
+                "square: attention",
             )
 
     return TokenFlops(executed("full square", needed.full, square), executed("causal half", needed.causal, square / 2))

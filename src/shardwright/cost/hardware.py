@@ -1,11 +1,11 @@
 """Accelerators, links and clusters, read from hardware.toml beside this file and from a user's file of the same form.
 
-    accelerator("A100-80GB-SXM")        what one can do
+    accelerator("A100-80GB-SXM")        rates and memory of one accelerator
     cluster("h100:64")                  64 of them in nodes of the usual 8, with the usual network
     cluster("h100:64/4@800Gb")          in nodes of 4, each with 800 Gbit/s to the others
-    cluster("mine:64", extra="my.toml") a cluster that stands in a file
+    cluster("mine:64", extra="my.toml") a cluster defined in a user's file
 
-Files give figures in the units people quote (GB/s, Gbit/s, TFLOP/s, GiB, microseconds); what is returned is in bytes,
+Files have figures in the units of data sheets (GB/s, Gbit/s, TFLOP/s, GiB, microseconds); the functions return bytes,
 FLOPs and seconds. A figure belongs to an accelerator or to a network, never to one table of measurements.
 """
 
@@ -24,19 +24,18 @@ from shardwright.units import GiB, MiB
 
 PACKAGED = Path(__file__).with_name("hardware.toml")
 LARGEST = 1_000_000
-"""Accelerators of a cluster; ten times the largest there is."""
+"""Maximum accelerators of a cluster; ten times the largest one in existence."""
 FORM = "NAME:COUNT, then if needed /NODE_SIZE and @GBIT_PER_S_PER_NODE, such as h100:64, h100:64/4 or h100:64@1600Gb"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What moves bytes between the accelerators of a group, as seen by one of them, in one direction.
+    """The link of one accelerator to the others of a group, in one direction.
 
-    `bytes_per_s`: bus bandwidth of large messages; `latency_s`: of one message; `half_bytes`: what an accelerator
-    sends when the bytes alone (without latency) reach half of that bandwidth; `start_s`: of any collective, before its
-    first message. `switch_bytes_per_s`: bytes of a buffer that an all-reduce finishes in a second where the switches
-    add up (NVLink SHARP), 0 where they do not. `peer_bytes_per_s`: between any two where each pair has a wire of its
-    own, 0 where one wire reaches all.
+    `bytes_per_s`: bus bandwidth of large messages; `latency_s`: of one message; `half_bytes`: message size at which the
+    transfer (without latency) reaches half of that bandwidth; `start_s`: start-up time of a collective before its first
+    message. `switch_bytes_per_s`: buffer bytes per second of an all-reduce in the switches (NVLink SHARP), 0 if they
+    cannot reduce. `peer_bytes_per_s`: between two accelerators if each pair has its own wire, 0 if they are switched.
     """
 
     name: str
@@ -50,11 +49,12 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: of its own memory.
+    """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: bandwidth of its memory.
 
-    `memory_bytes`: what a program can have. `matmul_share`: of the peak, by precision, the best that was seen in a
-    large matrix product; `memory_share`: of the bandwidth, in a large copy. `multiprocessors`: parts among which a
-    kernel's blocks are dealt. `sources`: where each figure stands, by its key in the file.
+    `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
+    matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
+    processors over which the blocks of a kernel are distributed. `sources`: the source of each figure, by its key in
+    the file.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Accelerator:
 class Cluster:
     """`size` accelerators in nodes of `node_size`, joined by `inside` in a node and by `across` between nodes.
 
-    Ranks are numbered node by node. `across` is one accelerator's even share of its node's network, and
-    `node_bytes_per_s` the line rate of the whole of it.
+    Ranks are numbered node by node. `across` is the link of one accelerator, with its equal part of the node's network,
+    and `node_bytes_per_s` the line rate of the whole node.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Cluster:
         return self.size // self.node_size
 
     def with_network(self, node_bytes_per_s: float) -> "Cluster":
-        """The same nodes on a network of another line rate, of which the same share is reached."""
+        """The same nodes on a network of another line rate, of which collectives reach the same fraction."""
         faster = node_bytes_per_s / self.node_bytes_per_s
         across = replace(self.across, bytes_per_s=self.across.bytes_per_s * faster)
         return replace(self, across=across, node_bytes_per_s=node_bytes_per_s)
@@ -101,7 +101,7 @@ class Cluster:
 
 
 class Table(BaseModel):
-    """A table of a hardware file: unknown keys are refused, values are not coerced."""
+    """A table of a hardware file: unknown keys are errors, values are not coerced."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -117,7 +117,7 @@ class InsideTable(Table):
     """Links between the accelerators of a node."""
 
     bus_gb_per_s: Positive = Field(description="bus bandwidth of a ring all-reduce of a large buffer, GB/s")
-    switch_gb_per_s: Positive | None = Field(None, description="buffer GB/s of an all-reduce that switches add up")
+    switch_gb_per_s: Positive | None = Field(None, description="buffer GB/s of an all-reduce in the switches")
     peer_gb_per_s: Positive | None = Field(None, description="GB/s of a pair, where each pair has its own wire")
     start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
     latency_us: Positive = Field(description="of one message, microseconds")
@@ -135,16 +135,16 @@ class NetworkTable(Table):
 
 
 class AcceleratorTable(Table):
-    """An accelerator and the node it usually stands in."""
+    """An accelerator and the usual node with it."""
 
     aliases: list[str] = Field(default_factory=list, description="other names people type")
     memory_gib: Positive = Field(description="GiB that a program can have")
     memory_gb_per_s: Positive = Field(description="bandwidth of its memory, GB/s")
     memory_share: Share = Field(description="of that bandwidth, reached by a large copy")
-    multiprocessors: Count = Field(description="parts among which a kernel's blocks are dealt")
-    tflops: ByPrecision = Field(description="peak of matrix products by precision, dense, 1e12 FLOP/s")
+    multiprocessors: Count = Field(description="processors over which a kernel's blocks are distributed")
+    tflops: ByPrecision = Field(description="peak of matmuls by precision, dense, 1e12 FLOP/s")
     matmul_share: dict[Literal["fp32", "bf16", "fp16", "fp8"], Share] = Field(
-        description="of the peak, by precision, the most that a large matrix product reaches"
+        description="of the peak, by precision, the most that a large matmul reaches"
     )
     node_size: Count = Field(description="accelerators of a node")
     network: str = Field(description="kind of network between nodes, a name of [networks]")
@@ -154,7 +154,7 @@ class AcceleratorTable(Table):
 
 
 class ClusterTable(Table):
-    """Nodes that differ from the usual ones of an accelerator."""
+    """A kind of cluster whose nodes differ from the usual ones of an accelerator."""
 
     aliases: list[str] = Field(default_factory=list, description="other names people type")
     accelerator: str = Field(description="a name of [accelerators]")
@@ -173,7 +173,7 @@ class HardwareFile(Table):
 
 
 def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
-    """An accelerator by its name or an alias, in whatever case and with whatever between its letters.
+    """An accelerator by its name or an alias; case and punctuation do not matter.
 
     Raises InputError for a name that is in no file.
     """
@@ -201,10 +201,10 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     if form[4] and not 0 < float(form[4]) < 1e6:
         raise InputError(f"cluster {text!r}: {form[4]} Gbit/s a node; valid: more than 0, such as 1600")
     if isinstance(table, ClusterTable):
-        kind, of = _find("accelerator", table.accelerator, known.accelerators)
+        kind, usual = _find("accelerator", table.accelerator, known.accelerators)
         gbit_per_s = table.gbit_per_s_per_node / table.node_size
     else:
-        kind, of = name, table
+        kind, usual = name, table
         gbit_per_s = table.gbit_per_s
     if form[4]:
         gbit_per_s = float(form[4]) / node_size
@@ -222,10 +222,10 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         )
     return Cluster(
         name=text.strip(),
-        accelerator=_accelerator(kind, of),
+        accelerator=_accelerator(kind, usual),
         size=size,
         node_size=node_size,
-        inside=_inside(of.inside),
+        inside=_inside(usual.inside),
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
     )
@@ -267,7 +267,7 @@ def _across(name: str, table: NetworkTable, gbit_per_s: float) -> Link:
 
 
 def _letters(name: str) -> str:
-    """A name without the words and signs that people write or leave out."""
+    """A name in a normal form, without optional words and punctuation."""
     return re.sub(r"nvidia|amd|geforce|instinct|gpu|[^a-z0-9]", "", name.lower())
 
 
@@ -275,7 +275,7 @@ _Named = TypeVar("_Named", bound=AcceleratorTable | ClusterTable)
 
 
 def _find(kind: str, name: str, tables: Mapping[str, _Named]) -> tuple[str, _Named]:
-    """The table of that name or alias. A file read later stands later, and wins."""
+    """The table of that name or alias; that of the last file read takes precedence."""
     for known, table in reversed(list(tables.items())):
         if _letters(name) in map(_letters, (known, *table.aliases)):
             return known, table
@@ -283,7 +283,7 @@ def _find(kind: str, name: str, tables: Mapping[str, _Named]) -> tuple[str, _Nam
 
 
 def _known(extra: str | Path | None) -> HardwareFile:
-    """What is packaged, with what a user's file adds or says anew."""
+    """The packaged tables, with those that a user's file adds or replaces."""
     packaged = _packaged()
     return packaged if extra is None else _read(Path(extra), packaged)
 
@@ -294,7 +294,7 @@ def _packaged() -> HardwareFile:
 
 
 def _read(path: Path, below: HardwareFile) -> HardwareFile:
-    """A file laid over another. Raises InputError with every problem of it at once."""
+    """A file merged into another. Raises InputError with all its problems at once."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -338,7 +338,7 @@ _TABLES: dict[str, type[Table]] = {"networks": NetworkTable, "accelerators": Acc
 
 
 def _sentence(entry: Any) -> str:
-    """One of pydantic's complaints in the words of the house."""
+    """One of pydantic's errors as a sentence with the valid choices."""
     path = [str(part) for part in entry["loc"] if part != "[key]"]
     owner: type[Table] = HardwareFile
     if len(path) > 2:

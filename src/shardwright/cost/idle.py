@@ -1,4 +1,4 @@
-"""How long a pipeline takes: run on paper, or the least that any order of its work could take."""
+"""The time of a pipeline: simulated, or a lower bound."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,12 +12,13 @@ from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times, simulate
 
 MOST_SIMULATED = 2048
-"""Microbatches times stages that are simulated; a longer step is drawn out from a shorter one, of 6 rounds at least."""
+"""Micro-batches times stages that are simulated at most; a longer step is extrapolated from a shorter one of at least 6
+rounds."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one microbatch in each stage, arrays (n, S), and of one message between stages, (n,)."""
+    """Seconds of one micro-batch in each stage, arrays (n, S), and of one message between stages, (n,)."""
 
     forward: Floats
     backward_input: Floats
@@ -25,41 +26,41 @@ class StageTimes:
     message: Floats
 
 
-def busy(of: Candidates, times: StageTimes, m: Ints) -> Floats:
-    """Seconds of work of each rank of `pp` in a step of `m` microbatches: (n, R)."""
+def busy(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
+    """Seconds that each rank of `pp` computes in a step of `m` micro-batches: (n, R)."""
     whole = times.forward + times.backward_input + times.weight
-    ways = of.shared.ways
-    found = np.zeros((len(of), of.pp))
-    for way in ways:
-        for stage, rank in enumerate(way):
-            found[:, rank] += whole[:, stage] / len(ways)
+    routes = candidates.shared.ways
+    found = np.zeros((len(candidates), candidates.pp))
+    for route in routes:
+        for stage, rank in enumerate(route):
+            found[:, rank] += whole[:, stage] / len(routes)
     return found * m[:, None]
 
 
-def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
-    """A time that no run of the schedule is under: (n,) seconds. `work`: of each rank (`busy`).
+def least(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
+    """A lower bound on the time of the schedule: (n,) seconds. `work`: of each rank (`busy`).
 
-    The work of a rank cannot begin before the first microbatch has come to it, and after it has given the last input
-    gradient away the stages before it still have to pass that on:
+    A rank cannot begin before the first micro-batch has reached it, and after it has sent its last input gradient the
+    stages before it still have to run their backward passes:
 
-    max over ranks of  head + m (F + I + W) + tail,  without tail where W may come last
+    max over ranks of  head + m (F + I + W) + tail,  without tail if W may come last
 
-    head: sum of F over the stages before the rank's first, and a message for each; tail: the same with I + W, or with
-    I alone where the backward pass is split.
+    head: sum of F over the stages before the rank's first, with a message for each; tail: the same with I + W, or with
+    only I if the backward pass is split.
     """
-    if of.pp == 1:
+    if candidates.pp == 1:
         return work[:, 0]
-    split = of.kind.splits_backward
+    split = candidates.kind.splits_backward
     back = times.backward_input if split else times.backward_input + times.weight
-    heads = np.full((len(of), of.pp), np.inf)
-    tails = np.full((len(of), of.pp), np.inf)
-    for way in of.shared.ways:
-        before = np.zeros(len(of))
-        after = np.zeros(len(of))
-        for stage, rank in enumerate(way):
+    heads = np.full((len(candidates), candidates.pp), np.inf)
+    tails = np.full((len(candidates), candidates.pp), np.inf)
+    for route in candidates.shared.ways:
+        before = np.zeros(len(candidates))
+        after = np.zeros(len(candidates))
+        for stage, rank in enumerate(route):
             heads[:, rank] = np.minimum(heads[:, rank], before)
             tails[:, rank] = np.minimum(tails[:, rank], after)
-            hop = times.message if stage + 1 < len(way) and way[stage + 1] != rank else 0.0
+            hop = times.message if stage + 1 < len(route) and route[stage + 1] != rank else 0.0
             before = before + times.forward[:, stage] + hop
             after = after + back[:, stage] + hop
     if split:
@@ -67,19 +68,19 @@ def least(of: Candidates, times: StageTimes, work: Floats) -> Floats:
     return (heads + work + tails).max(axis=1)
 
 
-def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
-    """What the schedule takes with these times: (n,) seconds; 0 without a pipeline, where nothing waits.
+def makespans(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
+    """The simulated time of the schedule: (n,) seconds; 0 without a pipeline.
 
-    Exact for `MOST_SIMULATED` and fewer. The time of a schedule is the longest of many paths, each of which grows with
-    m by as much as its slowest rank has to do, so that it is convex in m: a longer step takes at least what the last
-    microbatches of a shorter one go on to, which is what is given, and at least `least`. Of the larger of the two,
-    where a rank that is hardly slower than the others has not yet come to lead, some tenths of a percent are missing.
+    Exact up to `MOST_SIMULATED`. The time of a schedule is the longest of many paths, each of which grows linearly with
+    m, so it is convex in m. For a longer step the result is the linear extrapolation of the last micro-batches of a
+    shorter one, a lower bound; `least` is another. If a rank that is hardly slower than the others is not yet on the
+    longest path of the shorter step, the larger of the two is some tenths of a percent too low.
     """
-    if of.pp == 1:
-        return np.zeros(len(of))
+    if candidates.pp == 1:
+        return np.zeros(len(candidates))
     runs = [
         _makespan(
-            (of.shared.pp_schedule, of.pp, of.shared.virtual_stages),
+            (candidates.shared.pp_schedule, candidates.pp, candidates.shared.virtual_stages),
             int(m[at]),
             Times(
                 tuple(times.forward[at].tolist()),
@@ -88,16 +89,16 @@ def makespans(of: Candidates, times: StageTimes, m: Ints) -> Floats:
                 float(times.message[at]),
             ),
         )
-        for at in range(len(of))
+        for at in range(len(candidates))
     ]
     return np.array(runs)
 
 
-@lru_cache(maxsize=4096)  # layouts that differ in their data axes alone have stages of the same times
+@lru_cache(maxsize=4096)  # layouts that differ only in their data axes have stages of the same times
 def _makespan(pipeline: tuple[str, int, int], m: int, times: Times) -> float:
     name, pp, virtual_stages = pipeline
     stages = len(find(name).ways(pp, virtual_stages)[0])
-    # A whole number of rounds of an interleaved schedule, and an even one for those with two directions.
+    # A whole number of rounds of an interleaved schedule, and an even number for schedules with two routes.
     unit = 2 * pp
     most = max(3, MOST_SIMULATED // stages // unit) * unit
     if m <= most + unit:

@@ -1,7 +1,7 @@
-"""Seconds of a layer's passes on one rank, by kind of work.
+"""Seconds of a layer's forward and backward passes on one rank, by kind of work.
 
-A microbatch passes a layer forward (F), backward for its input (I) and for its weights (W), and under recomputation a
-second time forward within I. Every kind is priced on its own, so that the parts of a step add up.
+The passes are F (forward), I (gradient of the input) and W (gradients of weights); with recomputation I includes a
+second forward pass. Each kind of work has its own formulas, and the parts of a step are their sums.
 """
 
 from collections.abc import Iterable
@@ -18,64 +18,66 @@ from shardwright.cost.passes import ELEMENTWISE, MATMULS, TENSOR, Passes, reache
 
 CASTS = "casts to fp8"
 CAST_BYTES = 5.0
-"""Moved for each element cast to fp8: read for the largest (2), read (2) and written (1)."""
+"""Bytes moved for each element cast to fp8: read for the maximum (2), read again (2) and written (1)."""
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 EXPERT_LAUNCHES = 1.6
-"""Kernels of a layer with experts for each of a plain one: the router, sorting, and two all-to-alls come on top."""
+"""Number of kernels of a layer with experts relative to a dense one: it also has a router, sorting and two all-to-alls.
+"""
 BACKWARD_TRAFFIC = 1.5
-"""Bytes that an element-wise operation moves backward for each forward: two inputs instead of one, and one result."""
+"""Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
+one, and one output."""
 FLASH_BACKWARD = "(2.5 / 0.85)"
-"""Seconds of fused attention backward for each forward: five products instead of two (Dao, arXiv 2307.08691, section
-3), at 0.85 of the rate (figures 5 and 6 there)."""
+"""Time of fused attention's backward pass relative to the forward pass: five matmuls instead of two (Dao, arXiv
+2307.08691, section 3), at 0.85 of the rate (figures 5 and 6 there)."""
 
 
-def layer(job: Job, of: Candidates, block: Block) -> Passes:
-    """One layer of a kind."""
+def layer(job: Job, candidates: Candidates, block: Block) -> Passes:
+    """The passes of one layer of a kind."""
     passes = Passes(block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
-        tokens = of.tokens(job.seq_len)
-        _multiply(passes, job, layer_matmuls(job, of, block, tokens))
-        _attend(passes, job, of, tokens)
-        _elementwise(passes, job, of, block, tokens)
-        tensor(passes, job, of, block, tokens)
-        context(passes, job, of, tokens)
+        tokens = candidates.tokens(job.seq_len)
+        _multiply(passes, job, layer_matmuls(job, candidates, block, tokens))
+        _attend(passes, job, candidates, tokens)
+        _elementwise(passes, job, candidates, block, tokens)
+        tensor(passes, job, candidates, block, tokens)
+        context(passes, job, candidates, tokens)
         if block.experts:
-            dispatch(passes, job, of, tokens)
-        _recompute(passes, job, of)
-        _launch(passes, job, of, block)
+            dispatch(passes, job, candidates, tokens)
+        _recompute(passes, job, candidates)
+        _launch(passes, job, candidates, block)
         passes.note()
     return passes
 
 
-def head(job: Job, of: Candidates) -> Passes:
-    """Final norm, logits and loss. Logits pass the memory in 16 bits from the matmul and several times in fp32. Over
-    tp the input is gathered and its gradient scattered, or summed where tokens are no shards."""
+def head(job: Job, candidates: Candidates) -> Passes:
+    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. Over tp
+    the input is all-gathered and its gradient reduce-scattered, or all-reduced without token shards."""
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
-        tokens, spec = of.tokens(job.seq_len), job.model
-        _multiply(passes, job, [head_matmul(job, of, tokens)])
+        tokens, spec = candidates.tokens(job.seq_len), job.model
+        _multiply(passes, job, [head_matmul(job, candidates, tokens)])
         moved = [
             ledger.compute(
                 f"{ELEMENTWISE}, {name}", "loss_bytes * (T * V / tp) / 2 / element_rate", "s", "cost/speed.py",
-                loss_bytes=job.stack.speed.loss_bytes, T=tokens, V=spec.vocab_size, tp=of.tp,
+                loss_bytes=job.stack.speed.loss_bytes, T=tokens, V=spec.vocab_size, tp=candidates.tp,
                 element_rate=reached_bytes_per_s(job),
             ) for name in "FI"
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
         given = tokens * spec.d_model * job.element_bytes
-        forward = over_tp(job, of, given, "input", all_gather, None)
-        backward = over_tp(job, of, given, "gradient of the input", reduce_scatter, all_reduce)
+        forward = over_tp(job, candidates, given, "input", all_gather, None)
+        backward = over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
         passes.note()
     return passes
 
 
-def embedding(job: Job, of: Candidates) -> Passes:
-    """Rows looked up, and their gradients added up. Over tp each rank has a part of the rows, so that results are
-    summed, and on token shards gradients gathered."""
+def embedding(job: Job, candidates: Candidates) -> Passes:
+    """The passes of the embedding lookup. Over tp each rank holds a shard of the rows, so the outputs are summed, and
+    with token shards the gradients are all-gathered."""
     passes = Passes("the embedding")
     with ledger.section("Embedding, one microbatch"):
-        tokens, h = of.tokens(job.seq_len), job.model.d_model
+        tokens, h = candidates.tokens(job.seq_len), job.model.d_model
         moved = [
             ledger.compute(
                 f"{ELEMENTWISE}, {name}", "2 * (T * h * e) / element_rate", "s", "rows read and written", T=tokens,
@@ -84,15 +86,15 @@ def embedding(job: Job, of: Candidates) -> Passes:
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
         n_bytes = tokens * h * job.element_bytes
-        forward = over_tp(job, of, n_bytes, "rows", reduce_scatter, all_reduce)
-        backward = over_tp(job, of, n_bytes, "gradients of rows", all_gather, None)
+        forward = over_tp(job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
+        backward = over_tp(job, candidates, n_bytes, "gradients of rows", all_gather, None)
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
         passes.note()
     return passes
 
 
 def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
-    """Matmuls with weights, forward and for both gradients. In fp8 their inputs are cast first, each from 16 bits."""
+    """Matmuls with weights, forward and for both gradients. With fp8 their inputs are cast first, from 16 bits."""
     those = list(matmuls)
     in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in those])
     seconds = (
@@ -115,15 +117,15 @@ def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
         passes.add(ELEMENTWISE, *moved)
 
 
-def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
-    """Scores and their product with values. Fused attention runs the half that a causal mask leaves, blocks on the
-    diagonal whole, at a share of the peak that grows with the width of a head; stored scores run the whole square as
-    batched matmuls, and pass the memory between them. On a contiguous ring of cp the last rank has the scores of all
-    that came before, 2 - 1 / cp of the mean."""
+def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
+    """The matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole blocks on
+    the diagonal, at a fraction of the peak that grows with the head width. Without it batched matmuls compute the whole
+    square, and the scores are written to memory and read between them. With cp_method "ring" the last rank of cp has
+    the most scores, 2 - 1 / cp of the mean."""
     spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
     width = (spec.qk_dim + spec.head_dim) / 2
-    symbols: ledger.Inputs = {"T": tokens, "s": job.seq_len, "heads": spec.n_heads, "c": width, "tp": of.tp}
-    symbols["cp"] = of.cp
+    symbols: ledger.Inputs = {"T": tokens, "s": job.seq_len, "heads": spec.n_heads, "c": width, "tp": candidates.tp}
+    symbols["cp"] = candidates.cp
     if job.stack.flash_attention:
         symbols["FLOPs_of_attention"] = ledger.compute(
             "FLOPs of attention", "4 * T * s * (heads / tp) * c * (0.5 + 64 / s)", "FLOP", "of F", **symbols
@@ -136,7 +138,11 @@ def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
         )  # fmt: skip
         formulas = [f"FLOPs_of_attention{times} / rate_of_attention" for times in ("", f" * {FLASH_BACKWARD}")]
     else:
-        queries, keys, batch = job.seq_len / of.cp, float(job.seq_len), of.micro_batch * (spec.n_heads / of.tp)
+        queries, keys, batch = (
+            job.seq_len / candidates.cp,
+            float(job.seq_len),
+            candidates.micro_batch * (spec.n_heads / candidates.tp),
+        )
         products = [
             Matmul("scores", queries, spec.qk_dim, keys, batch, job.wide_precision),
             Matmul("scores by values", queries, keys, spec.head_dim, batch, job.wide_precision),
@@ -150,7 +156,7 @@ def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
         backward = " + ".join(f"({ledger.identifier(i.name)} + {ledger.identifier(w.name)})" for i, w in gradients)
         moved = "* (T * s * (heads / tp)) / element_rate"
         formulas = [f"{forward} + score_bytes {moved}", f"{backward} + score_bytes_I {moved}"]
-    if of.shared.cp_method == "ring" and np.any(of.cp > 1):
+    if candidates.shared.cp_method == "ring" and np.any(candidates.cp > 1):
         formulas = [f"({formula}) + ({formula}) * (1 - 1 / cp)" for formula in formulas]
     source = "Dao, arXiv 2307.08691, section 3" if job.stack.flash_attention else "stored scores; cost/calibration.toml"
     seconds = [ledger.compute(f"attention, {name}", formula, "s", source, **symbols)
@@ -158,15 +164,16 @@ def _attend(passes: Passes, job: Job, of: Candidates, tokens: Floats) -> None:
     passes.add("attention", *seconds)
 
 
-def _elementwise(passes: Passes, job: Job, of: Candidates, block: Block, tokens: Floats) -> None:
-    """Norms, residuals, activation, rotation, the rearranging of heads and of tokens for their experts."""
+def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block, tokens: Floats) -> None:
+    """Norms, residual additions, activations, rotary embedding, permutation of heads, sorting of tokens by expert."""
     spec, speed = job.model, job.stack.speed
     symbols: ledger.Inputs = {
         "norms": block.norms, "norm_bytes": speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
         "branches": block.branches, "residual_bytes": speed.residual_bytes,
         "dropout_bytes": speed.dropout_bytes if spec.dropout else 0.0,
-        "T": tokens, "T_shard": tokens / of.token_shards, "h": spec.d_model, "tp": of.tp, "heads": spec.n_heads,
-        "kv_heads": spec.n_kv_heads, "c": spec.head_dim, "qk_dim": spec.qk_dim, "heads_bytes": speed.heads_bytes,
+        "T": tokens, "T_shard": tokens / candidates.token_shards, "h": spec.d_model, "tp": candidates.tp,
+        "heads": spec.n_heads, "kv_heads": spec.n_kv_heads, "c": spec.head_dim, "qk_dim": spec.qk_dim,
+        "heads_bytes": speed.heads_bytes,
         "rope_bytes": speed.rope_bytes, "top_k": 0 if spec.moe is None else spec.moe.top_k,
         "inner": block.inner, "expert_inner": block.expert_inner, "permute_bytes": speed.permute_bytes,
         "activation_bytes": speed.gated_bytes if block.gated else speed.gelu_bytes,
@@ -200,30 +207,36 @@ def _elementwise(passes: Passes, job: Job, of: Candidates, block: Block, tokens:
         ledger.total(f"{ELEMENTWISE}, {name}", terms, value=part[ELEMENTWISE])
 
 
-def _recompute(passes: Passes, job: Job, of: Candidates) -> None:
-    """What I computes again: the whole forward pass, or selectively what attention makes between its matmuls, or all
-    but attention, every other matmul and half of the messages (torchtitan's list)."""
-    again = np.zeros(len(of))
-    if np.any(of.recompute):
+def _recompute(passes: Passes, job: Job, candidates: Candidates) -> None:
+    """The recomputation in I. full: the whole forward pass. selective: attention between its matmuls with weights, or
+    with torchtitan's list half of the matmuls and of the tp communication and all element-wise work."""
+    again = np.zeros(len(candidates))
+    if np.any(candidates.recompute):
         once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
         whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
         selective = "attention_F"
         if job.stack.selective != "scores":
-            selective = "matrix_products_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(of.tp > 1))
-        ways = {"none": "0", "selective": selective, "full": whole}
+            selective = "matrix_products_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(
+                np.any(candidates.tp > 1)
+            )
+        by_recompute = {"none": "0", "selective": selective, "full": whole}
         again = ledger.Formulas(once, "s").choose(
-            "recomputation, I", of.recompute, [ways[each] for each in RECOMPUTE], "computed again in the backward pass"
+            "recomputation, I",
+            candidates.recompute,
+            [by_recompute[each] for each in RECOMPUTE],
+            "computed again in the backward pass",
         )
     passes.add("recomputation", np.zeros_like(again), again)
 
 
-def _launch(passes: Passes, job: Job, of: Candidates, block: Block) -> None:
-    """The processor hands out kernels one by one; a pass takes no less time than that, however small its work."""
+def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+    """The host launches kernels one by one; the time of a pass is at least that of its launches."""
     speed = job.stack.speed
     total_f, total_i, total_w = passes.totals
     inputs: ledger.Inputs = {
-        "launch_s": speed.launch_s, "kernels": EXPERT_LAUNCHES if block.experts else 1.0, "again": of.recompute == FULL,
-        "launch_backward": speed.launch_backward, "work_of_F": total_f, "work_of_I": total_i, "work_of_W": total_w,
+        "launch_s": speed.launch_s, "kernels": EXPERT_LAUNCHES if block.experts else 1.0,
+        "again": candidates.recompute == FULL, "launch_backward": speed.launch_backward,
+        "work_of_F": total_f, "work_of_I": total_i, "work_of_W": total_w,
     }  # fmt: skip
     for name, part in passes.parts.items():
         ledger.total(f"work of {name}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})

@@ -1,8 +1,9 @@
-"""What the formulas of this package are given and what they give, recorded while they compute.
+"""Records the inputs and results of the formulas of this package while they are evaluated.
 
-A formula that is arithmetic is a text that `compute` evaluates; one that needs more (groups of ranks, a schedule) calls
-`note` beside the line that computes it. Outside of `record` noting is one look at a variable; within, the call becomes
-an `Entry`, which `plan --explain` prints and a test evaluates again. Layouts are recorded one at a time.
+An arithmetic formula is a text that `compute` evaluates and records. Other code (groups of ranks, a schedule) computes
+its value in Python and calls `note` to record it. Outside of `record` nothing is recorded, at the cost of one check;
+within it each call becomes an `Entry`, which `plan --explain` prints and a test evaluates again. Layouts are recorded
+one at a time.
 """
 
 import re
@@ -24,11 +25,11 @@ Number = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """One evaluation of a formula: `what` of a `section` is `value`, in `unit`.
+    """One evaluation of a formula: the quantity `what` of a `section` has `value`, in `unit`.
 
     `formula`: a Python expression over the names of `inputs` with max, min, sum (over stages), ceil and log2; steps
-    before it, `name = expression`, are separated by semicolons. Empty for what comes from a simulation or a table;
-    `source` then names it. A name of `inputs` is a symbol of `cost.notation`, or the `identifier` of another entry,
+    before it, `name = expression`, are separated by semicolons. It is empty for a value from a simulation or a table,
+    which `source` then names. A name of `inputs` is a symbol of `cost.notation`, or the `identifier` of another entry,
     whose value it has.
     """
 
@@ -53,7 +54,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @contextmanager
 def record() -> Iterator[list[Entry]]:
-    """Collect what is noted within, in order; what is noted twice counts once."""
+    """Context that collects the entries recorded within, in order; equal entries are recorded once."""
     book = _Book()
     token = _BOOK.set(book)
     try:
@@ -64,7 +65,7 @@ def record() -> Iterator[list[Entry]]:
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """What is noted within belongs to a section of this name."""
+    """Context whose entries belong to the section `name`."""
     book = _BOOK.get()
     if book is None:
         yield
@@ -77,14 +78,14 @@ def section(name: str) -> Iterator[None]:
 
 
 def recording() -> bool:
-    """Whether a ledger is open: for inputs of a note that cost something to work out."""
+    """Whether entries are recorded: a check before computing expensive inputs of a note."""
     return _BOOK.get() is not None
 
 
 def note(
     what: str, formula: str, value: ArrayLike, unit: str = "s", source: str = "", at: str = "", /, **inputs: ArrayLike
 ) -> None:
-    """Record an entry, in the open section or that named by `at`; of `inputs` those whose names stand in `formula`."""
+    """Record an entry in the current section, or in section `at`, with those `inputs` whose names are in `formula`."""
     book = _BOOK.get()
     if book is None:
         return
@@ -98,8 +99,8 @@ def note(
 def total(
     what: str, terms: Mapping[str, ArrayLike], unit: str = "s", source: str = "", value: Floats | None = None
 ) -> Floats:
-    """The sum of entries that were noted before, by their names; recorded where there is anything to add. `value`: the
-    sum, where it is there already."""
+    """The sum of entries recorded before, given by their names; recorded if a term is not 0. `value`: the sum, if it is
+    computed already."""
     found = value if value is not None else sum(map(np.asarray, terms.values()), np.asarray(0.0))
     if recording():
         there = {identifier(name): value for name, value in terms.items() if np.any(value)}
@@ -109,7 +110,7 @@ def total(
 
 
 def compute(what: str, formula: str, unit: str = "s", source: str = "", at: str = "", /, **inputs: ArrayLike) -> Floats:
-    """The value of a formula, recorded. So one that has no more to it than arithmetic is written once."""
+    """Evaluate and record a formula."""
     found = _evaluated(formula, inputs)
     if recording():
         note(what, formula, found, unit, source, at, **inputs)
@@ -117,7 +118,8 @@ def compute(what: str, formula: str, unit: str = "s", source: str = "", at: str 
 
 
 class Formulas:
-    """Formulas over the same arrays: `of("kept", "T * h * e")` is `compute`, and later formulas know it as `kept`."""
+    """Formulas over the same arrays: `formulas("kept", "T * h * e")` is `compute`, and its value is an input named
+    `kept` of later formulas."""
 
     def __init__(self, values: Inputs, unit: str) -> None:
         self.values, self.unit = values, unit
@@ -131,7 +133,7 @@ class Formulas:
         return found
 
     def choose(self, what: str, which: Ints, formulas: Sequence[str], source: str = "") -> Floats:
-        """For each candidate the formula of its number in `which`."""
+        """Evaluate for each candidate the formula whose index is in `which`."""
         there = np.unique(which)
         if len(there) == 1:
             return self(what, formulas[int(there[0])], source)
@@ -163,7 +165,7 @@ def _evaluated(formula: str, inputs: Inputs) -> Floats:
 
 @cache
 def _compiled(formula: str) -> tuple[list[tuple[str, CodeType]], CodeType]:
-    """The steps of a formula, and its value."""
+    """The compiled steps of a formula, and its compiled value."""
     *steps, value = formula.split("; ")
     named = (step.partition(" = ")[::2] for step in steps)
     compiled = [(name, compile(expression, "<formula>", "eval")) for name, expression in named]
@@ -172,12 +174,12 @@ def _compiled(formula: str) -> tuple[list[tuple[str, CodeType]], CodeType]:
 
 @cache
 def identifier(what: str) -> str:
-    """The name under which an entry stands in the formula of another."""
+    """The name of an entry in the formulas of other entries."""
     return re.sub(r"\W+", "_", what).strip("_")
 
 
 def _number(value: ArrayLike) -> Number:
-    """The element of an array of one; of an array (n, R, k, v) those of its v stages."""
+    """The element of an array of length 1; of an array (n, R, k, v) those of its v stages."""
     array = np.asarray(value, dtype=np.float64)
     if array.ndim == 4:
         array = array[0, 0, 0]
@@ -187,5 +189,5 @@ def _number(value: ArrayLike) -> Number:
 
 
 def substituted(formula: str, numbers: Mapping[str, str]) -> str:
-    """A formula with numbers in the place of its symbols."""
+    """A formula with its symbols replaced by numbers."""
     return _NAME.sub(lambda name: numbers.get(name[0], name[0]), formula)

@@ -1,4 +1,4 @@
-"""The matmuls of a layer as one rank runs them; and how long a matmul takes.
+"""The matmuls (GEMMs) of a layer on one rank, and the time of a matmul.
 
 A matmul multiplies (m, k) by (k, n), `batch` times: `m` tokens, `k` features in, `n` out. The backward pass of a
 matmul with weights is two more of as many FLOPs: (m, n) by (n, k) for the gradient of its input, (k, m) by (m, n) for
@@ -13,15 +13,16 @@ import numpy as np
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
 from shardwright.cost.job import Candidates, Floats, Job
-from shardwright.cost.parameters import ways
+from shardwright.cost.parameters import tp_shards
 
 TILE_ROWS, TILE_COLUMNS = 256, 128
-"""What one multiprocessor makes of a matmul's result at a time, in elements; the tile of cuBLAS for large matmuls."""
+"""The tile of a matmul's output that one multiprocessor computes at a time, in elements; as in cuBLAS for large
+matmuls."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs, if not that of the job."""
+    """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default that of the job."""
 
     name: str
     m: Floats | float
@@ -48,13 +49,13 @@ class Matmul:
     def seconds(self, job: Job) -> Floats:
         """time = max(flops / (peak share q), bytes / bandwidth)
 
-        q = w / (w + w0) k / (k + k0), w = tiles / multiprocessors. `peak` FLOP/s of the precision; `share` what the
-        best matmuls reach of it, times what lasts in training (`Calibration`). k0 `ramp_k`: features in at which half
-        the time goes into filling and emptying the multipliers. w0 `partial_wave`: waves of tiles that a matmul takes
-        longer than its tiles need, as the last is not full and the first starts cold. `bytes`: two inputs and the
-        result, once each. Source: tile and wave quantisation in NVIDIA's "Matrix Multiplication Background" guide,
-        smoothed, since libraries pick among many tiles and split k where there are few. Ignored: how operands lie in
-        memory, and that more power than the chip may draw lowers its clock for some shapes more than for others.
+        q = w / (w + w0) k / (k + k0), w = tiles / multiprocessors. `peak` FLOP/s of the precision; `share` the fraction
+        of it that the best matmuls reach, times the fraction sustained in training (`Calibration`). k0 `ramp_k`: input
+        features at which filling and draining the pipeline of a tile takes half of the time. w0 `partial_wave`: time
+        beyond that of the tiles, in waves, since the last wave is not full and the first starts cold. `bytes`: two
+        inputs and the output, once each. Source: tile and wave quantisation in NVIDIA's "Matrix Multiplication
+        Background" guide, smoothed, since libraries choose among many tiles and split k if there are few. Ignored: the
+        memory layout of operands, and that the power limit lowers the clock for some shapes more than for others.
         """
         chip, fitted = job.cluster.accelerator, job.calibration
         return ledger.compute(
@@ -73,7 +74,7 @@ _FORMULA = (
 
 
 def reached_flops_per_s(job: Job, precision: str) -> float:
-    """What the best shapes of matmuls reach in training."""
+    """The rate that matmuls of the best shapes reach in training."""
     chip = job.cluster.accelerator
     lasting = job.calibration.products(chip.name)
     rate = chip.flops_per_s[precision] * chip.matmul_share[precision] * lasting
@@ -86,34 +87,35 @@ def reached_flops_per_s(job: Job, precision: str) -> float:
     return rate
 
 
-def layer_matmuls(job: Job, of: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:
-    """Those with weights in one layer; `tokens`: (n,) of one microbatch on a rank of cp.
+def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats) -> Iterator[Matmul]:
+    """The matmuls with weights of one layer; `tokens`: (n,) of one micro-batch on a rank of cp.
 
-    Experts have equal loads. Each rank of tp sends its part of the tokens to experts, and gets as many as it sends: m
-    of an expert is tokens / tp x top_k / (experts of the rank).
+    Experts have equal loads. Each rank of tp sends its token shard to the experts, and receives as many tokens as it
+    sends: m of an expert is tokens / tp x top_k / (experts of the rank).
     """
     for group in block.matmuls:
-        first, n_out = group.rows[0], _outputs(job, of, group)
+        first, n_out = group.rows[0], _outputs(job, candidates, group)
         if first.matmul == "routed":
             assert job.model.moe is not None
-            experts = first.shape[0] / of.ep
-            rows = tokens / of.tp * job.model.moe.top_k / experts
+            experts = first.shape[0] / candidates.ep
+            rows = tokens / candidates.tp * job.model.moe.top_k / experts
             yield Matmul(group.name, rows, first.shape[-1], n_out, experts)
         elif first.kind == "router":
-            yield Matmul(group.name, tokens / of.tp, first.shape[-1], n_out, precision="fp32")
+            yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision="fp32")
         else:
-            n_in = first.shape[-1] / of.tp if first.split == "row" else first.shape[-1]
+            n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
             yield Matmul(group.name, tokens, n_in, n_out)
 
 
-def _outputs(job: Job, of: Candidates, group: Group) -> Floats | float:
-    """Features out on one rank of tp."""
+def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:
+    """Output features on one rank of tp."""
     return sum(
-        row.shape[-2] / ways(job.model, row.split, of.tp) if row.split_dim == 0 else row.shape[-2] for row in group.rows
+        row.shape[-2] / tp_shards(job.model, row.split, candidates.tp) if row.split_dim == 0 else row.shape[-2]
+        for row in group.rows
     )
 
 
-def head_matmul(job: Job, of: Candidates, tokens: Floats) -> Matmul:
-    """Logits of a microbatch, over the rank's part of the vocabulary; nobody makes them in fp8."""
-    n_out = job.model.vocab_size / of.tp
+def head_matmul(job: Job, candidates: Candidates, tokens: Floats) -> Matmul:
+    """The matmul of the logits of a micro-batch, for the rank's shard of the vocabulary; never in fp8."""
+    n_out = job.model.vocab_size / candidates.tp
     return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision)

@@ -1,9 +1,9 @@
-"""Bytes that each rank of a pipeline holds, by kind, at the fullest moment of a step or at all of them.
+"""Memory of each rank of a pipeline, by kind, at the peak of a step or over the whole step.
 
-What lies there all the time (`cost.states`), activations of as many microbatches as the schedule has in flight
-(`cost.activations`, `cost.pipeline`), and what the running action needs: the loss its copies of the logits, the
-backward pass of a block its gradients. A peak is the largest sum at one moment, never a sum of peaks. The optimizer's
-step comes when activations are gone.
+It is the sum of parameters, gradients and optimizer states (`cost.states`), of the activations of the micro-batches in
+flight (`cost.activations`, `cost.pipeline`), and of the temporary buffers of the running action: the loss has copies of
+the logits, the backward pass of a block its gradients. A peak is the largest sum at one moment, never a sum of peaks.
+The optimizer runs when no activations are left.
 
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """
@@ -36,22 +36,22 @@ KINDS = (
     "buffers",
     "workspace",
 )
-"""What memory is spent on. `experts`: rows that were sent to experts; `working`: what is made and gone within an
-action; `buffers`: messages of the pipeline; `workspace`: of libraries."""
+"""The kinds of memory. `gathered`: parameters gathered by ZeRO-3; `experts`: rows sent to experts; `working`: temporary
+buffers of an action; `buffers`: messages of the pipeline; `workspace`: of libraries."""
 
 MOMENTS = ("forward", "loss", "backward", "optimizer")
-"""Where in a step a rank can be fullest; `Memory.moment` holds places in this list."""
+"""Where in a step the peak of a rank can be; `Memory.moment` holds indices into this."""
 
 _WHERE = np.array([0, 1, 2, 2])
-"""For each of `pipeline.ACTIONS` the place in `MOMENTS`."""
+"""For each of `pipeline.ACTIONS` the index in `MOMENTS`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes of each rank of pp at its fullest moment.
+    """Bytes of each rank of pp at its peak.
 
-    `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step that is. `fragmentation`: what the
-    allocator reserves beyond, as a share.
+    `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step the peak is. `fragmentation`:
+    bytes that the allocator reserves beyond that, as a fraction.
     """
 
     kinds: dict[str, Floats]
@@ -60,36 +60,36 @@ class Memory:
 
     @property
     def rank_bytes(self) -> Floats:
-        """(n, R): all kinds together; what `torch.cuda.max_memory_allocated` shows on each rank."""
+        """(n, R): sum of all kinds; comparable to `torch.cuda.max_memory_allocated` on each rank."""
         return np.sum(list(self.kinds.values()), axis=0)
 
     @property
     def peak_bytes(self) -> Floats:
-        """(n,): of the rank that has most."""
+        """(n,): bytes of the rank with the most."""
         return np.max(self.rank_bytes, axis=1)
 
     @property
     def reserved_bytes(self) -> Floats:
-        """(n,): with what the allocator cannot use, as `torch.cuda.max_memory_reserved` shows; what has to fit."""
+        """(n,): with the allocator's fragmentation, comparable to `torch.cuda.max_memory_reserved`; this has to fit."""
         return self.peak_bytes * (1 + self.fragmentation)
 
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What one rank holds as a step goes on. `labels`, one a moment: its actions (`3F0`) in order, then "optimizer".
-    `kinds`: for each of `KINDS` bytes at each moment, (k,)."""
+    """Memory of one rank over a step. `labels`, one for each moment: its actions (`3F0`) in order, then "optimizer".
+    `kinds`: for each of `KINDS` the bytes at each moment, (k,)."""
 
     labels: tuple[str, ...]
     kinds: dict[str, Floats]
 
     @property
     def total_bytes(self) -> Floats:
-        """(k,)"""
+        """(k,): sum of all kinds."""
         return np.sum(list(self.kinds.values()), axis=0)
 
 
 def of(job: Job, candidates: Candidates) -> Memory:
-    """The memory of n candidates; their batches divide, and the schedule can run them."""
+    """The memory of n candidates, whose batches have to be divisible and whose schedule has to be valid."""
     step = _Step(job, candidates)
     shape = (len(candidates), candidates.pp)
     kinds = {kind: np.zeros(shape) for kind in KINDS}
@@ -110,8 +110,7 @@ def of(job: Job, candidates: Candidates) -> Memory:
 
 
 def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
-    """Record where the memory of the fullest rank comes from, of the one candidate there is; `memory`: what `of` gave
-    for it."""
+    """Record the parts of the peak memory of the rank with the most, for a single candidate; `memory`: its memory."""
     rank = int(memory.rank_bytes[0].argmax())
     at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
     with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
@@ -136,24 +135,30 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
 
 
 def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
-    """`of(job, candidates).reserved_bytes`, (n,), in a fraction of the time where candidates are many: what lies there
-    all the time is the same for many that differ in micro-batch and recomputation, and what comes and goes for many
-    that differ in their data axes."""
-    of = candidates
-    few = _few_microbatches(job, of)
-    cuts = _numbered(of.tp, of.cp, of.ep)[1]
-    first, back = _numbered(cuts, of.micro_batch, of.recompute, of.sequence_parallel, states.shares_gradients(of), few)
-    step = _Step(job, of.take(first))
-    moving = np.zeros((len(first), of.pp))
+    """`of(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many candidates: parameters, gradients
+    and optimizer states are computed once for candidates that differ only in micro-batch and recomputation, and
+    activations and temporary buffers once for those that differ only in their data axes."""
+    few = _few_microbatches(job, candidates)
+    cuts = _numbered(candidates.tp, candidates.cp, candidates.ep)[1]
+    first, back = _numbered(
+        cuts,
+        candidates.micro_batch,
+        candidates.recompute,
+        candidates.sequence_parallel,
+        states.shares_gradients(candidates),
+        few,
+    )
+    step = _Step(job, candidates.take(first))
+    moving = np.zeros((len(first), candidates.pp))
     for m in np.unique(few[first]):
         mine = np.nonzero(few[first] == m)[0]
-        at = pipeline.moments(of, int(m))
+        at = pipeline.moments(candidates, int(m))
         moving[mine] = _sizes(step.of_stage.take(mine), step.stages, at).max(2)
-    first_held, back_held = _numbered(cuts, of.dp_shard, of.zero, of.sequence_parallel)
-    lying = _Step(job, of.take(first_held))
+    first_held, back_held = _numbered(cuts, candidates.dp_shard, candidates.zero, candidates.sequence_parallel)
+    with_states = _Step(job, candidates.take(first_held))
     messages = step.states["buffers"]
-    always = sum((held for kind, held in lying.states.items() if kind != "buffers"), np.zeros(1))
-    update = always - lying.states["gathered"] + lying.update_bytes
+    always = sum((held for kind, held in with_states.states.items() if kind != "buffers"), np.zeros(1))
+    update = always - with_states.states["gathered"] + with_states.update_bytes
     whole = always[back_held]
     whole += moving[back]
     whole = np.maximum(whole, update[back_held], out=whole)
@@ -163,7 +168,8 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
 
 
 def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Rows that differ, (u,), as the first place of each, and for every row which of them it is, (n,)."""
+    """Indices of the first occurrences of the distinct rows, (u,), and for every row the number of its distinct row,
+    (n,)."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         key = key * (int(column.max()) + 1) + column
@@ -172,7 +178,7 @@ def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
 
 
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
-    """What rank `rank` of pp holds at every action of a step of the one candidate there is."""
+    """The memory of rank `rank` of pp at every action of a step, for a single candidate."""
     assert len(candidates) == 1, len(candidates)
     step = _Step(job, candidates, rank)
     microbatches = int(candidates.microbatches(job.global_batch)[0])
@@ -189,8 +195,8 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
 
 @dataclass(frozen=True, eq=False)
 class StageBytes:
-    """Bytes of a microbatch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
-    what an action of the stage needs on top: the backward pass of a block, gradients on their way, or the loss."""
+    """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
+    the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss."""
 
     activations: Floats
     experts: Floats
@@ -202,12 +208,12 @@ class StageBytes:
     loss: Floats
 
     def take(self, rows: Ints) -> "StageBytes":
-        """Of some candidates."""
+        """The bytes of some of the candidates."""
         return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
 
 
 class _Step:
-    """What is the same at all moments of a step."""
+    """The quantities that are the same at all moments of a step."""
 
     def __init__(self, job: Job, candidates: Candidates, rank: int | None = None) -> None:
         self.job, self.candidates = job, candidates
@@ -220,32 +226,32 @@ class _Step:
 
     @cached_property
     def of_stage(self) -> "StageBytes":
-        """What microbatches cost in each stage."""
+        """Bytes of a micro-batch in each stage."""
         return _stage_bytes(self.job, self.candidates, self.stages, self.held)
 
     @cached_property
     def update_bytes(self) -> Floats:
-        """What the optimizer takes on top of what it changes, (n, R)."""
+        """Temporary buffers of the optimizer, (n, R)."""
         return states.optimizer_step(self.job, self.candidates, self.stages, self.held)
 
     @cached_property
     def states(self) -> dict[str, Floats]:
-        """What lies there all through the step, by kind, each (n, R)."""
+        """Parameters, gradients, optimizer states and other memory of the whole step, by kind, each (n, R)."""
         return states.of_ranks(self.job, self.candidates, self.stages, self.held)
 
     def microbatches(self) -> Ints:
-        """Of each candidate so many as fill a rank like all of them, (n,)."""
+        """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""
         return _few_microbatches(self.job, self.candidates)
 
     def at_update(self) -> dict[str, Floats]:
-        """By kind while the optimizer runs: nothing is in flight, nothing is gathered."""
+        """Memory by kind while the optimizer runs: no activations and no gathered parameters."""
         nothing = np.zeros((len(self.candidates), len(self.stages.of_rank)))
         return {**dict.fromkeys(KINDS, nothing), **self.states, "gathered": nothing, "working": self.update_bytes}
 
 
-def _few_microbatches(job: Job, of: Candidates) -> Ints:
-    distinct, back = np.unique(of.microbatches(job.global_batch), return_inverse=True)
-    few = [pipeline.representative(of.shared.pp_schedule, of.pp, int(m)) for m in distinct]
+def _few_microbatches(job: Job, candidates: Candidates) -> Ints:
+    distinct, back = np.unique(candidates.microbatches(job.global_batch), return_inverse=True)
+    few = [pipeline.representative(candidates.shared.pp_schedule, candidates.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
     return found
 
@@ -267,7 +273,7 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
     waiting[:, -1] += around.last
     logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
-    # The head's backward pass has gradients of logits, and of its matrix.
+    # The head's backward pass has the gradients of the logits and of its matrix.
     head = held.head * job.stack.weight_gradient_bytes
     loss[:, -1] = np.maximum(around.loss, around.waiting_logits - around.logits + head)
     gradients = states.moving_gradients(job, candidates, held)
@@ -277,7 +283,7 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
 
 
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
-    """What comes and goes, by kind, at the fullest moment of each rank, (n, R), and where in the step that is."""
+    """Activations and temporary buffers by kind at the peak of each rank, (n, R), and where in the step the peak is."""
     which = _sizes(of_stage, stages, at).argmax(2)
     rank = np.arange(len(stages.of_rank))[None, :]
     kind = at.kind[rank, which][:, :, None]
@@ -286,9 +292,9 @@ def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[st
 
 
 def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
-    """What comes and goes, (n, R, k), all kinds together: what a search spends its time on."""
+    """Activations and temporary buffers, sum of all kinds, (n, R, k); most of the run time of a search is here."""
     flying = of_stage.activations + of_stage.experts + of_stage.logits
-    # For each rank a product of matrices, (n, v) x (v, k).
+    # For each rank a matmul, (n, v) x (v, k).
     found = flying[:, stages.of_rank].transpose(1, 0, 2) @ at.in_flight.transpose(0, 2, 1).astype(np.float64)
     if at.waiting.any():
         waiting = (of_stage.waiting + of_stage.waiting_logits)[:, stages.of_rank].transpose(1, 0, 2)
@@ -305,7 +311,7 @@ def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
 
 
 def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, kind: Ints) -> dict[str, Floats]:
-    """What comes and goes, by kind, (n, R, k), at moments of each candidate: counts (n, R, k, v), kinds (n, R, k)."""
+    """Activations and temporary buffers by kind, (n, R, k), at given moments: counts (n, R, k, v), kinds (n, R, k)."""
 
     def of_ranks(part: Floats) -> Floats:
         return part[:, stages.of_rank][:, :, None]
@@ -347,7 +353,7 @@ def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, 
 
 
 def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Mapping[Block, Layer]) -> None:
-    """Record what a microbatch leaves in each stage of the one rank, but for rows of experts and logits."""
+    """Record the activations of a micro-batch in each stage of the one rank, without rows of experts and logits."""
     last = len(stages.layers) - 1
     for stage in stages.of_rank[0].tolist():
         terms, inputs = [], {}

@@ -1,4 +1,4 @@
-"""The symbols of the ledger's formulas, with their units; what is no symbol is the name of another entry."""
+"""The symbols of the ledger's formulas, with their units; every other name in a formula is that of another entry."""
 
 _SYMBOLS = (
     ("s", "tokens", "a sequence"),

@@ -1,4 +1,4 @@
-"""Parameters that a rank holds, by stage: exact, from the rows of the model (`model.modules`).
+"""Parameters of a rank, by stage: exact counts from the rows of the model (`model.modules`).
 
 Shapes: n candidates, S stages.
 """
@@ -16,17 +16,17 @@ from shardwright.model.modules import SPLIT_DIM, Split, end_rows
 from shardwright.model.spec import ModelSpec
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"
-"""On a rank, in the ledger."""
+"""Names in the ledger of the parameters of a rank."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements that a rank of tp holds. Dense ones are replicated on all ranks of dp x cp; experts are split over ep.
+    """Elements of the parameters of a rank of tp, before ZeRO shards them; experts are sharded over ep.
 
-    `dense`, `expert`, (n, S): of each stage. `layer_dense`, `layer_expert`, (n,): of the largest layer, which is what
-    ZeRO-3 gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, that of all experts as one.
-    `head`, (n,): of the matrix that makes logits. `ends`, (n, S): embedding, positions, last norm and head, a part of
-    `dense`. `of_block`: dense and expert ones of a layer of each kind, (n,).
+    `dense`, `expert`, (n, S): of each stage. `layer_dense`, `layer_expert`, (n,): of the largest layer, which ZeRO-3
+    gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, or of all experts together.
+    `head`, (n,): of the matrix of the logits. `ends`, (n, S): embedding, positions, last norm and head, included in
+    `dense`. `of_block`: dense and expert elements of a layer of each kind, (n,).
     """
 
     dense: Ints
@@ -39,15 +39,15 @@ class Parameters:
     of_block: Mapping[Block, tuple[Ints, Ints]]
 
     def note(self, stages: Stages, rank: int) -> None:
-        """Record what a rank of `pp` of one candidate has: P dense ones and Q in experts."""
+        """Record the parameters of a rank of `pp` of one candidate: P dense ones and Q in experts."""
         if not ledger.recording():
             return
         mine = stages.of_rank[rank]
         layers = {block: int(counts[mine].sum()) for block, counts in stages.of_kind.items()}
         layers = {block: count for block, count in layers.items() if count}
         ends = self.ends[:, mine].sum(1)
-        for name, of, held, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
-            terms = {ledger.identifier(f"{of} of {block.name}"): block for block in layers}
+        for name, kind, held, place in (("P", DENSE, self.dense, 0), ("Q", EXPERT, self.expert, 1)):
+            terms = {ledger.identifier(f"{kind} of {block.name}"): block for block in layers}
             terms = {term: block for term, block in terms.items() if np.any(self.of_block[block][place])}
             formula = [f"{layers[block]} * {term}" for term, block in terms.items()]
             formula += ["ends"] * (place == 0 and bool(np.any(ends)))
@@ -61,8 +61,8 @@ def of_ranks(
 ) -> Parameters:
     """Parameters of rank `tp_rank` of each tp group, for n pairs of tp and ep.
 
-    Rank 0 has the most: shares of the vocabulary are rounded up, and the last ranks have what is left
-    (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: a stack that adds rows instead, until they divide by this
+    Rank 0 has the most: vocabulary shards are rounded up, and the last ranks have the remainder
+    (`split.tensor.vocabulary_rows`). `vocabulary_multiple`: for a stack that pads the vocabulary to a multiple of this
     times tp (Megatron-LM: 128).
 
     Ignored: rows that no published number counts, such as the load of the experts.
@@ -75,7 +75,7 @@ def of_ranks(
     for block, layers in stages.of_kind.items():
         of_plain = np.zeros_like(tp)
         for split, numel in block.dense_numel.items():
-            of_plain += numel // ways(model, split, tp)
+            of_plain += numel // tp_shards(model, split, tp)
         of_experts = block.expert_numel // ep
         _note_block(model, block, tp, ep, of_plain, of_experts)
         of_block[block] = (of_plain, of_experts)
@@ -88,12 +88,12 @@ def of_ranks(
 
 
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:
-    """Rows of embedding and head that a rank has, (n,)."""
+    """Rows of embedding and head of a rank, (n,)."""
     if multiple:
         unit = multiple * tp
         return -(-model.vocab_size // unit) * multiple
-    share = -(-model.vocab_size // tp)
-    return np.clip(model.vocab_size - tp_rank * share, 0, share)
+    shard_rows = -(-model.vocab_size // tp)
+    return np.clip(model.vocab_size - tp_rank * shard_rows, 0, shard_rows)
 
 
 def _note_block(model: ModelSpec, block: Block, tp: Ints, ep: Ints, dense: Ints, experts: Ints) -> None:
@@ -109,16 +109,16 @@ def _note_block(model: ModelSpec, block: Block, tp: Ints, ep: Ints, dense: Ints,
         ledger.note(name, "expert_elements / ep", experts, "", "", "Parameters of a layer", **sizes)
 
 
-def ways(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
-    """Into how many parts tp splits a parameter; kv heads are replicated where there are fewer than ranks."""
+def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
+    """Number of shards of a parameter over tp; kv heads are replicated if there are fewer than ranks."""
     if split == "kv_column":
         return np.minimum(tp, model.n_kv_heads)
     return tp if split in SPLIT_DIM else 1
 
 
 def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
-    """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied matrix counts in
-    both, once where they are one. `matrix_rows`: of the vocabulary on a rank."""
+    """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding counts in
+    both stages, or once if there is one stage. `matrix_rows`: rows of the vocabulary on a rank."""
     found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
     for row in end_rows(model):
         count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel

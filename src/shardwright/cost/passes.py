@@ -1,4 +1,4 @@
-"""Seconds of the passes of one microbatch through a part of the model, by kind of work."""
+"""Seconds of the forward and backward passes of one micro-batch in a part of the model, by kind of work."""
 
 from dataclasses import dataclass, field
 
@@ -15,12 +15,12 @@ MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT = (
     "context parallel",
     "expert parallel",
 )
-"""Kinds of work, as the parts of a step are called."""
+"""Kinds of work, which are the parts of the step time."""
 
 
 @dataclass
 class Passes:
-    """Seconds of F, I and W of one microbatch, by kind of work: each an array (n,). Kinds add up. `of`: whose."""
+    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model."""
 
     of: str
     forward: dict[str, Floats] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Passes:
     weight: dict[str, Floats] = field(default_factory=dict)
 
     def add(self, kind: str, forward: ArrayLike, backward_input: ArrayLike, weight: ArrayLike = 0.0) -> None:
-        """More seconds of a kind."""
+        """Add seconds of a kind."""
         for part, seconds in zip(self.parts.values(), (forward, backward_input, weight), strict=True):
             part[kind] = part.get(kind, np.zeros(())) + np.asarray(seconds, dtype=np.float64)
 
@@ -39,7 +39,7 @@ class Passes:
         return forward, backward_input, weight
 
     def of_kind(self, kind: str) -> Floats:
-        """Seconds of F, I and W of one kind together."""
+        """Sum of the seconds of F, I and W of one kind."""
         return sum((part.get(kind, np.zeros(1)) for part in self.parts.values()), np.asarray(0.0))
 
     def note(self) -> None:
@@ -57,7 +57,7 @@ class Passes:
 
 
 def reached_bytes_per_s(job: Job) -> Floats:
-    """What element-wise kernels of the stack reach of the memory's bandwidth."""
+    """The memory bandwidth that element-wise kernels of the stack reach."""
     chip = job.cluster.accelerator
     return ledger.compute(
         "rate of element-wise kernels", "bandwidth * copy_share * lasting_share * kernel_share", "B/s",

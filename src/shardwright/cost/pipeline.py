@@ -1,6 +1,6 @@
-"""What a rank of `pp` holds: its stages, and how many microbatches of each are in flight at its fullest moments.
+"""The stages of each rank of `pp`, and the micro-batches of each stage in flight at the rank's memory peaks.
 
-The counts come from the actions of the schedule (`schedule.build`), in their order and without times.
+The counts follow from the order of the schedule's actions (`schedule.build`), without their times.
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
@@ -21,16 +21,15 @@ from shardwright.split.stages import stage_layers
 
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage")
 OTHER, LOSS, BACKWARD, BACKWARD_LAST = range(len(ACTIONS))
-"""Classes of actions, by what they need while they run: F of the last stage makes the loss, and its B or I begins when
-logits are gone; F elsewhere and W need no more than is counted as in flight and waiting."""
+"""Classes of actions, by their temporary buffers: F of the last stage computes the loss, and its B or I first frees the
+logits; F of other stages and W need no more than is counted as in flight and waiting."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """How layers lie on stages and stages on ranks.
+    """The layers of each stage and the stages of each rank.
 
-    `of_kind`: for each kind of layer how many each stage has, (S,). `of_rank`, (R, v): the stages whose weights a rank
-    has.
+    `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages that a rank holds.
     """
 
     layers: tuple[range, ...]
@@ -40,10 +39,11 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """The moments of a step at which no other moment of the rank holds as much of everything.
+    """The moments of a step at which the memory of a rank can be at its peak: no other moment has at least as many
+    micro-batches of every stage, in flight and waiting.
 
-    `in_flight`, `waiting`, (R, k, v): microbatches of each stage in `Stages.of_rank`, that of the running action among
-    them. `kind`, (R, k): which of `ACTIONS` runs. A rank with fewer than k such moments has one of them several times.
+    `in_flight`, `waiting`, (R, k, v): micro-batches of each stage in `Stages.of_rank`, with that of the running action.
+    `kind`, (R, k): which of `ACTIONS` runs. A rank with fewer than k such moments repeats one of them.
     """
 
     in_flight: Ints
@@ -52,16 +52,16 @@ class Moments:
 
 
 def stages(job: Job, candidates: Candidates) -> Stages:
-    """The stages that all candidates share; layers are cut as `split.stages` does where nothing else is said."""
+    """The stages, which are the same for all candidates; `split.stages` partitions the layers."""
     keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
     return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
 
 
 def moments(candidates: Candidates, microbatches: int) -> Moments:
-    """The fullest moments of every rank in a step of so many microbatches; `representative` finds a number that is
-    quick to look at and no different.
+    """The possible peaks of every rank in a step of `microbatches`; `representative` gives a smaller number with the
+    same peaks.
 
-    Raises ScheduleError where the schedule cannot run that many.
+    Raises ScheduleError if the schedule cannot run that many.
     """
     shared = candidates.shared
     name, pp, virtual = shared.pp_schedule, shared.pp, shared.virtual_stages
@@ -72,14 +72,14 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
 
 
 def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments]:
-    """The actions of one rank in order, and what it holds while each of them runs; R is 1."""
+    """The actions of one rank in order, and its micro-batches in flight and waiting while each of them runs; R is 1."""
     shared = candidates.shared
     schedule = build.build(shared.pp_schedule, shared.pp, microbatches, shared.virtual_stages)
     return list(schedule.ranks[rank]), _as_moments([_held(schedule, rank)])
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
-    """A number of microbatches, no larger, with which ranks hold as much at their fullest moments as with this one."""
+    """A number of micro-batches, no larger, with the same memory peaks of all ranks."""
     return find(name).representative(pp, microbatches)
 
 
@@ -101,7 +101,7 @@ def _moments(name: str, pp: int, virtual_stages: int, microbatches: int) -> Mome
 
 
 def _as_moments(ranks: list[Ints]) -> Moments:
-    """From rows as `_held` gives them, of each rank; where there are fewer, the first is repeated."""
+    """Moments from the rows of `_held` of each rank; a rank with fewer rows repeats its first."""
     k = max(map(len, ranks))
     rows = np.array([np.concatenate([each, np.repeat(each[:1], k - len(each), axis=0)]) for each in ranks])
     v = rows.shape[2] // 2
@@ -109,8 +109,8 @@ def _as_moments(ranks: list[Ints]) -> Moments:
 
 
 def _held(schedule: Schedule, rank: int) -> Ints:
-    """For every action of a rank, what is there while it runs: its class, the microbatches in flight of each of the v
-    stages, and those waiting, (actions, 1 + 2 v)."""
+    """For every action of a rank its class, and the micro-batches of each of the v stages in flight and waiting while
+    it runs, (actions, 1 + 2 v)."""
     actions = schedule.ranks[rank]
     stage = np.array([action.stage for action in actions], dtype=np.int64)
     op = np.array([action.op for action in actions])
@@ -126,11 +126,11 @@ def _held(schedule: Schedule, rank: int) -> Ints:
 
 
 def _largest(rows: Ints) -> Ints:
-    """Of the rows of each class, those that no other has at least as much of everything of; of equal ones, one."""
+    """The rows of each class that no other row of the class dominates in all columns; one of equal rows."""
     found = []
     rows = rows[np.argsort(-rows[:, 1:].sum(axis=1), kind="stable")]
     while len(rows):
-        # No row has more in all than the first, so nothing exceeds it.
+        # The first row has the largest sum, so no other row dominates it.
         found.append(rows[0])
         below = (rows[:, 0] == rows[0, 0]) & np.all(rows[:, 1:] <= rows[0, 1:], axis=1)
         rows = rows[~below]

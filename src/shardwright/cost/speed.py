@@ -1,7 +1,7 @@
-"""How a software stack's kernels and messages run: what it fuses, what it overlaps, what the processor costs.
+"""The speed of a software stack: fused kernels, overlapped communication, kernel launches.
 
-One set of numbers serves every run of a stack. Bytes are those moved for each element of 16 bits, inputs read and
-results written, forward; they follow from how an operation is cut into kernels.
+One set of numbers holds for all runs of a stack. Bytes are those moved in the forward pass for each element of 16 bits,
+inputs read and outputs written; they follow from the kernels into which an operation is divided.
 """
 
 from dataclasses import dataclass, replace
@@ -12,30 +12,30 @@ from shardwright.cost.calibration import CALIBRATED, Calibration
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a stack does in time, whatever the layout. `kind`: the name by which its numbers were fitted.
+    """The properties of a stack that determine times, the same for all layouts. `kind`: its name in the calibration.
 
-    Element-wise operations, bytes an element: `norm_bytes` of a layernorm, `rmsnorm_bytes` of an RMSNorm, which takes
-    several kernels where it is not fused, `residual_bytes` of adding a branch (with its bias), `dropout_bytes` of
-    dropping from a branch, `heads_bytes` of laying out queries, keys, values and results, `rope_bytes` of the rotation,
-    `gated_bytes` of silu(gate) x up, for each element of the result, `gelu_bytes` of gelu, `permute_bytes` of sorting
-    tokens by expert and back, `loss_bytes` of the loss, for each logit, forward and backward together.
+    Element-wise operations, bytes an element: `norm_bytes` of a layernorm; `rmsnorm_bytes` of an RMSNorm, which takes
+    several kernels if it is not fused; `residual_bytes` of a residual addition (with its bias); `dropout_bytes` of
+    dropout; `heads_bytes` of permuting queries, keys, values and outputs; `rope_bytes` of rotary embedding;
+    `gated_bytes` of silu(gate) x up, for each element of the output; `gelu_bytes` of gelu; `permute_bytes` of sorting
+    tokens by expert and back; `loss_bytes` of the loss, for each logit, forward and backward together.
 
-    Overlap: `hides_tp_backward`: sums over tp run beside the products for weights; `hides_tp`: products and sums are
-    cut into pieces that run side by side; `hides_dp`: data-parallel communication runs beside the passes it belongs
-    to; `interference`: share of a hidden message's time by which it slows what it is hidden behind;
-    `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` beside its bytes;
-    `scatters_messages`: ranks of tp send a part each of what all have.
+    Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
+    collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
+    and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
+    that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` in
+    addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have.
 
-    `kernel_share`: of the bandwidth that fused kernels reach, what these do. `flash_gain`: rate of attention
-    beside the kernels of 2023 and 2024 that `flash_share` was fitted to. FlashAttention-2 as it is in PyTorch today
-    comes to 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691, section 4.1), 1.4 times that; later ones to
-    more (FlashAttention-3, arXiv 2407.08608, figure 5).
+    `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of that of fused ones. `flash_gain`:
+    rate of attention relative to the kernels of 2023 and 2024 to which `flash_share` is fitted. FlashAttention-2 in
+    today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691, section 4.1), 1.4 times that;
+    later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
 
-    The processor: `launch_s`: seconds to start all kernels of one layer forward, `launch_backward`: how many times that
-    backward; `step_s`: once a step.
+    Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
+    to it; `step_s`: overhead of a step.
 
-    `reduce_bytes`: of a gradient on its way, 2 where gradients of 16 bits are summed as they are, whatever they are
-    kept in afterwards; `optimizer_bytes`: moved for each parameter by Adam.
+    `reduce_bytes`: of an element in gradient reductions, 2 if 16-bit gradients are reduced without a cast, even if they
+    are accumulated in fp32; `optimizer_bytes`: moved for each parameter by Adam.
     """
 
     kind: str = "shardwright"
@@ -65,7 +65,7 @@ class Speed:
     optimizer_bytes: float = 38.0
 
     def calibrated(self, by: Calibration) -> "Speed":
-        """With the numbers that were fitted for this stack."""
+        """This stack with its fitted numbers."""
         fitted: dict[str, Any] = dict(by.stacks.get(self.kind, {}))
         return replace(self, **fitted)
 

@@ -1,6 +1,6 @@
-"""Named software stacks: what a training program keeps, fuses and overlaps, apart from its layout.
+"""Named software stacks: what a training program keeps in memory, fuses and overlaps, independent of the layout.
 
-One set of choices serves every run of a stack; nothing here belongs to one table of measurements.
+One set of choices holds for all runs of a stack; none is fitted to a single table of measurements.
 """
 
 from dataclasses import dataclass, replace
@@ -13,34 +13,35 @@ from shardwright.units import MiB
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """What a stack does by itself, whatever the layout.
+    """The properties of a stack that determine memory, the same for all layouts.
 
-    What it keeps, in bytes for each parameter of a model in 16 bits:
-    `gradient_bytes`: of the buffer in which gradients add up; `master_bytes`: of the weights the optimizer changes;
+    Parameters, gradients and optimizer states, in bytes for each parameter of a model in 16 bits:
+    `gradient_bytes`: of the buffer in which gradients are accumulated; `master_bytes`: of the master weights;
     `state_bytes`: of an element of one optimizer state (Adam has two).
-    `gathers_master`: under ZeRO-3 working weights exist only while gathered from the shards of the master weights.
-    `weight_gradient_bytes`: of a product's weight gradient on its way to that buffer. Megatron's products add to it
-    themselves, and make an empty one for autograd all the same.
-    `step_bytes`: what the optimizer's step makes and frees.
-    `reduced_bytes`: of a block's gradients on their way to their shards, under ZeRO-2 and ZeRO-3.
+    `gathers_master`: with ZeRO-3 working weights exist only while gathered from the shards of the master weights.
+    `weight_gradient_bytes`: of the weight gradient of one matmul before it is added to that buffer. Megatron-LM's
+    matmuls accumulate into the buffer themselves, but still allocate an empty gradient for autograd.
+    `step_bytes`: temporary buffers of the optimizer.
+    `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and ZeRO-3.
 
-    What it keeps of a microbatch:
-    `flash_attention`: attention never stores its square of scores. `dropout_masks`: it drops activations, and scores if
-    stored, whatever the model says. `fused_gate`: silu(gate) is not kept beside gate. `keeps_gathered`: what a product
-    reads is kept as gathered over tp, and not as token shards. `keeps_outputs`: a stage of a pipeline keeps what it has
-    sent until its backward pass. `selective`: what selective recomputation leaves out: "scores" of attention; or all
-    but the "products" that torchtitan lists, or those of them that the backward pass reads.
-    `weighs_outputs`: what experts give is kept, to be weighted after them; else what their last matrix reads is
-    weighted, and kept without the weight too where no kernel fused with a gate makes it again.
-    `wide_router`: what a router reads is copied to fp32. `pads_values`: heads of values are made as wide as those of
-    keys for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a product in fp8;
-    `fp8_weight_bytes`: of the copies of its weight, as it is and transposed, that stay for all microbatches.
-    `logit_kept_bytes`, `logit_peak_bytes`: for each logit, from the loss to its backward pass, and at most in between;
-    `logit_cut_bytes`: more than that at most, where the vocabulary is cut over tp.
+    Activations of a micro-batch:
+    `flash_attention`: attention does not store its scores. `dropout_masks`: masks for activations, and for scores if
+    stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to gate. `keeps_gathered`: the
+    inputs of matmuls are kept as gathered over tp, not as token shards. `keeps_outputs`: a pipeline stage keeps its
+    output until its backward pass. `selective`: activations that selective recomputation does not keep: "scores" of
+    attention; or all but the outputs of the "products" (matmuls) in torchtitan's list, or all but those of them that
+    the backward pass reads.
+    `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's weights; otherwise the
+    inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
+    them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
+    heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a matmul in fp8;
+    `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all micro-batches.
+    `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
+    between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp.
 
-    Beside tensors of the model: `vocabulary_multiple`: rows of embedding and head divide by this times tp.
-    `workspace_bytes`: of libraries, `expert_workspace_bytes`: of grouped products on top. `fragmentation`: what the
-    allocator reserves beyond what tensors take, as a share.
+    Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
+    libraries; `expert_workspace_bytes`: of grouped matmuls, in addition. `fragmentation`: bytes that the allocator
+    reserves beyond the tensors, as a fraction.
     """
 
     name: str

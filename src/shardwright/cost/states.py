@@ -1,8 +1,8 @@
-"""What lies in the memory of a rank all through a step: weights, gradients, optimizer, and what goes with them.
+"""Memory of a rank that lasts for a whole step: parameters, gradients, optimizer states and related buffers.
 
-With P elements of parameters on the rank, N ranks that share them (`Candidates.shards`, for experts `expert_shards`), e
-bytes of a working weight, and of `Stack` g `gradient_bytes`, w `master_bytes` (none in fp32), m `state_bytes` for each
-state of the optimizer:
+With P elements of parameters on the rank, N ranks over which they are sharded (`Candidates.shards`, for experts
+`expert_shards`), e bytes of a working weight, and from `Stack` g `gradient_bytes`, w `master_bytes` (none in fp32) and
+m `state_bytes` for each optimizer state:
 
 | zero | weights | gradients | master and moments |
 | ---- | ------- | --------- | ------------------ |
@@ -12,10 +12,10 @@ state of the optimizer:
 | 3    | e P / N | g P / N   | (w + m) P / N      |
 
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
-2, 4 and 12. Where a stack gathers from the master weights, zero 3 has no working weights but those gathered. Under a
-pipeline that gathers once a step (`Layout.zero_pp_gather`) it holds whole weights and whole gradients until the end.
-Ignored: padding of shards; the second copy of a tied matrix where first and last stage share a rank, which has no state
-of an optimizer, counts as one that has.
+2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. With a
+pipeline that gathers once a step (`Layout.zero_pp_gather`) it holds unsharded weights and gradients until the end of
+the step. Ignored: padding of shards; and that the second replica of a tied embedding has no optimizer states if one
+rank holds the first and the last stage.
 """
 
 import numpy as np
@@ -27,78 +27,86 @@ from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
 
 
-def of_ranks(job: Job, of: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
+def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
     """Bytes by kind, each (n, R)."""
     stack, has_master = job.stack, job.precision != "fp32"
-    sharded = of.zero == 3
-    formulas = _formulas(job, of, stages, held)
+    sharded = candidates.zero == 3
+    formulas = _formulas(job, candidates, stages, held)
     formulas.values |= {
         "kept_weights": ~(sharded & (stack.gathers_master and has_master))[:, None] + 0,
         "fp8_weight_bytes": stack.fp8_weight_bytes * (job.precision == "fp8"),
         "gathers": sharded[:, None] + 0,
-        "gathers_all": _holds_stage(of)[:, None] + 0,
+        "gathers_all": _holds_stage(candidates)[:, None] + 0,
         "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
         "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
-        "T_shard": (of.tokens(job.seq_len) / of.token_shards)[:, None],
-        "messages": 2 * (of.pp > 1),
+        "T_shard": (candidates.tokens(job.seq_len) / candidates.token_shards)[:, None],
+        "messages": 2 * (candidates.pp > 1),
     }
     workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
 
     def spent(what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = "") -> Floats:
-        return _spent(formulas, of, what, shared, n_bytes, more)
+        return _spent(formulas, candidates, what, shared, n_bytes, more)
 
     fp8 = " + (P + Q - ends) * fp8_weight_bytes" * (job.precision == "fp8")
     found = {
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
-        "master": spent("master", of.zero >= 1, stack.master_bytes * has_master),
-        "gradients": spent("gradients kept", shares_gradients(of), stack.gradient_bytes),
-        "optimizer": spent("optimizer", of.zero >= 1, job.n_optimizer_states * stack.state_bytes),
-        # A block and the next, and what is not in blocks, which serves both ends of a pass; or all.
+        "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
+        "gradients": spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes),
+        "optimizer": spent("optimizer", candidates.zero >= 1, job.n_optimizer_states * stack.state_bytes),
+        # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
             "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
         ),
-        # One message on its way in each direction.
+        # One message in each direction.
         "buffers": formulas("buffers", "messages * T_shard * h * e"),
         "workspace": np.asarray(workspace),
     }
     ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
-    shape = (len(of), len(stages.of_rank))
+    shape = (len(candidates), len(stages.of_rank))
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
 
-def optimizer_step(job: Job, of: Candidates, stages: Stages, held: Parameters) -> Floats:
-    """Bytes that the update of the parameters takes on top of what it changes, (n, R)."""
-    return _spent(_formulas(job, of, stages, held), of, "working", of.zero >= 1, job.stack.step_bytes)
+def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
+    """Temporary buffers of the optimizer, in bytes, (n, R)."""
+    return _spent(
+        _formulas(job, candidates, stages, held), candidates, "working", candidates.zero >= 1, job.stack.step_bytes
+    )
 
 
-def _formulas(job: Job, of: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
-    """With parameters of each rank, (n, R): P dense ones, Q in experts, and `ends` of P that are in no layer."""
+def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
+    """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and `ends`, the part of
+    P that is in no layer."""
     dense, expert, ends = (part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends))
     values = {"P": dense.astype(np.float64), "Q": expert.astype(np.float64), "ends": ends, "e": job.element_bytes}
     return ledger.Formulas({**values, "h": job.model.d_model}, "B")
 
 
 def _spent(
-    formulas: ledger.Formulas, of: Candidates, what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = ""
+    formulas: ledger.Formulas,
+    candidates: Candidates,
+    what: str,
+    shared: NDArray[np.bool_],
+    n_bytes: float,
+    more: str = "",
 ) -> Floats:
-    """`n_bytes` for each parameter, which some candidates shard; `more`: what follows in the formula."""
-    ranks, expert_ranks = np.where(shared, of.shards, 1), np.where(shared, of.expert_shards, 1)
+    """`n_bytes` for each parameter, sharded for the candidates in `shared`; `more`: the rest of the formula."""
+    ranks, expert_ranks = np.where(shared, candidates.shards, 1), np.where(shared, candidates.expert_shards, 1)
     formulas.values |= {"ranks": ranks[:, None], "expert_ranks": expert_ranks[:, None], "n_bytes": n_bytes}
     formula = "n_bytes * (P / ranks + Q / expert_ranks)"
     return formulas(what, f"({formula}{more}" if more else formula, "ZeRO, arXiv 1910.02054, section 5")
 
 
-def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
-    """Gradients on their way to the buffer where they add up, during the backward pass of a block, (n, S).
+def moving_gradients(job: Job, candidates: Candidates, held: Parameters) -> Floats:
+    """Bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block, (n, S).
 
-    Where gradients are shared out, those of a whole block, a copy of them on the way to their shards, and in the last
-    stage those of the head, which wait for the end of the pass; else of one matrix at a time.
+    If gradients are sharded: those of a whole block, the buffer of their reduce-scatter, and in the last stage those of
+    the head, which are reduced at the end of the pass. Otherwise: the gradient of one matrix at a time.
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
     values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
     of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
-    shared = shares_gradients(of)[:, None]
+    shared = shares_gradients(candidates)[:, None]
     found = np.zeros(held.ends.shape)
     if np.any(shared):
         found += of_gradients("gradients of a layer", "(e + reduced_bytes) * largest_layer")[:, None]
@@ -111,11 +119,11 @@ def moving_gradients(job: Job, of: Candidates, held: Parameters) -> Floats:
     return found
 
 
-def shares_gradients(of: Candidates) -> NDArray[np.bool_]:
-    """Whether gradients add up in shards."""
-    return (of.zero >= 2) & ~_holds_stage(of)
+def shares_gradients(candidates: Candidates) -> NDArray[np.bool_]:
+    """Whether gradients are accumulated in shards."""
+    return (candidates.zero >= 2) & ~_holds_stage(candidates)
 
 
-def _holds_stage(of: Candidates) -> NDArray[np.bool_]:
+def _holds_stage(candidates: Candidates) -> NDArray[np.bool_]:
     """Whether ZeRO-3 gathers a stage once a step."""
-    return (of.zero == 3) & (of.pp > 1) & (of.shared.zero_pp_gather == "step")
+    return (candidates.zero == 3) & (candidates.pp > 1) & (candidates.shared.zero_pp_gather == "step")

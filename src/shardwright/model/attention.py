@@ -14,10 +14,10 @@ from shardwright.model.spec import ModelSpec
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(C)) v over the tokens before and at each position.
+    """softmax(q k^T / sqrt(C)) v over the tokens up to each position.
 
-    Head counts are read off the projections' output, so the module also serves with a part of the heads.
-    `attend` is a function like `causal_attention`, and may be replaced by another that gives the same.
+    The number of heads follows from the output of the projections, so the module also works with a shard of the heads.
+    `attend` is `causal_attention` or a replacement that computes the same, such as context-parallel attention.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None) -> Tensor:
-        """(B, T, D) -> (B, T, D); tokens stand in their causal order. `rotary_2TC` is None without rope."""
+        """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope."""
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -45,10 +45,10 @@ class Attention(nn.Module):
 
 
 def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
-    """Attention of every token to itself and those before it; (B, T, H, C). H is a multiple of K."""
+    """Attention of every token to itself and to those before it; (B, T, H, C). H is a multiple of K."""
     q_BHTC, k_BKTC, v_BKTC = (x.transpose(1, 2) for x in (q_BTHC, k_BTKC, v_BTKC))
-    # The flash kernel for CPUs groups the heads itself: forward and backward of the benchmark's layer took
-    # 15.2 ms, 16.1 ms with expanded and 17.0 ms with repeated keys and values (torch 2.13, one thread).
+    # The flash kernel for CPUs handles grouped heads itself: forward and backward of the benchmark's layer took
+    # 15.2 ms, against 16.1 ms with expanded and 17.0 ms with repeated keys and values (torch 2.13, one thread).
     grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
     o_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=grouped)
     return o_BHTC.transpose(1, 2)

@@ -1,25 +1,24 @@
-"""Even load for experts: losses on the router, the bias that does without, and the counts that both go by.
+"""Load balancing of experts: the balance loss and the z-loss of a router, its selection bias, and the load counts.
 
-Nothing here may depend on how samples are dealt out over ranks and microbatches. What does that for each quantity:
+None of these may depend on how samples are assigned to ranks and micro-batches. Why each does not:
 
-| quantity            | made of                                         | exact because                             |
-| ------------------- | ----------------------------------------------- | ----------------------------------------- |
-| aux, scope sequence | load and mean scores of the same sequence       | a mean over sequences: parts of it add up; |
-|                     |                                                 | so do those of one, by the whole's load   |
-| aux, scope batch    | load of the step before, mean scores of this    | linear in the scores: parts of it add up  |
-| z-loss              | each token alone                                | a mean over tokens: parts of it add up    |
-| selection bias      | load of the whole global batch, after the step  | sums of whole numbers have no rounding    |
+| quantity            | computed from                                  | independent of the layout because             |
+| ------------------- | ---------------------------------------------- | ----------------------------------------------|
+| aux, scope sequence | load and mean scores of the same sequence      | a mean over sequences; within one, linear in  |
+|                     |                                                | the scores, with the load of the whole one    |
+| aux, scope batch    | load of the previous step, mean scores of this | linear in the scores: partial means add up    |
+| z-loss              | each token on its own                          | a mean over tokens: partial means add up      |
+| selection bias      | load of the whole global batch, after the step | integer sums have no rounding                 |
 
-The balance loss is a product of two means, of counts and of scores. For the global batch, its gradient in the first
-microbatch would need the counts of the last one, which is not known yet, and a product of partial means is another
-loss for each layout. So the counts are those of the step before (even, in the first step: no gradient). They have no
-gradient themselves, so the gradient has the form of the paper's; it lags by the change of load in one step, as the
-selection bias does.
+The balance loss is a product of two means, of counts and of scores. Over the global batch its gradient in the first
+micro-batch would need the counts of the last one, which are not known yet, and a product of partial means would be
+another loss for each layout. So scope batch uses the counts of the previous step (in the first step a uniform load,
+which has no gradient). Counts have no gradient, so the gradient has the form of the paper's; it lags by one step, as
+the selection bias does.
 
-A layer hands its losses to the backward pass itself (`attach`): their gradient enters there, whatever stage or
-microbatch the layer runs in, and the loss that the caller sees is the cross-entropy alone. They are means over the
-tokens of a forward pass; where that has a part of the global batch, whoever splits the batch scales them
-(`parallel/routing.py`).
+A layer adds its losses in its own backward pass (`attach`), in any stage and for any micro-batch, so the loss that the
+caller sees is the cross-entropy alone. The losses are means over the tokens of a forward pass; `parallel/routing.py`
+scales them by the fraction of the global batch that the forward pass has.
 
 Shapes: B sequences, T tokens of each, E experts, K experts of a token.
 """
@@ -32,34 +31,34 @@ from torch import Tensor
 
 
 class Load(NamedTuple):
-    """What a layer's experts were given; parts of it, from microbatches and ranks, add up."""
+    """The load of a layer's experts, and its losses; the values of micro-batches and ranks are summed."""
 
     counts_E: Tensor
     """Tokens that picked each expert, before any is dropped; int64."""
     dropped: Tensor
     """Pairs of a token and an expert that were dropped; int64 scalar."""
     aux_loss: Tensor
-    """The balance loss with its coefficient, as a part of that of the global batch; scalar, 0 without one."""
+    """The balance loss with its coefficient, scaled as a part of that of the global batch; scalar, 0 if it is off."""
     z_loss: Tensor
-    """The same of the z-loss."""
+    """The z-loss, likewise."""
 
 
 def max_over_mean(counts_E: Tensor) -> Tensor:
-    """The load of the busiest expert beside that of an even share, 1 to E; a scalar."""
+    """The load of the busiest expert divided by the mean load, 1 to E; a scalar."""
     return counts_E.max() * counts_E.numel() / counts_E.sum()
 
 
 def entropy(counts_E: Tensor) -> Tensor:
-    """-sum_i f_i ln f_i of the shares f of the load, beside that of an even load, ln E: 1 is even, 0 one expert for all
-    tokens; a scalar."""
-    shares_E = counts_E / counts_E.sum()
-    return torch.special.entr(shares_E).sum() / math.log(max(2, counts_E.numel()))
+    """-sum_i f_i ln f_i of the fractions f of the load, divided by its maximum ln E: 1 for a uniform load, 0 if one
+    expert gets all tokens; a scalar."""
+    fractions_E = counts_E / counts_E.sum()
+    return torch.special.entr(fractions_E).sum() / math.log(max(2, counts_E.numel()))
 
 
 def aux_loss(scores_BTE: Tensor, relative_load: Tensor) -> Tensor:
-    """sum_i (E f_i) P_i, the mean over sequences; 1 where the load is even.
+    """sum_i (E f_i) P_i, the mean over sequences; 1 for a uniform load.
 
-    f_i is expert i's share of the load, and `relative_load` = E f_i: of each sequence (B, E), or of a batch (E,); no
+    f_i is expert i's fraction of the load, and `relative_load` = E f_i: of each sequence (B, E), or of a batch (E,); no
     gradient. P_i is the mean over tokens of score i divided by the sum of the token's scores, which for a softmax is 1.
     Sources: Switch Transformers, arXiv 2101.03961, equations 4 to 6 (K = 1); GShard, arXiv 2006.16668, algorithm 1; for
     each sequence DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
@@ -74,12 +73,12 @@ def z_loss(logits_BTE: Tensor) -> Tensor:
 
 
 def relative_load(counts: Tensor) -> Tensor:
-    """Counts (..., E) beside their mean over the experts, E f_i; float64."""
+    """Counts (..., E) divided by their mean over the experts, E f_i; float64."""
     return counts.double() * counts.shape[-1] / counts.sum(-1, keepdim=True)
 
 
 def attach(y: Tensor, loss: Tensor) -> Tensor:
-    """`y`, with `loss` (a scalar) put into the backward pass beside it: d loss = 1, whatever the gradient of y is."""
+    """Return `y`, and add `loss` (a scalar) to the backward pass of y: loss gets gradient 1 for any gradient of y."""
     attached: Tensor = _Attach.apply(y, loss)
     return attached
 
@@ -96,24 +95,24 @@ class _Attach(torch.autograd.Function):
 
 
 class Tally:
-    """The load of a layer since it was last asked for; what stands in it is on the device."""
+    """Accumulates the load of a layer over micro-batches, on the device."""
 
     def __init__(self) -> None:
         self._load: Load | None = None
 
     def record(self, x: Tensor, load: Load) -> None:
-        """Add `load` in the backward pass of `x`: once for every microbatch that is learned from, also where its
-        forward pass runs a second time, and never for one that is only evaluated."""
+        """Add `load` in the backward pass of `x`: once for every training micro-batch, also where its forward pass is
+        recomputed, and never in evaluation."""
         if x.requires_grad:
             x.register_hook(lambda _: self.add(load))
 
     def add(self, load: Load) -> None:
-        """Count more."""
+        """Add `load` to the sum."""
         held = self._load
         self._load = load if held is None else Load(*(a + b for a, b in zip(held, load, strict=True)))
 
     def take(self) -> Load | None:
-        """What was counted, which begins anew; None if there was no backward pass."""
+        """Return the sum and reset it; None if there was no backward pass."""
         load, self._load = self._load, None
         return load
 
@@ -121,6 +120,6 @@ class Tally:
 @torch.no_grad()
 def update_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     """In place, b_i += rate * sign(mean count - count_i), with the counts of the whole global batch
-    (Wang et al., arXiv 2408.15664, algorithm 1). Compared as whole numbers, E * count_i with the sum."""
+    (Wang et al., arXiv 2408.15664, algorithm 1). The comparison is exact, of the integers E * count_i and the sum."""
     below_E = torch.sign(counts_E.sum() - counts_E * counts_E.numel())
     bias_E.add_(below_E.to(bias_E.dtype), alpha=rate)

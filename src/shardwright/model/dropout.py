@@ -1,7 +1,7 @@
-"""Dropout of the embedding and of the residual branches, the same for every layout.
+"""Dropout of the embedding and of the residual branches, with the same masks for every layout.
 
-Attention probabilities are never dropped: a fused attention kernel never holds them, so its mask could not
-be keyed by position, and layouts would no longer agree.
+Attention probabilities are never dropped: a fused attention kernel does not store them, so its mask could not depend
+on the position alone, and would differ between layouts.
 
 Shapes: B sequences, T positions, D model.
 """
@@ -13,14 +13,14 @@ from shardwright.model.random import keep_mask, keep_probability
 
 
 class KeyedDropout(nn.Module):
-    """Drops elements with probability `p` and scales the others by the inverse of the share that is kept."""
+    """Drops elements with probability `p` and divides the others by the probability that an element is kept."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
 
     def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None, positions_T: Tensor) -> Tensor:
-        """`x_BTD` with elements dropped by their key, global position and feature; itself in evaluation,
+        """`x_BTD` with dropout, whose mask is a function of key, global position and feature; unchanged in evaluation,
         with p = 0, or without keys."""
         if site_keys_B is None or self.p == 0 or not self.training:
             return x_BTD

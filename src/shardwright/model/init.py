@@ -1,4 +1,4 @@
-"""Initial values that do not depend on the layout: any box of a parameter from the seed and its name."""
+"""Initial values that do not depend on the layout: any box (slice) of a parameter from the seed and its name."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,9 +20,9 @@ def initial_values(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The box [offsets, offsets + shape) of the initial value of the whole parameter `name`.
+    """The box [offsets, offsets + shape) of the initial values of the whole parameter `name`.
 
-    What the parameter's row says, constant or normal; bit-equal for every way of splitting the parameter into boxes.
+    They are constant or normal, as the parameter's row says, and bit-equal for every partition into boxes.
     """
     row = row_of(spec, name)
     if row.std == 0:
@@ -31,17 +31,17 @@ def initial_values(
 
 
 Box = tuple[Tensor, Sequence[int]]
-"""What is held of a parameter, and the index in the whole of it where that begins."""
+"""A shard of a parameter, and the index in the whole parameter where it begins."""
 
 
 def whole(parameter: nn.Parameter) -> Box:
-    """All of it."""
+    """The whole parameter as a box."""
     return parameter, (0,) * parameter.dim()
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, spec: ModelSpec, seed: int, box: Callable[[nn.Parameter], Box] = whole) -> None:
-    """Fill every parameter of a model, or the `box` of it that is held here, with its initial values, in place."""
+    """Fill every parameter of a model, or the `box` of it that this rank holds, with its initial values, in place."""
     for name, parameter in model.named_parameters():
         held, offsets = box(parameter)
         shape = tuple(parameter.shape)

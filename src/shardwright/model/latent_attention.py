@@ -4,12 +4,12 @@
     latent = norm(x W_down)          k, v of every head = latent W_up          one rotated key a token, for all heads
     q = norm(x W_q_down) W_q_up      or q = x W_q
 
-Attention runs on whole keys and values, as in training they are needed once; keeping only the latent, which is what
-the method saves, is for generation.
+Attention runs on full keys and values, since training uses them once; storing only the latent vector is the saving of
+this method in generation.
 
 The rotated elements of a head are paired as everywhere in Shardwright, i with i + P/2. DeepSeek's checkpoints pair 2i
-with 2i + 1: elements of a query and a key changed places alike, which their product does not see, so the rows of those
-weights that make them have to be put in this order once, when they are read.
+with 2i + 1. The scores do not depend on the order of the elements, so it is enough to permute the rows of the weights
+that produce the rotated elements once, when a checkpoint is read.
 
 Shapes: B batch, T tokens, D model, H heads, L latent, N unrotated part of a head, P rotated part, C = N + P, V value.
 """
@@ -29,8 +29,8 @@ from shardwright.model.spec import ModelSpec
 class LatentAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v, with q and k of C elements a head and v of V.
 
-    `attend` is a function like `causal_attention`, and may be replaced by another that gives the same. The number of
-    heads is read off the projections' output, so the module also serves with a part of them.
+    `attend` is `causal_attention` or a replacement that computes the same. The number of heads follows from the output
+    of the projections, so the module also works with a shard of the heads.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         self.o = Linear(heads * latent.v_dim, d, bias=False)
 
     def forward(self, x_BTD: Tensor, rotary_2TP: Tensor | None) -> Tensor:
-        """(B, T, D) -> (B, T, D); tokens stand in their causal order."""
+        """(B, T, D) -> (B, T, D); tokens are in causal order."""
         assert rotary_2TP is not None
         q_input = x_BTD
         if self.q_down is not None and self.q_latent_norm is not None:
@@ -62,16 +62,16 @@ class LatentAttention(nn.Module):
         k_BTHP = rotate(k_BTP.unsqueeze(2), rotary_2TP).expand(-1, -1, k_BTHN.shape[2], -1)
         q_BTHC = torch.cat((q_BTHN, rotate(q_BTHP, rotary_2TP)), -1)
         k_BTHC = torch.cat((k_BTHN, k_BTHP), -1)
-        # Fused kernels want heads of one width. On a CPU, 1024 tokens of 8 heads took 73 ms forward and backward with
-        # zeros behind values of 64 to make them 96 wide, and 173 ms without, through the kernel that keeps all scores.
+        # Fused kernels require values as wide as keys, so values are padded. On a CPU, forward and backward of 1024
+        # tokens with 8 heads took 73 ms with values of 64 padded to 96, and 173 ms with the unfused kernel.
         v_BTHC = F.pad(v_BTHV, (0, sum(self.widths) - v_BTHV.shape[-1]))
         o_BTHV = self.attend(q_BTHC, k_BTHC, v_BTHC)[..., : v_BTHV.shape[-1]]
         return self.o(o_BTHV.flatten(-2))
 
 
 class LatentAndKey(nn.Module):
-    """The two things that all heads read, made by one matrix: (B, T, D) -> the latent vector of keys and values
-    (B, T, L), and the part of the key that is rotated (B, T, P)."""
+    """The matmul whose two outputs all heads read: (B, T, D) -> the latent vector of keys and values (B, T, L), and the
+    rotated part of the key (B, T, P)."""
 
     def __init__(self, d_model: int, kv_rank: int, rope_dim: int) -> None:
         super().__init__()

@@ -1,13 +1,14 @@
 """Every matmul of activations with a weight goes through three functions: `forward`, `input_gradient` and
-`weight_gradient`. Who counts matmuls, or makes them in another type (fp8), changes these three.
+`weight_gradient`. Code that counts matmuls, or runs them in another type (fp8), changes only these three.
 
     y = x W^T + b          dx = dy W          dW = dy^T x          db = the sum of dy over its rows
 
-With `counts_E` the matmul is grouped: rows of x are sorted by expert, counts_E[e] of them (integers) belong to expert e
-and are multiplied by its matrix W_e. Rows after the last counted one give undefined rows, and no gradient of a weight.
+With `counts_E` the matmul is grouped (grouped GEMM): rows of x are sorted by expert, counts_E[e] of them (integers)
+belong to expert e and are multiplied by its matrix W_e. Rows after the last counted one have undefined outputs and do
+not contribute to weight gradients.
 
-`linear` is the function with a gradient that the modules of a model call. Layers whose collectives stand between the
-matmuls (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
+`linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
+(parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
 
 Shapes: x (..., D), W (F, D), y (..., F); grouped: x (R, D), W (E, F, D), y (R, F), for R rows and E experts.
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 def forward(
     x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """y; with `out` (contiguous, not grouped) written into that tensor. A grouped matmul has no bias."""
+    """y; written into `out` (contiguous, not grouped) if given. A grouped matmul has no bias."""
     if counts_E is not None:
         assert bias_F is None
         return grouped_matmul(x, weight, counts_E)
@@ -35,7 +36,7 @@ def forward(
 
 
 def input_gradient(dy: Tensor, weight: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
-    """dx; with `add_to` (contiguous, not grouped) added to that tensor in place."""
+    """dx; added to `add_to` (contiguous, not grouped) in place if given."""
     if counts_E is not None:
         return grouped_matmul(dy, weight.mT, counts_E)
     if add_to is None:
@@ -45,7 +46,7 @@ def input_gradient(dy: Tensor, weight: Tensor, counts_E: Tensor | None = None, a
 
 
 def weight_gradient(dy: Tensor, x: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
-    """dW; with `add_to` added to that tensor in place. An expert without rows has gradient 0."""
+    """dW; added to `add_to` in place if given. An expert without rows has gradient 0."""
     if counts_E is not None:
         dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
         return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
@@ -54,15 +55,15 @@ def weight_gradient(dy: Tensor, x: Tensor, counts_E: Tensor | None = None, add_t
 
 
 Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
-"""Takes (weight, dy, x, counts_E) and sees to it that the weight's gradient is added to its `.grad` later."""
+"""Takes (weight, dy, x, counts_E); computes the weight's gradient later and adds it to its `.grad`."""
 
 defer: Defer | None = None
-"""While it is set, backward passes hand it the gradients of weights instead of computing them."""
+"""While set, backward passes call it instead of computing the gradients of weights."""
 
 
 def weight_gradient_or_defer(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None) -> Tensor | None:
-    """dW for a backward pass to return: None where it is computed later."""
-    # A compiled backward pass is one piece, so it does not look at `defer`, which changes while it runs.
+    """dW as the result of a backward pass; None where it is deferred."""
+    # A compiled backward pass cannot be split, so it does not read `defer`, which changes at run time.
     if torch.compiler.is_compiling() or defer is None:
         return weight_gradient(dy, x, counts_E)
     defer(weight, dy, x, counts_E)
@@ -77,7 +78,7 @@ def linear(
     *,
     saves_first: bool = False,
 ) -> Tensor:
-    """y, with a gradient. `saves_first`: what the backward pass needs is saved before the matmul and not after it."""
+    """y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after it."""
     saves_first = saves_first and not torch.compiler.is_compiling()
     y: Tensor = _Linear.apply(x, weight, bias_F, counts_E, saves_first)
     if saves_first:
@@ -91,7 +92,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias_F: Tensor | None, counts_E: Tensor | None, saves_first: bool
     ) -> Tensor:
-        # The weight itself beside what is saved of it: where a block is computed again, that is a copy.
+        # The weight itself, beside the saved tensor: with activation checkpointing the saved tensor is another object.
         ctx.weight, ctx.has_bias = weight, bias_F is not None
         ctx.save_for_backward(x, weight, counts_E)
         if saves_first:
@@ -108,26 +109,25 @@ class _Linear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose matmuls are those of this file."""
+    """`nn.Linear` that uses the matmuls of this file."""
 
     saves_first = False
-    """For a block that is computed again in the backward pass: that ends when all it has to save is saved, and so
-    leaves out its last matmul."""
+    """Set for blocks under activation checkpointing: the recomputation stops when all tensors are saved again, and so
+    skips the last matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, saves_first=self.saves_first)
 
 
 def has_grouped_mm(x: Tensor, *widths: int) -> bool:
-    """Whether PyTorch multiplies groups of rows of this type: 16- and 32-bit floats in rows of whole 16 bytes (what
-    torch 2.13 checks; in 64 bits, or with other rows, it raises)."""
+    """Whether PyTorch's grouped matmul supports this type: 16- and 32-bit floats, in rows whose bytes are a multiple of
+    16 (torch 2.13 raises for 64 bits and for other rows)."""
     aligned = all(width * x.element_size() % 16 == 0 for width in widths)
     return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and aligned
 
 
-# Operators of their own, for three reasons: PyTorch's is refused by fake tensors (and so by the compiler) in 32 bits
-# although it runs; in 64 bits there is none, and a loop needs the counts as numbers; and inside an operator neither
-# is seen from outside.
+# Custom operators, since PyTorch's grouped matmul rejects 32-bit fake tensors (and so fails under torch.compile), and
+# does not support 64 bits, for which a loop reads the counts on the host. Neither is visible outside of an operator.
 
 
 @torch.library.custom_op("shardwright::grouped_matmul", mutates_args=())

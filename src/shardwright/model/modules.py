@@ -1,16 +1,16 @@
-"""The parameters of a model, one row for each: the one place where their names, shapes and roles are written.
+"""The parameters of a model, one row for each: the only place that defines their names, shapes and roles.
 
-Counts of parameters, initial values, the split over tensor-parallel ranks, matmuls and FLOPs, the memory and time of
-the cost model, and the groups of the optimizer are all read from these rows. A family of models is a function that
-gives the rows of a layer, and the module that runs the layer; `register` adds one, ours as well as a user's.
+Parameter counts, initial values, the split over tensor-parallel ranks, matmuls and FLOPs, the memory and time of the
+cost model, and the optimizer's parameter groups are all read from these rows. A family of models is a function that
+yields the rows of a layer, and the module that runs the layer; `register` adds one, ours as well as a user's.
 
 | split      | dim split over tp             | a rank's input of the matmul        | a rank's output                 |
 | ---------- | ----------------------------- | ----------------------------------- | ------------------------------- |
-| column     | 0, output features            | all features                        | its part of the output features |
+| column     | 0, output features            | all features                        | its shard of output features    |
 | kv_column  | 0, by kv head; with fewer kv heads than ranks, tp / heads ranks hold a replica of one head           |||
-| row        | 1, input features             | its part of the input features      | all features, after a sum       |
+| row        | 1, input features             | its shard of input features         | all features, after a sum       |
 | vocabulary | 0, token ids                  | embedding: token ids                | all features, after a sum       |
-|            |                               | head: all features                  | logits of its part of the ids   |
+|            |                               | head: all features                  | logits of its shard of the ids  |
 | replicated | none                          | all tokens, or its token shard under sequence parallelism            ||
 | per_head   | none                          | the rank's heads                    | the rank's heads                |
 | experts    | none; dim 0 is split over ep  | rows of the tokens routed to them   | rows of the same tokens         |
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from shardwright.model.spec import ModelSpec
 
 Kind = Literal["matrix", "embedding", "head", "norm", "bias", "router", "expert", "balance"]
-"""`matrix`: a hidden matrix; `balance`: not trained, follows the load of the experts."""
+"""`matrix`: a hidden matrix; `balance`: not trained by gradients, updated from the load of the experts."""
 Split = Literal["column", "kv_column", "row", "vocabulary", "replicated", "per_head", "experts"]
 Tokens = Literal["all", "routed"]
-"""Which tokens a matmul is done for: all, or those that the router sends to an expert."""
+"""The tokens of a matmul: all, or those that the router sends to an expert."""
 
 SPLIT_DIM: dict[Split, int] = {"column": 0, "kv_column": 0, "vocabulary": 0, "row": 1}
-"""The dim of a parameter that is split over tp; the other splits leave it whole."""
+"""The dim of a parameter that is sharded over tp; with the other splits it is replicated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class Row:
     `matmul`: the tokens for which it is multiplied; None for norms, biases and embeddings that are only looked up.
     `input`: the tensor that the matmul reads. Rows of a layer with one `input` and split over their outputs are one
     matmul, and one all-gather or all-reduce of that tensor over tp.
-    `ordered`: the output is used with tokens in the order of the sequence (attention); otherwise each token is used
-    alone, and any order will do.
-    `parts`: the logical matrices that are stacked along the output dim, as (name, rows), and `heads`, how often that
-    stack is repeated: the K and V rows of every head in latent attention.
-    `every_head`: the last so many outputs are read by the heads of all tp ranks (the rotated key of latent attention).
-    `counted`: whether a published number of parameters includes it.
+    `ordered`: the output needs the tokens in the order of the sequence (attention); otherwise each token is computed on
+    its own, and any order will do.
+    `parts`: the logical matrices that are stacked along the output dim, as (name, rows); `heads`: how often that stack
+    is repeated (the K and V rows of every head in latent attention).
+    `every_head`: the number of last outputs that the heads of all tp ranks read (the rotated key of latent attention).
+    `counted`: whether published parameter counts include it.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def split_dim(self) -> int | None:
-        """The dim that is split over tp; None where every rank of tp has the whole parameter."""
+        """The dim that is sharded over tp; None where every rank of tp has the whole parameter."""
         return SPLIT_DIM.get(self.split)
 
     @property
@@ -119,8 +119,8 @@ def linear(
     ordered: bool = False,
     every_head: int = 0,
 ) -> Iterator[Row]:
-    """The rows of a linear: its weight (n_out, n_in) and, with `bias`, its bias (n_out,), which is split as the output
-    is: with the weight, or not at all behind a row-parallel weight."""
+    """The rows of a linear: its weight (n_out, n_in) and, with `bias`, its bias (n_out,), which is sharded like the
+    output: with a column-parallel weight, but not with a row-parallel one."""
     yield Row(
         name=f"{name}.weight",
         shape=(n_out, n_in),
@@ -196,7 +196,7 @@ def feed_forward(
     spec: "ModelSpec", name: str, width: int, input: str = "ffn_norm", ordered: bool = False
 ) -> Iterator[Row]:
     """A feed-forward network of inner width `width` (`model.feed_forward.FeedForward`), which reads `input`. `ordered`
-    where attention reads that too."""
+    if attention reads `input` too."""
     for inner in ("gate", "up") if spec.activation == "swiglu" else ("up",):
         yield from linear(
             f"{name}.{inner}", width, spec.d_model, "column", input,
@@ -236,8 +236,8 @@ def _expert(name: str, shape: tuple[int, int, int], input: str, std: float) -> R
 
 
 def residual_std(spec: "ModelSpec") -> float:
-    """Standard deviation of the initial projections that add to the residual stream: init_std / sqrt(2 L), L layers, so
-    that the sum over the 2 L of them keeps its variance (GPT-2, Radford et al. 2019, section 2.3)."""
+    """Initial standard deviation of the projections that add to the residual stream: init_std / sqrt(2 L), L layers, so
+    that the variance of the sum of all 2 L of them does not grow with L (GPT-2, Radford et al. 2019, section 2.3)."""
     return spec.init_std / math.sqrt(2 * spec.n_layers)
 
 
@@ -251,13 +251,13 @@ def decoder_layer(spec: "ModelSpec", layer: int) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models: what a layer has, and the module that runs it.
+    """A family of models: the parameters of a layer, and the module that runs it.
 
     `layer`: (spec, number of the layer) -> its rows, in the order in which the forward pass uses them.
     `block`: (spec, number of the layer) -> nn.Module with parameters of exactly those names and shapes, whose forward
-    takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and gives x_BTD; or where to import it from,
-    as "module:name". A module in it with an attribute `attend` gets context-parallel attention in its place.
-    `problems`: what a spec breaks of the family's own rules, one sentence each.
+    takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and returns x_BTD; or where to import it from,
+    as "module:name". With cp, an attribute `attend` of its modules is replaced by context-parallel attention.
+    `problems`: spec -> the rules of the family that it breaks, one sentence each.
     """
 
     name: str
@@ -276,7 +276,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Add a family, whose name `[model] family` may then say. Raises ConfigError for a name that is taken."""
+    """Add a family; its name is then valid for `[model] family`. Raises ConfigError for a name that is taken."""
     return extensions.add(FAMILIES, "a model family", family)
 
 
@@ -292,8 +292,8 @@ register(
 
 @cache
 def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
-    """The parameters of layer number `layer`, with names within the layer. Raises ConfigError where rows that are split
-    over their outputs read one tensor and do not agree on the order of tokens."""
+    """The parameters of layer number `layer`, with names within the layer. Raises ConfigError where column-parallel
+    rows read the same tensor and differ in `ordered`."""
     found = tuple(FAMILIES[spec.family].layer(spec, layer))
     ordered: dict[str, Row] = {}
     for row in (row for row in found if row.split in ("column", "kv_column") and row.input):
@@ -308,8 +308,7 @@ def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
 
 @cache
 def end_rows(spec: "ModelSpec") -> tuple[Row, ...]:
-    """The parameters before the first layer and after the last. The matrix of a tied embedding is one row, with a
-    matmul."""
+    """The parameters before the first layer and after the last. A tied embedding is one row, with a matmul."""
     h, vocabulary, std = spec.d_model, spec.vocab_size, spec.init_std
     embedding = Row(
         name="embedding.weight", shape=(vocabulary, h), kind="embedding", split="vocabulary", std=std,

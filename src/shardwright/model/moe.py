@@ -20,32 +20,33 @@ from shardwright.model.spec import ModelSpec
 
 
 class Routing(NamedTuple):
-    """What a router decided."""
+    """The result of a router: the experts of each token, their weights, the load and the losses."""
 
     experts_BTK: Tensor
     """int64"""
     weights_BTK: Tensor
-    """fp32 or wider; 0 for pairs that are dropped."""
+    """fp32 or wider; 0 for dropped pairs."""
     kept_BTK: Tensor | None
-    """Which pairs are not dropped; None if none is."""
+    """Which pairs are not dropped; None if none is dropped."""
     asked_BE: Tensor
     """Tokens of each sequence that picked each expert; int64."""
     given_E: Tensor
-    """Tokens that go to each expert: as many as picked it, less those that are dropped; int64."""
+    """Tokens that each expert computes: those that picked it, less those that are dropped; int64."""
     aux_loss: Tensor | None
-    """With its coefficient, a mean over the sequences that are here; scalar, None outside training or without one."""
+    """The balance loss with its coefficient, a mean over the local sequences; scalar, None outside of training or if it
+    is off."""
     z_loss: Tensor | None
-    """The same."""
+    """The z-loss, likewise."""
 
 
 class Router(nn.Module):
-    """Picks K experts for every token and weighs them, in fp32 or wider whatever the type of weights and tokens.
+    """Picks K experts for every token and computes their weights, in fp32 or wider for any type of parameters.
 
         logits = x W^T      scores s = softmax(logits) or sigmoid(logits)      picked = top K of s + bias
         weight_e = scale * s_e / sum of s over picked, or scale * s_e
 
-    With groups, a token picks within its best ones. The score of a group is that of its best expert for a softmax
-    (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) and the sum of its two best with their biases for a sigmoid
+    With groups of experts, a token picks from its best groups. The score of a group is that of its best expert for a
+    softmax (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) and the sum of its two best, with their biases, for a sigmoid
     (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
@@ -54,11 +55,11 @@ class Router(nn.Module):
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(moe.n_experts, d_model))
         self.bias = nn.Parameter(torch.zeros(moe.n_experts), requires_grad=False) if moe.bias_rate else None
-        # Load of the step before, beside an even one.
+        # Load of the previous step, relative to the mean (`relative_load`).
         self.load = nn.Parameter(torch.ones(moe.n_experts), requires_grad=False) if moe.keeps_load else None
 
     def forward(self, x_BTD: Tensor) -> Routing:
-        """(B, T, D) -> what is to be done with each token."""
+        """Route every token of (B, T, D)."""
         moe = self.moe
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
@@ -78,7 +79,7 @@ class Router(nn.Module):
         return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
 
     def pick(self, scores_BTE: Tensor) -> Tensor:
-        """The experts of every token, (B, T, K), all different. The bias has a say here and not in the weights."""
+        """The K different experts of every token, (B, T, K). The bias affects this choice, but not the weights."""
         moe = self.moe
         ranked_BTE = scores_BTE if self.bias is None else scores_BTE + self.bias.to(scores_BTE.dtype)
         if moe.groups_per_token < moe.n_groups:
@@ -91,17 +92,16 @@ class Router(nn.Module):
         return ranked_BTE.topk(moe.top_k).indices
 
     def keep(self, experts_BTK: Tensor) -> Tensor:
-        """Which pairs are among the first of their expert in their sequence, in the order of tokens, as many as its
-        capacity; (B, T, K).
+        """Which pairs are within the capacity of their expert, which keeps the first tokens of a sequence; (B, T, K).
 
-        The sequence is the group that capacity is counted in, so that what is dropped does not depend on which
-        sequences share a microbatch or a rank.
+        Capacity is counted per sequence, so that dropped tokens do not depend on which sequences share a micro-batch or
+        a rank.
         """
         places_BTE = picked(experts_BTK, self.moe.n_experts).cumsum(1, dtype=torch.int32)
         return places_BTE.gather(-1, experts_BTK) <= self.moe.capacity(experts_BTK.shape[1])
 
     def losses(self, scores_BTE: Tensor, logits_BTE: Tensor, asked_BE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Balance loss and z-loss of `Routing`; `asked_BE` are the tokens of a sequence that picked each expert."""
+        """Balance loss and z-loss of `Routing`; `asked_BE`: tokens of each sequence that picked each expert."""
         moe, aux, z = self.moe, None, None
         if moe.aux_loss:
             load = relative_load(asked_BE) if self.load is None else self.load
@@ -112,7 +112,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def learn(self, counts_E: Tensor) -> None:
-        """To be called after each step with the tokens of the whole global batch that picked each expert."""
+        """Update the selection bias and the stored load after a step; `counts_E`: tokens of the whole global batch that
+        picked each expert."""
         if self.bias is not None:
             update_bias(self.bias, counts_E, self.moe.bias_rate)
         if self.load is not None:
@@ -120,7 +121,7 @@ class Router(nn.Module):
 
 
 def count(experts_BTK: Tensor, n_experts: int) -> Tensor:
-    """How often each expert stands in each sequence; (B, E) int64."""
+    """Tokens of each sequence that picked each expert; (B, E) int64."""
     picked_BP = experts_BTK.flatten(1)
     return picked_BP.new_zeros(picked_BP.shape[0], n_experts).scatter_add_(1, picked_BP, torch.ones_like(picked_BP))
 
@@ -143,7 +144,7 @@ class MoE(nn.Module):
         self.shared = FeedForward(spec, shared) if shared else None
         self.tally = Tally()
         self.last_load: Load | None = None
-        """Of the last forward pass."""
+        """The load of the last forward pass."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
@@ -167,25 +168,25 @@ class MoE(nn.Module):
         return y_BTD
 
     def run(self, rows_RD: Tensor, counts_E: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the experts give for their rows, (R, D), and the shared experts for all tokens, (B, T, D)."""
+        """Outputs of the experts for their rows, (R, D), and of the shared experts for all tokens, (B, T, D)."""
         shared_BTD = None if self.shared is None else self.shared(x_BTD)
         return self.experts(rows_RD, counts_E), shared_BTD
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """The mixtures of a model, or of a pipeline stage of one, by the number of their layer in the whole model."""
+    """The mixtures of a model, or of a pipeline stage, by the number of their layer in the whole model."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     return {name.removeprefix("layers.").split(".")[0]: module for name, module in found.items()}
 
 
 def take_load(model: nn.Module) -> dict[str, Load]:
-    """What each layer was given in the backward passes since the last call, by the number of the layer."""
+    """The load of each layer in the backward passes since the last call, by the number of the layer."""
     taken = {name: layer.tally.take() for name, layer in expert_layers(model).items()}
     return {name: load for name, load in taken.items() if load is not None}
 
 
 def learn_from_load(model: nn.Module, counts: Mapping[str, Tensor]) -> None:
-    """Let the routers follow the load of the whole global batch: `counts` (E,) by the number of the layer."""
+    """Update the routers from the load of the whole global batch: `counts` (E,) by the number of the layer."""
     layers = expert_layers(model)
     for name, counts_E in counts.items():
         layers[name].router.learn(counts_E)

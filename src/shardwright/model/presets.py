@@ -1,11 +1,10 @@
 """Named model sizes: a debug model, open models, and the GPT family of published runs; no torch.
 
 Sources: the `config.json` of each Hugging Face model, for `deepseek-v3` also sections 2.1, 4.1 and 4.2 of its report
-(arXiv 2412.19437); it is the model as pretrained on sequences of 4096, without the later stretching of its context
-and without the module that predicts a second token. Coefficients of balance losses are the published ones; the loss
-itself is defined as in `balance.py`, whatever the code they were published with. For `gpt-*` table 1 of Narayanan et
-al. (SC21, arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests hold the totals to the
-published ones.
+(arXiv 2412.19437); it is the model as pretrained on sequences of 4096, without the later context extension and without
+the multi-token prediction module. Coefficients of balance losses are the published ones; the loss itself is that of
+`balance.py`, which may differ from the code they were published with. For `gpt-*` table 1 of Narayanan et al. (SC21,
+arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests compare the totals with published ones.
 """
 
 from dataclasses import replace
@@ -19,7 +18,7 @@ _SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ffn", "
 
 
 def _spec(*sizes: int, **more: Any) -> ModelSpec:
-    """A model from its `_SIZES`, in that order, and what is not at its default."""
+    """A model from its `_SIZES`, in that order, and the fields that are not at their defaults."""
     return ModelSpec(**more | dict(zip(_SIZES, sizes, strict=True)))
 
 
@@ -103,7 +102,7 @@ PRESETS: dict[str, ModelSpec] = {
     "gpt-530b": _gpt(105, 20480, 128),
     "gpt-1t": _gpt(128, 25600, 160),
 }
-# One model under the name of either paper: SC21 prints the exact size, Korthikanti et al. the round one.
+# The same model under the names of both papers: SC21 prints the exact size, Korthikanti et al. a rounded one.
 PRESETS["gpt-529.6b"] = PRESETS["gpt-530b"]
 PRESETS["gpt-1008b"] = PRESETS["gpt-1t"]
 

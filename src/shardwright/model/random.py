@@ -1,13 +1,13 @@
-"""Random numbers as a pure function of where they stand: (seed, name, element index), never of who asks.
+"""Counter-based random numbers: a pure function of (seed, name, element index), the same on every rank.
 
-Initial weights and dropout masks come from here. Any shard computes its own part, and every way of splitting
-a tensor, chunking the work or vectorising a loop gives the same bits.
+Initial weights and dropout masks come from here. Each rank computes the values of its own shard, and every partition of
+a tensor, chunk size and vectorisation gives the same bits.
 
 The generator is splitmix64 (Steele, Lea, Flood, OOPSLA 2014): element i of a stream is mix(key + i * golden),
 where mix is a bijection of 64-bit words. Torch has no unsigned 64-bit arithmetic, so words are int64 that
 wrap, and a logical shift is an arithmetic one with the copied sign bits masked away. Per element there are
-only integer operations, table look-ups, and float64 sums and products: a transcendental function may differ
-in its last bit between the vector loop and its scalar tail, and with it the shards.
+only integer operations, table look-ups, and float64 sums and products: the last bit of a transcendental function
+may differ between a vectorised loop and its scalar remainder, and so between shards.
 
 Shapes: B sequences, T positions, D features.
 """
@@ -32,8 +32,8 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
-# Elements at a time. Temporaries are about ten times this in words: on a CPU they should stay in its cache
-# (a quarter of the time of 4M-element chunks), on an accelerator a kernel should be worth its launch.
+# Elements of a chunk. Temporary tensors take about ten times as many words: on a CPU they should fit into the cache
+# (a quarter of the time of 4M-element chunks), on an accelerator a kernel should take longer than its launch.
 _CHUNK_CPU = 2**16
 _CHUNK_ACCELERATOR = 2**22
 
@@ -42,14 +42,14 @@ _LANE_VALUES = 2**16
 
 
 def _mix(words: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 words of any shape: a bijection that spreads every bit over all."""
+    """splitmix64's finaliser on int64 words of any shape: a bijection whose every input bit affects all output bits."""
     words = (words ^ ((words >> 30) & (2**34 - 1))) * _MIX_1
     words = (words ^ ((words >> 27) & (2**37 - 1))) * _MIX_2
     return words ^ ((words >> 31) & (2**33 - 1))
 
 
 def _key(seed: int, name: str) -> int:
-    """The start of the stream `name` of `seed`: 64 bits of sha256, so that near names lie far apart."""
+    """The start of the stream `name` of `seed`: 64 bits of sha256, so that similar names get unrelated streams."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
 
 
@@ -79,7 +79,7 @@ def normal(
 ) -> Tensor:
     """The box [offsets, offsets + shape) of the normal tensor `name` of `global_shape`, mean 0 and `std`.
 
-    Element values depend on seed, name and the row-major index in the global tensor alone. They are the
+    Element values depend only on seed, name and the row-major index in the global tensor. They are the
     inverse CDF of the normal distribution, linear between 2**16 + 1 equally likely knots, computed in
     float64, scaled there and rounded once to `dtype`. Tails end at 4.33 std, where one in 65,000 of a true
     normal lies beyond, and the standard deviation is within 2e-4 of `std`. Temporary memory is bounded
@@ -119,25 +119,25 @@ def normal(
 def sample_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
     """One int64 dropout key for each sequence of a step, from its int64 id in the data; shape (B,).
 
-    A sequence keeps its key whichever rank or microbatch it falls to.
+    The key of a sequence does not depend on its rank or micro-batch.
     """
     return _mix(sample_ids_B * _GOLDEN + _key(seed, f"dropout/{step}"))
 
 
 def site_keys(keys_B: Tensor, first_site: int, n_sites: int) -> Tensor:
-    """Keys of `n_sites` places in the network, from those of the sequences; int64 (n_sites, B).
+    """Keys of `n_sites` dropout sites in the network, from those of the sequences; int64 (n_sites, B).
 
-    They are made outside the block, so that a block compiled once serves every layer.
+    They are computed outside of the block, so that one compiled block serves every layer.
     """
     sites_S = torch.arange(first_site, first_site + n_sites, device=keys_B.device)
     return _mix(keys_B + sites_S[:, None] * _GOLDEN)
 
 
 def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float) -> Tensor:
-    """Which elements dropout keeps: bool (B, T, d), a function of key, GLOBAL position and feature alone.
+    """Which elements dropout keeps: bool (B, T, d), a function of only key, GLOBAL position and feature.
 
-    Each 64-bit word gives four features 16 bits each, which makes it a quarter of the work, so `p` acts to
-    the nearest 1/65536: `keep_probability(p)` is the exact share that is kept.
+    Each 64-bit word serves four features with 16 bits each, which is a quarter of the work, so `p` is rounded to a
+    multiple of 1/65536: `keep_probability(p)` is the exact probability that an element is kept.
     """
     rows_BT = _mix(site_keys_B[:, None] + positions_T * _GOLDEN)
     groups_G = torch.arange(1, math.ceil(d / _LANES) + 1, device=positions_T.device) * _GOLDEN

@@ -2,7 +2,7 @@
 
 Element i of a head is paired with element i + C/2, the order of Hugging Face's weights.
 
-Shapes: B batch, T tokens, H heads, C width of what is rotated of one head: `rope_dim`, mostly all of it.
+Shapes: B batch, T tokens, H heads, C rotated elements of one head: `rope_dim`, usually the whole head.
 """
 
 import math
@@ -14,11 +14,11 @@ from shardwright.model.spec import ModelSpec
 
 
 def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Radians by which each pair turns per position; float64 (C/2,).
+    """Radians by which each pair is rotated per position; float64 (C/2,).
 
-    f_i = theta ** (-2i / C). With scaling, pairs that turn fewer than `low_freq_factor` times in the original
-    context are slowed by `factor`, those above `high_freq_factor` are not, and between the two it is linear
-    in the turns (Llama 3.1 reference code).
+    f_i = theta ** (-2i / C). With scaling, the frequency of pairs with fewer than `low_freq_factor` turns in the
+    original context is divided by `factor`, that of pairs with more than `high_freq_factor` is unchanged, and between
+    the two it is interpolated linearly in the turns (Llama 3.1 reference code).
     """
     exponents = torch.arange(0, spec.rope_dim, 2, device=device, dtype=torch.float64) / spec.rope_dim
     turning = spec.rope_theta**-exponents
@@ -34,8 +34,8 @@ def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
 def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
     """Cosines, and sines with the sign of the rotation, for any positions in any order; (2, T, 1, C).
 
-    Angles are float64 and rounded once to `dtype`. The table is made in every forward pass and never kept,
-    so there is nothing that `to_empty`, a move to another device or a dry run could leave wrong.
+    Angles are computed in float64 and rounded once to `dtype`. The table is computed in every forward pass and not
+    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one.
     """
     angles_TC = positions_T[:, None].to(torch.float64) * frequencies(spec, positions_T.device)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
@@ -44,9 +44,9 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Te
 
 
 def rotate(x_BTHC: Tensor, rotary_2TC: Tensor) -> Tensor:
-    """Each pair of a head turned by the angle of its position.
+    """Rotate each pair of a head by the angle of its position.
 
-    Rolling by half a head swaps the members of every pair; the sign is in the table. On a CPU this took
+    A roll by half a head swaps the elements of every pair; the sign is in the table. On a CPU this took
     0.90 ms forward and backward for the 12 heads of the benchmark's layer, against 1.07 ms with
     split, negation and concatenation.
     """

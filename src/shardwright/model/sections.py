@@ -1,4 +1,4 @@
-"""The parts of a decoder that not every one has, each a table of its own in the run file; no torch.
+"""The optional parts of a decoder, each with its own table in the run file; no torch.
 
 Notation of the formulas: E experts, K experts per token, G groups of experts, T tokens of a sequence.
 """
@@ -25,14 +25,14 @@ def descriptions(section: type[Described]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's stretching of the rotary frequencies, for contexts longer than the pretraining one."""
+    """Llama-3's scaling of the rotary frequencies, for contexts longer than that of pretraining."""
 
-    factor: float = field(metadata={"help": "How many times slower the slowest pairs of elements turn."})
+    factor: float = field(metadata={"help": "Divides the lowest frequencies."})
     low_freq_factor: float = field(
-        metadata={"help": "Pairs with fewer turns than this in original_max_seq_len are slowed by factor."}
+        metadata={"help": "Frequencies with fewer turns than this in original_max_seq_len are divided by factor."}
     )
     high_freq_factor: float = field(
-        metadata={"help": "Pairs with more turns than this in original_max_seq_len stay as they are."}
+        metadata={"help": "Frequencies with more turns than this in original_max_seq_len are unchanged."}
     )
     original_max_seq_len: int = field(
         metadata={"help": "Sequence length of the pretraining before the extension, in tokens."}
@@ -57,55 +57,55 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts in the place of the feed-forward network: a router sends each token to a few of many."""
+    """A mixture of experts instead of the feed-forward network: a router sends each token to a few of the experts."""
 
     n_experts: int = field(metadata={"help": "Experts of a layer, of which a router picks top_k for each token."})
-    top_k: int = field(metadata={"help": "Experts that a token goes to."})
+    top_k: int = field(metadata={"help": "Experts that compute each token."})
     d_ffn: int = field(metadata={"help": "Inner width of one expert."})
     n_shared: int = field(
-        default=0, metadata={"help": "Shared experts, which every token goes through: one network of n_shared * d_ffn."}
+        default=0, metadata={"help": "Shared experts, which compute every token: one network of n_shared * d_ffn."}
     )
     first_dense: int = field(
-        default=0, metadata={"help": "So many first layers have the plain network, of model.d_ffn, and no experts."}
+        default=0, metadata={"help": "Number of first layers with a dense network, of model.d_ffn, and no experts."}
     )
     score: Score = field(
         default="softmax",
-        metadata={"help": "From the router's logits to scores: softmax over the experts, or sigmoid of each."},
+        metadata={"help": "Function from the router's logits to scores: softmax over the experts, or sigmoid of each."},
     )
     normalise: bool = field(
-        default=True, metadata={"help": "Divide the scores of a token's top_k by their sum to make them weights."}
+        default=True, metadata={"help": "Divide the scores of a token's top_k experts by their sum."}
     )
     weight_scale: float = field(
         default=1.0, metadata={"help": "The weights are multiplied by this (DeepSeek's routed scaling factor)."}
     )
     n_groups: int = field(
-        default=1, metadata={"help": "Consecutive experts form groups of equal size; with nodes in mind, one each."}
+        default=1, metadata={"help": "Number of equal groups of consecutive experts, for example one for each node."}
     )
     groups_per_token: int = field(
-        default=1, metadata={"help": "A token picks its experts in so many groups, those with the best scores."}
+        default=1, metadata={"help": "Number of groups, those with the best scores, from which a token picks experts."}
     )
     capacity_factor: float = field(
         default=0.0,
         metadata={
-            "help": "An expert takes up to ceil(capacity_factor * tokens * top_k / n_experts) tokens of a sequence and "
-            "drops later ones; 0: it takes all."
+            "help": "An expert computes at most ceil(capacity_factor * tokens * top_k / n_experts) tokens of a "
+            "sequence and drops later ones; 0: no limit."
         },
     )
     bias_rate: float = field(
         default=0.001,
         metadata={
-            "help": "Balance without a loss: after each step the bias by which experts are picked, not weighted, goes "
-            "up by this for those with less than the mean load and down for those with more; 0: no bias."
+            "help": "Balancing without a loss: after each step the selection bias of an expert, which does not affect "
+            "its weight, is raised by this if its load is below the mean and lowered if it is above; 0: no bias."
         },
     )
     aux_loss: float = field(
-        default=0.0, metadata={"help": "Coefficient of the balance loss, which is 1 where the load is even; 0: none."}
+        default=0.0, metadata={"help": "Coefficient of the balance loss, which is 1 for a uniform load; 0: none."}
     )
     aux_scope: AuxScope = field(
         default="sequence",
         metadata={
-            "help": "sequence: the load of each sequence is balanced; batch: that of the global batch, taken from the "
-            "step before."
+            "help": "sequence: the load of each sequence is balanced; batch: that of the global batch, counted in the "
+            "previous step."
         },
     )
     z_loss: float = field(
@@ -117,16 +117,16 @@ class MoESpec:
 
     @property
     def keeps_load(self) -> bool:
-        """Whether the balance loss needs to know the load of the step before."""
+        """Whether the balance loss needs the load of the previous step."""
         return self.aux_loss > 0 and self.aux_scope == "batch"
 
     def capacity(self, n_tokens: int) -> int:
-        """Tokens of a sequence that an expert takes: ceil(factor T K / E) (GShard, arXiv 2006.16668, section 2.2, with
-        a sequence as the group)."""
+        """Maximum tokens of a sequence that an expert computes: ceil(factor T K / E) (GShard, arXiv 2006.16668, section
+        2.2, with a sequence as the group)."""
         return ceil(self.capacity_factor * n_tokens * self.top_k / self.n_experts)
 
     def problems(self, n_layers: int, max_seq_len: int) -> Iterator[str]:
-        """Every broken rule, for a model of so many layers and sequences of up to so many tokens."""
+        """Every broken rule, for a model of `n_layers` layers and sequences of up to `max_seq_len` tokens."""
         experts, k, groups = self.n_experts, self.top_k, self.n_groups
         sizes = ("n_experts", "top_k", "d_ffn", "n_groups", "groups_per_token")
         broken = [name for name in sizes if getattr(self, name) < 1]
@@ -196,7 +196,7 @@ class LatentAttentionSpec:
     v_dim: int = field(metadata={"help": "Width of a value head; model.head_dim has to be equal to it."})
 
     def problems(self) -> Iterator[str]:
-        """Every broken rule by itself."""
+        """Every broken rule, one sentence each."""
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             if getattr(self, name) < 1:
                 yield f"latent_attention.{name}={getattr(self, name)} is not positive; valid: 1 or more"

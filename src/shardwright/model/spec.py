@@ -1,8 +1,8 @@
-"""The sizes and choices that define a decoder, and what follows from them by arithmetic; no torch.
+"""The sizes and choices that define a decoder, and its parameter and FLOP counts; no torch.
 
 Notation of the formulas: L layers, h d_model, H heads, K kv heads, c head_dim, f d_ffn, V vocab_size,
 s sequence length; of mixtures E experts, k experts per token, g d_ffn of an expert, S shared experts; of latent
-attention r ranks, n and p the parts of a head without and with rotation, v its values.
+attention r widths of the latent vectors, n and p unrotated and rotated elements of a head, v width of a value head.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ Positions = Literal["rope", "learned"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Everything that defines a decoder; `problems()` says whether the values fit together.
+    """Everything that defines a decoder; `problems()` lists inconsistent values.
 
-    The head never has a bias, and the embedding and residual dropout share one probability. Attention
-    probabilities are never dropped (see model/dropout.py).
+    The head never has a bias, and embedding and residual dropout have the same probability. Attention probabilities are
+    never dropped (see model/dropout.py).
     """
 
     family: str = field(
         default="decoder",
-        metadata={"help": "What a layer is made of: decoder, or a family registered by an extension."},
+        metadata={"help": "Family of models, which defines the layers: decoder, or one registered by an extension."},
     )
     n_layers: int = field(metadata={"help": "Transformer layers."})
     d_model: int = field(metadata={"help": "Width of the residual stream."})
@@ -69,12 +69,12 @@ class ModelSpec:
         metadata={"help": "Probability of dropping an element of the embedding and of each residual branch."},
     )
     moe: MoESpec | None = field(
-        default=None, metadata={"help": "Experts in the place of the feed-forward network, or none."}
+        default=None, metadata={"help": "Mixture of experts instead of the feed-forward network, or none."}
     )
     latent_attention: LatentAttentionSpec | None = field(
-        default=None, metadata={"help": "Keys and values from a narrow vector a token (DeepSeek), or none."}
+        default=None, metadata={"help": "Multi-head latent attention (DeepSeek), or none."}
     )
-    init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial matrices."})
+    init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
 
     def problems(self) -> list[str]:
         """Every broken rule, each with the value, the rule and what is valid; empty if there is none."""
@@ -139,7 +139,7 @@ class ModelSpec:
             yield "qk_norm=true goes with plain attention; latent_attention has norms of its own"
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer number `layer` has a mixture of experts in the place of its feed-forward network."""
+        """Whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
         return self.moe is not None and layer >= self.moe.first_dense
 
     @property
@@ -160,29 +160,29 @@ class ModelSpec:
 
     @property
     def n_parameters(self) -> int:
-        """All trained numbers, with the biases by which experts are picked; a tied embedding counts once."""
+        """All trained parameters, with the selection biases of experts; a tied embedding counts once."""
         return sum(row.numel for row in rows(self).values() if row.counted)
 
     @property
     def n_active_parameters(self) -> int:
-        """Those that one token meets: all, less the experts that it does not go to."""
+        """Parameters that one token uses: all, less the experts that the router does not pick for it."""
         return sum(self._met(row) for row in rows(self).values() if row.counted)
 
     @property
     def n_matmul_parameters(self) -> int:
-        """Elements of the matrices a token is multiplied by: those of the layers, of top_k experts where there are
-        experts, and of the head even if tied.
+        """Parameters in the matmuls of one token: those of the layers, with top_k of the experts, and the head even if
+        it is tied.
 
         Embedding lookup, learned positions, norms and biases are no matmuls and are left out.
         """
         return sum(self._met(row) for row in rows(self).values() if row.matmul)
 
     def layer_matmul_parameters(self, layer: int) -> int:
-        """The same of layer number `layer` alone."""
+        """Parameters in the matmuls of one token in layer number `layer`."""
         return sum(self._met(row) for row in layer_rows(self, layer) if row.matmul)
 
     def _met(self, row: Row) -> int:
-        """Elements of a parameter that one token meets: of experts those that it is routed to."""
+        """Elements of a parameter that one token uses: of experts, those of the top_k that it is routed to."""
         if row.matmul != "routed":
             return row.numel
         assert self.moe is not None
@@ -194,11 +194,11 @@ class ModelSpec:
         flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
 
         N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention),
-        s `seq_len` in tokens. A multiply-add is 2 FLOPs, and the backward pass costs two forwards. The second term is
-        QK^T and the product with V: 2 H (q + c) s a token forward over the full square of positions; `causal` counts
-        the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the full
-        square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,
-        optimizer, adding up what experts give, and what a fused attention computes again in its backward pass.
+        s `seq_len` in tokens. A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The second
+        term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions; `causal`
+        counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the
+        full square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,
+        optimizer, the weighted sum of experts' outputs, and the recomputation inside a fused attention's backward pass.
         """
         square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))

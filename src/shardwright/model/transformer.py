@@ -1,6 +1,6 @@
 """The decoder: embedding, layers of attention and feed-forward network, norm, head.
 
-Parameter names are global and stay the same however the model is cut later: `embedding.weight`,
+Parameter names are global and the same for every layout: `embedding.weight`,
 `layers.7.attention.q.weight`, `layers.7.ffn.down.weight`, `norm.weight`, `head.weight`; with experts
 `layers.7.ffn.router.weight`, `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`.
 
@@ -24,20 +24,21 @@ from shardwright.model.random import site_keys
 from shardwright.model.rotary import rotary_table
 from shardwright.model.spec import ModelSpec
 
-# Places where dropout acts: the embedding, then two in each layer.
+# Dropout sites: one after the embedding, then two in each layer.
 _EMBEDDING_SITE = 0
 _SITES_PER_LAYER = 2
 
 
 def _norm(spec: ModelSpec) -> nn.Module:
-    """Both compute in float32 for 16-bit input."""
+    """The norm of the spec; both kinds compute in float32 for 16-bit input."""
     if spec.norm == "layernorm":
         return nn.LayerNorm(spec.d_model, eps=spec.norm_eps)
     return nn.RMSNorm(spec.d_model, eps=spec.norm_eps)
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors only, so it compiles alone."""
+    """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors only, so that it can be compiled on its
+    own."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -62,10 +63,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder as one device runs it. `shardwright.model.init.initialise` gives it its first weights.
+    """A decoder on one device. `shardwright.model.init.initialise` fills its initial weights.
 
-    With a tied embedding `head` is None and the embedding's matrix is used in its place, so there is
-    one parameter and nothing for `to_empty` to untie.
+    With a tied embedding `head` is None and the forward pass uses the embedding's matrix, so there is one parameter and
+    `to_empty` cannot untie it.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -85,8 +86,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
 
-        `positions_T` are the tokens' places in the whole sequence, 0 to T - 1 unless given; attention goes by
-        the order in the tensor. `dropout_keys_B` come from `random.sample_keys`; without them, or in
+        `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given; the causal mask
+        follows the order in the tensor. `dropout_keys_B` come from `random.sample_keys`; without them, or in
         evaluation, nothing is dropped. Raises InputError if T exceeds `max_seq_len`.
         """
         return self.logits(self.hidden(tokens_BT, positions_T, dropout_keys_B))
@@ -94,7 +95,7 @@ class Transformer(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
     ) -> Tensor:
-        """What the head reads: the normalised output of the last layer, (B, T, D). Arguments as there."""
+        """The input of the head: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
         n_tokens = tokens_BT.shape[1]
         if n_tokens > self.spec.max_seq_len:
             raise InputError(
@@ -108,7 +109,7 @@ class Transformer(nn.Module):
         return cast(Tensor, self.norm(x_BTD))
 
     def embed(self, tokens_BT: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
-        """What the first layer reads, (B, T, D)."""
+        """The input of the first layer, (B, T, D)."""
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_T)
@@ -116,19 +117,19 @@ class Transformer(nn.Module):
         return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
 
     def run_layers(self, x_BTD: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
-        """Through the layers, one after another; (B, T, D) -> (B, T, D)."""
+        """Run the layers one after another; (B, T, D) -> (B, T, D)."""
         uses_rope = self.spec.positions == "rope"
         rotary_2TC = rotary_table(self.spec, positions_T, x_BTD.dtype) if uses_rope else None
         for name, block in self.layers.items():
             x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(dropout_keys_B, int(name)))
-            # Outside the block, which may be compiled, or run a second time in the backward pass.
+            # Outside of the block, which may be compiled or recomputed in the backward pass.
             for module in block.modules() if self.spec.moe and self.training else ():
                 if isinstance(module, MoE) and module.last_load is not None:
                     module.tally.record(x_BTD, module.last_load)
         return x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """The head, or the embedding in its place; (B, T, D) -> (B, T, V)."""
+        """Apply the head, or the tied embedding's matrix; (B, T, D) -> (B, T, V)."""
         return linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
 
 

@@ -1,1 +1,1 @@
-"""What is done to a model from outside so that many ranks train it: one file an axis, and apply.py in order."""
+"""Parallelises a model from outside: one file or folder for each axis, and apply.py, which applies them in order."""

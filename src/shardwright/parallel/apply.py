@@ -1,4 +1,4 @@
-"""Everything that is done to a model to make it parallel, in the one order in which it is done."""
+"""Applies every kind of parallelism of a layout to a model, in one fixed order."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,12 +19,12 @@ from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sha
 from shardwright.parallel.expert import split_experts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
+from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.routing import shard_routers
-from shardwright.parallel.run import OneByOne, Runner
 from shardwright.parallel.tensor import plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.forward import forward_only
@@ -44,9 +44,9 @@ def apply(
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
-    Every rank of the world calls this, with a process group already set up (of one rank, if there is one). The layout
-    has to fit the model (`split.rules.problems`). `seq_len`, in tokens, is the length that pipeline stages are
-    balanced for; the longest that the model is meant for unless given.
+    Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
+    fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
+    balanced for; by default `spec.max_seq_len`.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -86,15 +86,15 @@ def apply(
         runner = _pipeline(stages, layout, groups, stage_groups, device, compute_dtype, seq_len or spec.max_seq_len)
     else:
         stage_groups = {}
-        runner = OneByOne(parts[0], engines[0])
+        runner = SequentialRunner(parts[0], engines[0])
     return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
 
 
 def _parts(
     spec: ModelSpec, layout: Layout, groups: Groups, dtype: torch.dtype, seq_len: int
 ) -> tuple[list[Transformer] | list[StageModel], dict[str, tuple[int, ...]]]:
-    """What this rank has of the model, on the meta device: all of it, or its stages; and the ranks of `pp` that hold
-    each parameter of the whole model."""
+    """The whole model, or with pp this rank's stages of it, on the meta device; and for each parameter of the whole
+    model the ranks of `pp` that hold it."""
     if groups.pp is None:
         with torch.device("meta"):
             whole = Transformer(spec).to(dtype)
@@ -105,9 +105,9 @@ def _parts(
 
 
 def _neighbours(layout: Layout) -> Iterator[tuple[int, int]]:
-    """Pairs of ranks of `pp`, the lower first, that have a stage and the next one."""
-    for way in layout.ways:
-        for here, there in pairwise(way):
+    """Pairs of ranks of `pp`, the lower first, that hold two consecutive stages."""
+    for route in layout.ways:
+        for here, there in pairwise(route):
             if here != there:
                 yield min(here, there), max(here, there)
 
@@ -138,9 +138,10 @@ def _pipeline(
 
 
 def _recompute(block: nn.Module) -> None:
-    """Keep only a block's inputs; the backward pass runs it again (Chen et al., arXiv 1604.06174).
+    """Activation checkpointing: save only a block's inputs, and run its forward pass again in the backward pass (Chen
+    et al., arXiv 1604.06174).
 
-    Nothing random has to be kept for that: dropout goes by keys that are among the inputs.
+    No random state is saved: dropout masks depend on keys, which are among the inputs.
     """
     for module in block.modules():
         if isinstance(module, Linear):

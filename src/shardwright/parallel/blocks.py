@@ -1,8 +1,8 @@
-"""Attention of a block of queries to a block of keys, with what is needed to put blocks together again.
+"""Attention of a block of queries to a block of keys, and the merge of the outputs of several blocks of keys.
 
-Blocks of keys are seen one at a time, each with the log-sum-exp of its scores (lse). Outputs of two blocks merge to
-the output over both, weighted by their shares of exp(lse); the gradient of a block is exact, and independent of all
-others, when it is given the output and the lse over *all* keys (FlashAttention-2, arXiv 2307.08691, section 3.2):
+For each block of keys the kernel gives an output and the log-sum-exp of its scores (lse). The output over two blocks
+is the mean of their outputs, weighted by exp(lse). The gradient of a block is exact and needs no other block when the
+kernel is given the output and the lse over *all* keys (FlashAttention-2, arXiv 2307.08691, section 3.2):
 
     s = q k^T / sqrt(C)      p = exp(s - lse)      dv = p^T do      ds = p * (do v^T - sum_C(do * o))
     dq = ds k / sqrt(C)      dk = ds^T q / sqrt(C)
@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
-    """An attention op that gives the log-sum-exp, and its backward that takes one.
+    """An attention op that returns the log-sum-exp, and its backward op, which takes one.
 
-    A causal block is square. lse is in fp32, or fp64 for fp64; everything else is in the type of its inputs.
+    A causal block is square. lse is in fp32, or in fp64 for fp64 inputs; all other results have the type of the inputs.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(q_BHTC: Tensor) -> Kernel:
-    """The op for this device, type and width of head; the only place where that is chosen."""
+    """The kernel for the device, dtype and head width of the queries; no other code chooses one."""
     if q_BHTC.device.type == "cpu":
         return FLASH_CPU
     width = q_BHTC.shape[-1]
@@ -42,14 +42,15 @@ def kernel_for(q_BHTC: Tensor) -> Kernel:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What partial results are summed in: fp32 or wider."""
+    """The type in which partial results are summed: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def merge(o_BHTC: Tensor, lse_BHT: Tensor, block_o_BHTC: Tensor, block_lse_BHT: Tensor) -> None:
-    """Put another block of keys into o and lse, in place: o += (block_o - o) e^block_lse / (e^lse + e^block_lse)."""
-    share_BHT = torch.sigmoid(block_lse_BHT - lse_BHT)
-    o_BHTC.lerp_(block_o_BHTC.to(o_BHTC.dtype), share_BHT.unsqueeze(-1))
+    """Merge the output of another block of keys into o and lse, in place:
+    o += (block_o - o) e^block_lse / (e^lse + e^block_lse)."""
+    weight_BHT = torch.sigmoid(block_lse_BHT - lse_BHT)
+    o_BHTC.lerp_(block_o_BHTC.to(o_BHTC.dtype), weight_BHT.unsqueeze(-1))
     torch.logaddexp(lse_BHT, block_lse_BHT, out=lse_BHT)
 
 
@@ -75,7 +76,7 @@ def _cuda_gradient(
     do_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, o_BHTC: Tensor, lse_BHT: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
-    # Read only with dropout; but something has to be passed.
+    # The random state, which the op reads only with dropout but requires as an argument.
     unused = torch.empty((2,), dtype=torch.uint64, device=q_BHTC.device)
     dq_BHTC, dk_BHSC, dv_BHSC = aten._scaled_dot_product_flash_attention_backward(
         do_BHTC,
@@ -85,7 +86,7 @@ def _cuda_gradient(
         o_BHTC,
         # The kernel reads lse as if it were contiguous, whatever its strides are, and does not check.
         lse_BHT.contiguous(),
-        None,  # no cumulative lengths: every sequence of the batch is as long as the tensor
+        None,  # no cumulative lengths: all sequences of the batch have the full length
         None,
         q_BHTC.shape[2],
         k_BHSC.shape[2],
@@ -98,7 +99,7 @@ def _cuda_gradient(
 
 
 def _expand(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
-    """A copy of each kv head for each of its G queries' heads: the op is not known to group them on every device."""
+    """Repeat each kv head for the G query heads that read it: grouped heads are not known to work on every device."""
     group = q_BHTC.shape[1] // x_BKSC.shape[1]
     return x_BKSC if group == 1 else x_BKSC.repeat_interleave(group, dim=1)
 
@@ -110,7 +111,8 @@ def _fold(dx_BHSC: Tensor, x_BKSC: Tensor) -> Tensor:
 
 
 def _dense_scores(q_BHTC: Tensor, k_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, and the queries and keys that gave them, in the type of accumulators and with heads in groups."""
+    """The scores, and the scaled queries and the keys they are computed from, in the accumulator type with grouped
+    heads."""
     wide = accumulator_dtype(q_BHTC.dtype)
     q_BKGTC = q_BHTC.to(wide).unflatten(1, (k_BKSC.shape[1], -1)) * q_BHTC.shape[-1] ** -0.5
     k_BK1SC = k_BKSC.to(wide).unsqueeze(2)
@@ -139,7 +141,7 @@ def _dense_gradient(
     dp_BKGTS = do_BKGTC @ v_BKSC.to(wide).unsqueeze(2).mT
     ds_BKGTS = p_BKGTS.mul_(dp_BKGTS.sub_((do_BKGTC * o_BKGTC).sum(-1, keepdim=True)))
     dq_BKGTC = ds_BKGTS @ k_BK1SC * q_BHTC.shape[-1] ** -0.5
-    dk_BKSC = (ds_BKGTS.mT @ q_BKGTC).sum(2)  # q carries the scale already
+    dk_BKSC = (ds_BKGTS.mT @ q_BKGTC).sum(2)  # q is scaled already
     return dq_BKGTC.flatten(1, 2).to(dtype), dk_BKSC.to(dtype), dv_BKSC.to(dtype)
 
 

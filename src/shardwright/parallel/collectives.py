@@ -1,7 +1,7 @@
-"""The collectives of tensor and sequence parallelism: started here, waited for where the result is used.
+"""The asynchronous collectives of tensor and sequence parallelism: a function here starts one, its caller waits for it.
 
     sent = start_gather_tokens(x_BtD, group)      # t = T / ranks of the group
-    ...                                           # something that does not need it
+    ...                                           # computation that overlaps with the all-gather
     x_BTD = sent.wait()
 
 | function              | in, per rank | out, per rank          | bytes a rank sends, of X = B T D elements  |
@@ -10,8 +10,8 @@
 | `start_gather_tokens` | (B, t, D)    | (B, T, D)              | (n-1)/n X                                  |
 | `start_sum_tokens`    | (B, T, D)    | (B, t, D), of the sum  | (n-1)/n X                                  |
 
-All tokens may also be laid out as they travel, the shard of one rank after that of another, (n B, t, D): `by_rank`.
-That saves a copy, where nothing asks for their order.
+With `by_rank` the gathered tokens stay in the order of the receive buffer, one rank's shard after another, (n B, t, D).
+That saves a copy where the order of tokens does not matter.
 
 Shapes: B batch, T tokens, t tokens of a shard, D features.
 """
@@ -29,7 +29,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 class Sent:
-    """A collective under way. `wait` gives its result, and may be called once."""
+    """A collective that has been started. `wait` returns its result and may be called once."""
 
     def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
         self._work = work
@@ -41,13 +41,13 @@ class Sent:
 
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Sent:
-    """Sum over the ranks, in place."""
+    """All-reduce (sum), in place."""
     assert x.is_contiguous()
     return Sent(dist.all_reduce(x, group=group, async_op=True), lambda: x)
 
 
 def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
-    """Put the token shards of all ranks one after another, in each sequence or, `by_rank`, in all."""
+    """All-gather the token shards of all ranks along the sequence dim or, with `by_rank`, along the batch dim."""
     n = group.size()
     gathered_nBtD = x_BtD.new_empty(n, *x_BtD.shape)
     work = all_gather_single(gathered_nBtD.flatten(0, 1), x_BtD.contiguous(), group=group, async_op=True)
@@ -57,7 +57,7 @@ def start_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup, by_rank: bool =
 
 
 def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = False) -> Sent:
-    """Sum over the ranks, of which each keeps its token shard; the tokens are laid out as for the gather."""
+    """Reduce-scatter: sum over the ranks, each of which gets its token shard; the layout is that of the all-gather."""
     n = group.size()
     if by_rank:
         parts_nBtD = x_BTD.unflatten(0, (n, -1)).contiguous()
@@ -67,8 +67,8 @@ def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = Fa
         kept_BtD = torch.empty_like(parts_nBtD[0])
         work = reduce_scatter_single(kept_BtD, parts_nBtD.flatten(0, 1), group=group, async_op=True)
         return Sent(work, lambda: kept_BtD)
-    # gloo reduces everything on every rank and throws most of it away. Parts sent to where they are kept, and summed
-    # there, took 0.6 of its CPU time on 2 ranks and 0.3 on 4 (1 MiB, torch 2.13).
+    # gloo's reduce-scatter is an all-reduce whose result is mostly discarded. An all-to-all followed by a local sum
+    # took 0.6 of its CPU time on 2 ranks and 0.3 on 4 (1 MiB, torch 2.13).
     received_nBtD = torch.empty_like(parts_nBtD)
     work = dist.all_to_all_single(received_nBtD, parts_nBtD, group=group, async_op=True)
     return Sent(work, lambda: received_nBtD.sum(0))

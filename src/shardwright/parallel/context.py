@@ -1,7 +1,7 @@
-"""Context parallelism: causal attention over a sequence whose tokens are dealt out over a group of ranks.
+"""Context parallelism: causal attention over a sequence whose tokens are sharded over a group of ranks.
 
-Everything else in a model works on each token alone, so attention is all that has to talk. Which tokens a rank holds
-is in `split/sequence.py`. What one layer sends, per rank, in messages or calls and in elements:
+All other modules compute each token on its own, so only attention communicates. `split/sequence.py` says which tokens a
+rank holds. Communication of one layer per rank, in messages or calls and in elements:
 
 | method           | forward                               | backward                                     |
 | ---------------- | ------------------------------------- | -------------------------------------------- |
@@ -12,21 +12,22 @@ is in `split/sequence.py`. What one layer sends, per rank, in messages or calls 
 | `usp`            | those of `ulysses` over u ranks,      | those of `ulysses` and, for `zigzag` over    |
 |                  | and r-1 messages of 2BTK'C            | r ranks, r-1 of 2BTK'C and r-1 of 2BTK'C*    |
 
-K' = max(K, n) for `ulysses` and max(K, u) for `usp`, since a rank needs a whole kv head; otherwise keys and values
-travel as they are, and not once a query head. An element has the bytes of the activations' type, and of fp32 at least
-where a * stands: those are sums over the ring. Messages travel while a block is computed, but for the gradients' last
-hop; the all-gather, while the rank's own block is. In an all-to-all, what a rank keeps is not counted.
+K' = max(K, n) for `ulysses` and max(K, u) for `usp`, since a rank needs a whole kv head; the other methods send each kv
+head once, not once for each query head. Elements have the activations' type; those marked * are sums over the ring and
+have fp32 or wider. Ring messages overlap with the computation of a block, except the last hop of the gradients; the
+all-gather overlaps with the computation of the rank's own block. The part of an all-to-all that a rank keeps is not
+counted.
 
-| method      | ranks at most | held for backward | balanced | from                                               |
-| ----------- | ------------- | ----------------- | -------- | -------------------------------------------------- |
-| `ring`      | S             | BT(2H+2K)C        | no       | Ring Attention, arXiv 2310.01889                   |
-| `zigzag`    | S/2           | BT(2H+2K)C        | yes      | Llama 3, arXiv 2407.21783; ring-flash-attention    |
-| `allgather` | S/2           | BT(2H+2K)C        | yes      | Llama 3, arXiv 2407.21783, section 3.3.2           |
-| `ulysses`   | H             | BT(2H+2K')C       | yes      | DeepSpeed-Ulysses, arXiv 2309.14509                |
-| `usp`       | H S/2         | BT(2H+2K')C       | yes      | USP, arXiv 2405.07719                              |
+| method      | maximum ranks | saved for backward | balanced | source                                            |
+| ----------- | ------------- | ------------------ | -------- | ------------------------------------------------- |
+| `ring`      | S             | BT(2H+2K)C         | no       | Ring Attention, arXiv 2310.01889                  |
+| `zigzag`    | S/2           | BT(2H+2K)C         | yes      | Llama 3, arXiv 2407.21783; ring-flash-attention   |
+| `allgather` | S/2           | BT(2H+2K)C         | yes      | Llama 3, arXiv 2407.21783, section 3.3.2          |
+| `ulysses`   | H             | BT(2H+2K')C        | yes      | DeepSpeed-Ulysses, arXiv 2309.14509               |
+| `usp`       | H S/2         | BT(2H+2K')C        | yes      | USP, arXiv 2405.07719                             |
 
-In passing, while a layer is computed, `allgather` has keys and values of the whole sequence and, in backward, their
-gradients; a ring has two blocks of keys and values, whatever n is, and in backward two of gradients (`ring.py`).
+Temporary buffers while a layer is computed: `allgather` has the keys and values of the whole sequence and, in backward,
+their gradients; a ring has two blocks of keys and values, for any n, and in backward two of gradients (`ring.py`).
 
 Shapes: B batch, T tokens (local), S tokens of the sequence, H heads, K kv heads, C width of one head, n ranks of the
 group, u of Ulysses and r of the ring in `usp`; c = T / 2 tokens of a chunk.
@@ -47,11 +48,11 @@ from shardwright.parallel.ulysses import HeadsToTokens, TokensToHeads
 
 
 class ContextAttention:
-    """`causal_attention` over the tokens of all ranks of a context group; a drop-in for it.
+    """A replacement for `causal_attention` that attends to the tokens of all ranks of a context-parallel group.
 
-    Takes and gives this rank's tokens, in the order of `split.sequence.spans`: q_BTHC, k_BTKC, v_BTKC -> o_BTHC. All
-    ranks of the group have to call it, and run backward through it, the same number of times. None for a group is
-    one rank on that axis.
+    Inputs and output are this rank's tokens, in the order of `split.sequence.spans`: q_BTHC, k_BTKC, v_BTKC -> o_BTHC.
+    All ranks of the group have to call it, and run backward through it, the same number of times. A group is None
+    where its axis has degree 1.
     """
 
     def __init__(self, method: str, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None) -> None:
@@ -77,11 +78,12 @@ class ContextAttention:
 
 
 class GatherAttention(torch.autograd.Function):
-    """(q_BTHC, k_BTKC, v_BTKC, ring) -> o_BTHC: zig-zag tokens, and keys and values of all ranks gathered at once.
+    """(q_BTHC, k_BTKC, v_BTKC, ring) -> o_BTHC: zig-zag tokens; one all-gather brings the keys and values of all ranks.
 
-    The own two chunks are computed while the others come. Of the 2n-2 chunks of other ranks, put in the order of the
-    sequence, the early half of the queries attends to the first r, and the late half to the first 2n-2-r: nothing of
-    them has to be masked, and every rank computes equally much. Backward gathers again instead of holding on.
+    Attention to the rank's own two chunks overlaps with the all-gather. Of the 2n-2 chunks of other ranks, in the order
+    of the sequence, the early half of the queries attends to the first r and the late half to the first 2n-2-r. So no
+    score of these is masked, and every rank computes the same number of scores. The backward pass gathers keys and
+    values again instead of saving them.
     """
 
     @staticmethod
@@ -138,7 +140,7 @@ def _start_gather(own_2BTKC: Tensor, ring: dist.ProcessGroup) -> tuple[Tensor, d
 
 
 def _halves(tokens: int, ring: dist.ProcessGroup) -> list[tuple[slice, slice]]:
-    """(queries, keys of other ranks before them) for the late and the early half of the tokens of this rank."""
+    """(queries, preceding keys of other ranks) for the late and the early half of the tokens of this rank."""
     chunk, n, rank = tokens // 2, ring.size(), ring.rank()
     early = [(slice(chunk), slice(rank * chunk))] if rank > 0 else []
     return [(slice(chunk, None), slice((2 * n - 2 - rank) * chunk)), *early]
@@ -154,11 +156,11 @@ def _others(gathered_n2BTKC: Tensor, rank: int) -> Tensor:
 
 
 def _sum_at_home(sums_2BSKC: Tensor, dtype: torch.dtype, ring: dist.ProcessGroup) -> Tensor:
-    """What all other ranks found for the tokens of this one, summed; undoes the order of `_others`.
+    """The sum over all other ranks of their gradients of this rank's keys and values; undoes the order of `_others`.
 
-    A reduce-scatter, as an all-to-all of the parts in `dtype` and a sum in fp32 or wider where they belong: gloo's
-    reduce-scatter is an all-reduce inside (2 (n-1) parts sent, measured, against n-1), and NCCL's would add up n
-    terms in 16 bits, whose error grows with the ring.
+    A reduce-scatter made of an all-to-all in `dtype` and a local sum in fp32 or wider: gloo's own reduce-scatter is an
+    all-reduce inside (2 (n-1) parts sent, measured, against n-1), and NCCL's would add up n terms in 16 bits, whose
+    error grows with the size of the ring.
     """
     n, rank = ring.size(), ring.rank()
     ranks = [other for other in range(n) if other != rank]

@@ -1,11 +1,12 @@
-"""Data parallelism: how ranks that hold different tokens end up with one gradient (ZeRO 0, 1, 2, 3, hybrid).
+"""Data parallelism: reduces gradients over the ranks that hold different tokens (ZeRO 0, 1, 2, 3, hybrid).
 
-Ranks of cp hold other tokens of the same samples, so to a gradient they are data ranks like others. State is sharded
-over dp_shard x cp. An engine serves one part of the model: all of it, or under pp one stage.
+Ranks of cp hold other tokens of the same samples, so gradients are reduced over them as over data ranks. Parameters,
+gradients and optimizer states are sharded over dp_shard x cp. There is one engine for the whole model, or with pp one
+for each stage.
 
-P, G are the bytes of the part's parameters and gradients. A step has A micro-batches. Parameters are gathered and
-reduced in K groups: each of the L blocks is one, and the rest (embedding, norm, head) one more; stages between the
-first and the last have no rest.
+P, G are the bytes of the model's or the stage's parameters and gradients. A step has A micro-batches. Parameters are
+gathered and gradients reduced in K groups: one for each of the L blocks, and one for embedding, norm and head; stages
+between the first and the last have only the blocks.
 
 | zero | engine       | held between micro-batches   | all-gathers     | reduce-scatters | all-reduces of gradients |
 | ---- | ------------ | ---------------------------- | --------------- | --------------- | ------------------------ |
@@ -14,17 +15,18 @@ first and the last have no rest.
 | 2    | `Sharded`    | P whole, P and G sharded     | K               | A x K           | K, last only, if hybrid  |
 | 3    | `Sharded`    | P and G sharded              | A x (K + L)     | A x K           | K, last only, if hybrid  |
 
-Under pp that row of zero 3 is `layout.zero_pp_gather = "microbatch"`; with "step" a stage gathers each parameter once
-and holds it until its last backward pass, as in the row of zero 1.
+With pp the row of zero 3 holds for `layout.zero_pp_gather = "microbatch"`; with "step" a stage gathers each parameter
+once and holds it until its last backward pass, as in the row of zero 1.
 
-Where weights are computed with in another type than they are held in (bf16), FSDP2 carries zero 0 too, on shards of
-one rank: it makes the copies in that type, and accumulates and reduces gradients in the other.
+Where the compute type differs from the parameter type (bf16 and fp32), FSDP2 runs zero 0 too, with a shard group of one
+rank: it casts the parameters to the compute type, and accumulates and reduces gradients in the parameter type.
 
-Optimizer states are whole under 0 and sharded under 1, 2 and 3. Where every block is gathered for the forward pass,
-freed, and gathered again for the backward pass, the next one travels while the present one computes; the group with
-embedding and head is gathered once a micro-batch, since the head ends the one pass and begins the other.
+Optimizer states are replicated with zero 0 and sharded with 1, 2 and 3. With zero 3 each block is gathered for the
+forward pass, freed, and gathered again for the backward pass; the all-gather of the next block overlaps with the
+computation of the current one. The group with embedding and head is gathered once a micro-batch, since the head is last
+in the forward pass and first in the backward pass.
 
-Gradients are summed, never averaged: the loss is already divided by the target tokens of the whole global batch.
+Gradients are summed, never averaged: the loss is already divided by the number of target tokens of the global batch.
 """
 
 from collections.abc import Iterable
@@ -43,57 +45,59 @@ from shardwright.layout import Layout
 from shardwright.model.moe import MoE
 
 BUCKET_BYTES = 25 * 2**20
-"""The most that ZeRO-0 sums in one all-reduce, unless one parameter is larger: enough for full bandwidth, and little
-enough that the first are sent while the backward pass computes the others. As in PyTorch's DDP (Li et al.,
-arXiv 2006.15704)."""
+"""Bytes of gradients that ZeRO-0 sums in one all-reduce, unless one parameter has more: enough for full bandwidth, and
+few enough that the first buckets are reduced while the backward pass computes the others. As in PyTorch's DDP (Li et
+al., arXiv 2006.15704)."""
 
 
 class DataEngine(Protocol):
-    """What a runner asks of data parallelism. In a pipeline the forward passes of several micro-batches come before the
-    first backward pass, and a backward pass may be split: the gradients of inputs (I), and later those of weights (W).
+    """The hooks that a runner of micro-batches calls for data parallelism. In a pipeline the forward passes of several
+    micro-batches precede the first backward pass, and a backward pass may be split: gradients of inputs first (I),
+    gradients of weights later (W).
     """
 
     keeps_gradients: bool
-    """Gradients live in buckets that are sent: between steps they are zeroed, and not let go."""
+    """Whether gradients are views of the buckets that are all-reduced: between steps they are zeroed, not freed."""
 
     def before_backward(self, split: bool, last: bool) -> None:
-        """Before a backward pass. `split`: gradients of weights come later. `last`: its micro-batch is the last of the
-        step whose gradients are completed."""
+        """Call before a backward pass. `split`: gradients of weights are computed later. `last`: this micro-batch is
+        the last of the step whose gradients are completed."""
 
     def after_gradients(self, split: bool, last: bool) -> None:
-        """When all gradients of a micro-batch have been added."""
+        """Call when all gradients of a micro-batch have been accumulated."""
 
     def end_step(self) -> None:
-        """After the last backward pass of the step: wait for the reduced gradients."""
+        """Call after the last backward pass of the step; waits for the reduced gradients."""
 
     def release(self) -> None:
-        """After forward passes without a backward, so that only shards are held again."""
+        """Call after forward passes without a backward pass: frees the gathered parameters, so that only shards
+        remain."""
 
 
 class Replicated:
-    """ZeRO-0: every rank holds everything. Gradients live in buckets; in the last backward pass each is summed over the
-    ranks as soon as it is complete."""
+    """ZeRO-0: every rank holds all parameters, gradients and optimizer states. Gradients are views of buckets; in the
+    last backward pass of a step each bucket is all-reduced as soon as it is complete."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        """`parameters` are plain tensors that have storage. Without a group nothing is sent."""
+        """`parameters` are plain tensors that have storage. Without a group nothing is reduced."""
         self.group = group
-        # Were they let go, the next step would accumulate in new tensors and copy them into the buckets: P more.
+        # Freed gradients would make the next step accumulate in new tensors and copy those into the buckets: P more.
         self.keeps_gradients = group is not None
         self._buckets: list[Tensor] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        """Of each parameter, the part of a bucket that is its gradient."""
+        """Parameter -> its gradient, a view of a bucket."""
         self._sizes: list[int] = []
-        """Of each bucket, its number of parameters."""
+        """Number of parameters of each bucket."""
         self._missing: list[int] = []
-        """Of each bucket, the gradients that the last backward pass has still to add; empty before it."""
+        """For each bucket, how many gradients the last backward pass has still to add; empty before that pass."""
         self._works: list[dist.Work | None] = []
-        """Of the buckets that have been sent. They go in one order, so that all ranks send the same ones together."""
+        """All-reduces that have been started. Buckets are reduced in one fixed order, the same on all ranks."""
         if group is not None:
             for bucket in _buckets([each for each in parameters if each.requires_grad]):
                 self._add(bucket)
 
     def before_backward(self, split: bool, last: bool) -> None:
-        # A loop of a user's own may have let gradients go, as `Optimizer.zero_grad` does.
+        # A user's own loop may have set gradients to None, as `Optimizer.zero_grad` does.
         for parameter, view in self._views:
             if parameter.grad is None:
                 parameter.grad = view.zero_()
@@ -102,7 +106,7 @@ class Replicated:
 
     def after_gradients(self, split: bool, last: bool) -> None:
         if last:
-            self._missing = [0] * len(self._sizes)  # those of a split pass, and of parameters that were not used
+            self._missing = [0] * len(self._sizes)  # includes those of a split pass and of unused parameters
             self._send()
 
     def end_step(self) -> None:
@@ -130,14 +134,14 @@ class Replicated:
             self._send()
 
     def _send(self) -> None:
-        """The line that sends ZeRO-0's bytes: one all-reduce for each bucket that is complete."""
+        """Start one all-reduce for each bucket that is complete; the only communication of ZeRO-0."""
         while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
             bucket = self._buckets[len(self._works)]
             self._works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Parameters that are sent together, the last first: about in the order in which their gradients come."""
+    """Parameters whose gradients share a bucket, last parameter first: roughly the order of the backward pass."""
     bucket: list[nn.Parameter] = []
     for parameter in reversed(parameters):
         if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > BUCKET_BYTES:
@@ -149,13 +153,13 @@ def _buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
 
 
 class Sharded:
-    """ZeRO-1, -2 and -3 over dp_shard x cp, replicated over dp_replicate: FSDP2, whose settings change with the
+    """ZeRO-1, -2 and -3 over dp_shard x cp, replicated over dp_replicate: FSDP2, with settings that depend on the
     micro-batch."""
 
     keeps_gradients = False
 
     def __init__(self, groups: list[FSDPModule], layout: Layout) -> None:
-        """`groups` are the modules that are gathered and reduced as one, the outermost first."""
+        """`groups` are the modules whose parameters are gathered and reduced together, the outermost first."""
         self.groups = groups
         self.regathers = layout.regathers
         self.each_microbatch = layout.zero == 2 or layout.regathers
@@ -166,17 +170,17 @@ class Sharded:
 
     def after_gradients(self, split: bool, last: bool) -> None:
         if not split:
-            return  # FSDP2's hooks have reduced them
-        # They ran in the first half, so what they do is done again, now that gradients of weights are there.
+            return  # FSDP2's hooks have reduced the gradients
+        # The hooks ran after I, before the gradients of weights existed, so their work is repeated here after W.
         self._set(reduce=last or self.each_microbatch, last=last)
         states = [group._get_fsdp_state() for group in self.groups]
         for state in reversed(states):
             for parameters in state._fsdp_param_groups:
-                # What came in the first half has been widened to the type of reduction; what came now has not.
+                # Gradients from I have been cast to the reduction type; those from W have not.
                 for parameter in parameters.fsdp_params:
                     none = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
                     if none and self.partial_sums:
-                        # Until the last microbatch FSDP2 adds up one flat tensor, which has to be of all parameters.
+                        # Until the last micro-batch FSDP2 accumulates one flat tensor, which needs all parameters.
                         parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
@@ -191,8 +195,8 @@ class Sharded:
             group.reshard()
 
     def _set(self, reduce: bool, last: bool) -> None:
-        root = self.groups[0]  # these three reach the groups below it
-        # Unless the last backward reshards, the next forward runs on parameters from before the update.
+        root = self.groups[0]  # these three settings apply to the nested groups too
+        # Unless the last backward pass reshards, the next forward pass uses the parameters from before the update.
         root.set_reshard_after_backward(last or self.regathers)
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(last)
@@ -207,13 +211,14 @@ def shard(
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
 ) -> Sharded:
-    """Make the parameters DTensors sharded over dp_shard x cp (in place), a group of them for each block and the rest.
+    """Apply FSDP2: make the parameters DTensors sharded over dp_shard x cp (in place), with one FSDP group for each
+    block and one for the other modules.
 
-    Parameters are held in `param_dtype`, computed with in `compute_dtype`; gradients are reduced and accumulated in
-    `param_dtype`. Experts are a group of their own where they lie on a mesh of their own. What is not trained stays
-    whole, and in the type it is held in. Called on a model on the meta device, before it has values.
+    Parameters are stored in `param_dtype` and used in `compute_dtype`; gradients are reduced and accumulated in
+    `param_dtype`. Experts form their own group where they have their own mesh. Tensors that are not trained stay
+    replicated, in their own type. Called on a model on the meta device, before it has values.
     """
-    # Inputs are not cast: the model makes its tables, and its activations, in the type of its weights.
+    # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
     untrained = {parameter for parameter in model.parameters() if not parameter.requires_grad}
 
@@ -240,7 +245,7 @@ def shard(
                 inner.append(group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0))
         ordered += [group_of(block, mesh, "", layout.regathers), *inner]
     root = group_of(model, mesh, "", False)
-    for group in (root, *ordered):  # neither setting reaches the groups below
+    for group in (root, *ordered):  # neither setting applies to nested groups
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_gradient_divide_factor(1.0)
     if layout.zero == 3:
@@ -252,5 +257,5 @@ def shard(
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    """Whether FSDP2 carries this run: for ZeRO 1 to 3, and wherever weights are computed with in another type."""
+    """Whether FSDP2 is used: for ZeRO 1 to 3, and wherever the compute type differs from the parameter type."""
     return (layout.zero > 0 and layout.dp_shard * layout.cp > 1) or compute_dtype != param_dtype

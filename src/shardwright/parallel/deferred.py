@@ -1,10 +1,10 @@
-"""Weight gradients computed later than the rest of the backward pass, as a zero-bubble schedule asks (op W).
+"""Defers weight gradients to a later action (op W) than the rest of the backward pass, for zero-bubble schedules.
 
-The backward pass of a linear has two matmuls, dx = dy W and dW = dy^T x. The stage before waits for dx alone, so a
-schedule may put dW where a rank would otherwise be idle (Qi et al., arXiv 2401.10241, section 2). While `hold` is on,
-every backward pass leaves its dW with a `WeightGradients` instead of computing it (`model/matmul.py`); `take` gives
-those, to be computed once. Everything else (norms, biases, embeddings, routers) is cheap and is computed in the first
-half; so is all of a block that is compiled, whose backward pass is one piece.
+The backward pass of a linear has two matmuls, dx = dy W and dW = dy^T x. The previous stage needs only dx, so a
+schedule may run dW where the rank would otherwise be idle (Qi et al., arXiv 2401.10241, section 2). While `hold` is
+active, backward passes hand the inputs of dW to a `WeightGradients` instead of computing dW (`model/matmul.py`); `take`
+returns a function that computes them. The gradients of norms, biases, embeddings and routers are cheap and are computed
+in I; so are all gradients of a compiled block, whose backward pass cannot be split.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ from shardwright.model import matmul
 
 
 class WeightGradients:
-    """The dW of one pipeline stage that are still to be computed."""
+    """The deferred weight gradients (dW) of one pipeline stage."""
 
     def __init__(self) -> None:
         self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Backward passes in here leave their weight gradients for later; one stage's at a time."""
+        """Context in which backward passes defer their weight gradients; for one stage at a time."""
         assert matmul.defer is None
         matmul.defer = self._leave
         try:
@@ -33,11 +33,11 @@ class WeightGradients:
             matmul.defer = None
 
     def _leave(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None) -> None:
-        # Detached, or the whole graph would stay, and with it the stage's input and its gradient.
+        # Detached: otherwise dy and x would keep the autograd graph alive, with the stage's input and its gradient.
         self._left.append((weight, dy.detach(), x.detach(), counts_E))
 
     def take(self) -> Callable[[], None]:
-        """What was left since the last call, as a function that adds it to the weights' `.grad`."""
+        """A function that computes what was deferred since the last call and adds it to the weights' `.grad`."""
         left, self._left = self._left, []
 
         def compute() -> None:
@@ -49,7 +49,7 @@ class WeightGradients:
 
 @torch.no_grad()
 def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None) -> None:
-    if not weight.is_leaf:  # the plain tensor under a DTensor: autograd knows the way to the parameter
+    if not weight.is_leaf:  # the local tensor of a DTensor: autograd passes the gradient on to the parameter
         torch.autograd.backward(weight, matmul.weight_gradient(dy, x, counts_E))
     elif weight.grad is None:
         weight.grad = matmul.weight_gradient(dy, x, counts_E)

@@ -1,21 +1,22 @@
-"""Expert parallelism: the experts of a layer are dealt out over `layout.ep` ranks, and tokens travel to them.
+"""Expert parallelism: each of `layout.ep` ranks holds a part of a layer's experts, and all-to-alls send tokens to them.
 
-    counts ---- all-to-all: how many rows come from whom
-    rows, sorted by expert ---- all-to-all ---- sorted by own expert ---- own experts ---- all-to-all back ---- rows
-          \\__ meanwhile: the shared experts
+    counts ---- all-to-all: the number of rows from each rank
+    rows, sorted by expert ---- all-to-all ---- sorted by local expert ---- local experts ---- all-to-all back ---- rows
+          \\__ overlapped: the shared experts
 
-Ranks of ep are neighbours in dp_shard x cp x tp: each has tokens of its own, which it sends once. The backward pass
-makes the same all-to-alls but the first. Gradients are sums over all tokens that an expert saw, from whatever rank, as
-on one device. Sources: GShard, arXiv 2006.16668, section 3; dropless: MegaBlocks, arXiv 2211.15841.
+A row is one token on its way to one expert. Ranks of ep are consecutive in dp_shard x cp x tp: each holds different
+tokens. The backward pass repeats the all-to-alls except that of the counts. The gradient of an expert is the sum over
+its tokens of all ranks, as on one device. Sources: GShard, arXiv 2006.16668, section 3; dropless: MegaBlocks,
+arXiv 2211.15841.
 
-| all-to-all       | rows a rank sends, on average       | of                   |
+| all-to-all       | rows a rank sends, on average       | elements of a row    |
 | ---------------- | ----------------------------------- | -------------------- |
-| counts           | E / ep integers to each             |                      |
-| dispatch         | N K (ep - 1) / ep                   | D elements           |
-| combine          | as many back                        | D elements           |
+| counts           | E / ep integers to each rank        |                      |
+| dispatch         | N K (ep - 1) / ep                   | D                    |
+| combine          | N K (ep - 1) / ep                   | D                    |
 
-Shapes: N tokens of this rank, K experts of a token, R = N K rows, S rows that arrive here, E experts, e those of a
-rank, n ranks of ep, D model.
+Shapes: N tokens of this rank, K experts of a token, R = N K rows, S rows received by this rank, E experts, e experts of
+a rank, n ranks of ep, D model.
 """
 
 from collections.abc import Callable
@@ -33,17 +34,18 @@ from shardwright.model.moe import MoE
 from shardwright.parallel.norm import as_part, local_part
 
 ReadCounts = Callable[[Tensor], list[list[int]]]
-"""Numbers of rows, (2, n), that are sent to each rank and come from each, as integers of the host."""
+"""Reads the numbers of rows that are sent to each rank and received from each, (2, n), to the host."""
 
 
 def read_counts(rows_2n: Tensor) -> list[list[int]]:
-    """The one place of a step that waits for the device: buffers cannot be made without their sizes."""
+    """The only device-to-host synchronisation of a step: the sizes of the receive buffers are needed on the host."""
     rows: list[list[int]] = rows_2n.tolist()
     return rows
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
-    """Keep this rank's experts of a model, or of a stage of one, on the meta device; tokens travel to the others."""
+    """Replace every mixture of a model, or of a pipeline stage, on the meta device by one that holds this rank's
+    experts and sends tokens to those of other ranks."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, MoE):
             assert isinstance(layer.experts, Experts)
@@ -52,7 +54,8 @@ def split_experts(model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup, 
 
 
 class ExchangingMoE(MoE):
-    """A mixture of which this rank has some of the experts; rows travel to them while the shared experts compute."""
+    """A mixture of experts of which this rank holds a part; the all-to-all of the rows overlaps with the shared
+    experts."""
 
     def __init__(self, whole: MoE, experts: nn.Module, exchange: "Exchange") -> None:
         nn.Module.__init__(self)
@@ -67,11 +70,11 @@ class ExchangingMoE(MoE):
 
 
 class ExpertPart(nn.Module):
-    """Those of a layer's experts that this rank has; names are those of all, and parameters DTensors over ep."""
+    """This rank's part of a layer's experts; parameters are DTensors over ep, with the names they have in `Experts`."""
 
     def __init__(self, experts: Experts, mesh: DeviceMesh) -> None:
         super().__init__()
-        self._all = [experts]  # in a list: it lends its forward pass, and its parameters stay on the meta device
+        self._all = [experts]  # in a list, so that its parameters, which stay on the meta device, are not registered
         for name, whole in experts.named_parameters():
             part = torch.empty(whole.shape[0] // mesh.size(), *whole.shape[1:], dtype=whole.dtype, device=whole.device)
             self.register_parameter(name, nn.Parameter(as_part(part, whole, mesh, [Shard(0)])))
@@ -84,13 +87,14 @@ class ExpertPart(nn.Module):
 
 
 class Exchange:
-    """Rows to where their experts are, and back: (experts, rows_RD sorted by expert, counts_E) -> a function that
-    waits, and gives their outputs in the same order, (R, D)."""
+    """Sends rows to the ranks of their experts and back: (experts, rows_RD sorted by expert, counts_E) -> a function
+    that waits for and returns the outputs in the order of the rows, (R, D)."""
 
     def __init__(self, group: dist.ProcessGroup, read: ReadCounts = read_counts) -> None:
         self.group, self.read = group, read
         self.sent_bytes = 0
-        """Of rows to other ranks, there and back, in training; both ways of a backward pass are counted in it."""
+        """Bytes of rows that this rank has sent to other ranks in training: dispatch and combine, forward and
+        backward."""
 
     @torch.compiler.disable  # sizes change with every call
     def __call__(self, experts: nn.Module, rows_RD: Tensor, counts_E: Tensor) -> Callable[[], Tensor]:
@@ -98,7 +102,7 @@ class Exchange:
         arriving_ne = torch.empty_like(counts_ne)
         dist.all_to_all_single(arriving_ne, counts_ne.contiguous(), group=self.group)
         to, from_ = self.read(torch.stack([counts_ne.sum(1), arriving_ne.sum(1)]))
-        leaving_RD = rows_RD[: sum(to)]  # pairs that were dropped are at the end, and stay
+        leaving_RD = rows_RD[: sum(to)]  # rows of dropped pairs are at the end and are not sent
         if experts.training:
             self.count(rows_RD, to)
             self.count(rows_RD, from_)
@@ -106,7 +110,7 @@ class Exchange:
 
         def finish() -> Tensor:
             rows_SD = _Arrived.apply(leaving_RD, under_way, to, from_, self)
-            # Rows come by sender, and of each by expert.
+            # Received rows are sorted by sender, then by expert.
             expert_S = _expert_of_each(arriving_ne, sum(from_))
             order_S = expert_S.argsort(stable=True)
             out_SD = experts(rows_SD.index_select(0, order_S), arriving_ne.sum(0))
@@ -117,13 +121,13 @@ class Exchange:
         return torch.compiler.disable(finish)
 
     def count(self, like_RD: Tensor, to: list[int]) -> None:
-        """Add the bytes of `to[r]` rows for each other rank r; the numbers are on the host already."""
+        """Count the bytes of `to[r]` rows for each other rank r; these numbers are on the host already."""
         self.sent_bytes += (sum(to) - to[self.group.rank()]) * like_RD.shape[1] * like_RD.element_size()
 
 
 def take_sent_bytes(model: nn.Module) -> int:
-    """What this rank has sent to experts elsewhere, and back from its own, since the last call; evaluation is not
-    counted."""
+    """Bytes that this rank has sent since the last call: rows to experts of other ranks, and outputs of its own experts
+    back. Evaluation is not counted."""
     sent = 0
     for layer in model.modules():
         if isinstance(layer, ExchangingMoE):
@@ -132,21 +136,21 @@ def take_sent_bytes(model: nn.Module) -> int:
 
 
 def _expert_of_each(arriving_ne: Tensor, n_rows: int) -> Tensor:
-    """For every row that has arrived, the number among this rank's experts of the one it is for; (S,)."""
+    """For every received row the index of its expert among this rank's experts; (S,)."""
     n, e = arriving_ne.shape
     numbers = torch.arange(e, device=arriving_ne.device).repeat(n)
     return numbers.repeat_interleave(arriving_ne.flatten(), output_size=n_rows)
 
 
 def _start(rows: Tensor, to: list[int], from_: list[int], group: dist.ProcessGroup) -> tuple[Any, Tensor]:
-    """The line that sends the bytes: `to[r]` rows to rank r, one after another, and `from_[r]` from it."""
+    """Start the all-to-all: send `to[r]` rows to rank r and receive `from_[r]` rows from it."""
     arriving = rows.new_empty(sum(from_), rows.shape[1])
     work = dist.all_to_all_single(arriving, rows.contiguous(), from_, to, group=group, async_op=True)
     return work, arriving
 
 
 class _Arrived(torch.autograd.Function):
-    """Rows that `_start` has sent on their way, once they are here; their gradients go back the same way."""
+    """Waits for the all-to-all that `_start` has started; the backward pass sends the gradients of the rows back."""
 
     @staticmethod
     def forward(

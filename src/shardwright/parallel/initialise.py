@@ -1,4 +1,4 @@
-"""Give a model its storage and its initial values; each rank makes the values of its own shards."""
+"""Allocates the parameters of a model and fills them; each rank makes the initial values of its own shards."""
 
 import torch
 from torch import nn
@@ -10,9 +10,9 @@ from shardwright.model.spec import ModelSpec
 
 
 def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
-    """Move a model from the meta device to `device` and fill every parameter, or the shard of it this rank holds.
+    """Move a model from the meta device to `device` and fill this rank's shard of every parameter.
 
-    Values depend on (seed, name, index in the whole tensor) alone, so that every layout starts from the same weights.
+    Values depend only on (seed, name, index in the whole tensor), so that every layout starts from the same weights.
     `nn.init` on a sharded DTensor would give every rank the same shard on CPU; it is not used.
     """
     model.to_empty(device=device)
@@ -20,7 +20,7 @@ def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devi
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The part of a tensor that this rank holds, and the index in the whole tensor where it begins."""
+    """This rank's shard of a tensor, and the index in the whole tensor where the shard begins."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.dim()
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits of which each rank has the columns of its rows of the vocabulary.
+"""Vocabulary-parallel cross-entropy: the logits are sharded over tp along the vocabulary.
 
 Shapes: B batch, T tokens, v a rank's rows of the vocabulary.
 """
@@ -15,9 +15,10 @@ def vocabulary_loss_sum(
 ) -> Tensor:
     """Cross-entropy summed over the targets that are not `ignore`; a scalar, equal on all ranks of `group`.
 
-    `rows` are the token ids of this rank's columns. The logits are never gathered: ranks exchange, for each token,
-    its largest logit, then its sum of exponentials and its target's logit (Shoeybi et al., arXiv 1909.08053, section
-    3). The gradient is made in the same pass, where the exponentials are. All sums are in fp32 or wider.
+    `rows` are the token ids whose logits this rank holds. The logits are never gathered: the ranks all-reduce, for each
+    token, its largest logit, then its sum of exponentials and its target's logit (Shoeybi et al., arXiv 1909.08053,
+    section 3). The forward pass computes the gradient too, while it has the exponentials. All sums are in fp32 or
+    wider.
     """
     total: Tensor = _VocabularyLoss.apply(logits_BTv, targets_BT, rows, group, ignore)
     return total
@@ -40,7 +41,7 @@ class _VocabularyLoss(torch.autograd.Function):
         sum_BT, target_BT = sums_2BT.unbind(0)
         counted_BT = targets_BT != ignore
         if ctx.needs_input_grad[0]:
-            # d loss / d logit = (softmax - 1 at the target) for tokens that count, 0 for others
+            # d loss / d logit = softmax, minus 1 at the target; 0 for ignored tokens
             gradient_BTv = powers_BTv.mul_((counted_BT / sum_BT)[..., None])
             gradient_BTv.scatter_add_(-1, columns_BT1, -(own_BT & counted_BT).to(wide)[..., None])
             ctx.save_for_backward(gradient_BTv.to(logits_BTv.dtype))
@@ -49,6 +50,6 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_BTv,) = ctx.saved_tensors
-        # 1 / targets in 16 bits would be a wrong scale for every gradient; the product is rounded and not the factor.
+        # Rounding the factor 1 / targets to 16 bits would scale every gradient wrongly, so only the product is rounded.
         dlogits_BTv = gradient_BTv.to(dtotal.dtype).mul_(dtotal).to(gradient_BTv.dtype)
         return dlogits_BTv, None, None, None, None

@@ -1,25 +1,25 @@
-"""The process groups of a layout, made by PyTorch from the ranks that `layout.py` numbers.
+"""The device meshes and process groups of a layout, from the rank numbers of `layout.py`.
 
-Parameters lie on a DeviceMesh, whose axes say along which ranks they are cut or copied:
+Parameters are DTensors on a DeviceMesh, sharded or replicated along each of its axes:
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
 | `pp`, `tp`             | those of the layout                                                                |
-| `replicas`             | dp_replicate: each has a copy of the state; under ZeRO-0 of cp too                 |
-| `share`                | dp_shard x cp: those among which ZeRO shares out the state; under ZeRO-0 one rank  |
-| `tp_kv`, `tp_copies`   | tp in two, with fewer kv heads than ranks: heads are dealt out, and copied         |
+| `replicas`             | dp_replicate, with ZeRO-0 also cp: ranks that hold replicas                        |
+| `shards`               | dp_shard x cp: ranks over which ZeRO shards; with ZeRO-0 one rank                  |
+| `tp_kv`, `tp_replicas` | tp with fewer kv heads than ranks: kv heads are sharded and then replicated        |
 
-Experts lie on a mesh of their own, wherever ep or tp is above 1: with tp each rank sends other tokens to them, so to an
-expert all of dp_shard x cp x tp are data ranks, except as ep deals out whole experts.
+Experts have a mesh of their own wherever ep or tp is above 1: ranks of tp send different tokens to the experts, so for
+an expert all ranks of dp_shard x cp x tp are data ranks, except that ep shards whole experts over a part of them.
 
 | axis                   | its ranks                                                                          |
 | ---------------------- | ---------------------------------------------------------------------------------- |
 | `pp`, `ep`             | those of the layout                                                                |
-| `expert_replicas`      | dp_replicate; under ZeRO-0 of all that have the same experts                       |
-| `expert_share`         | what ep leaves of dp_shard x cp x tp; under ZeRO-0 one rank                        |
+| `expert_replicas`      | dp_replicate; with ZeRO-0 all ranks that have the same experts                     |
+| `expert_shards`        | dp_shard x cp x tp / ep: ranks over which ZeRO shards; with ZeRO-0 one rank        |
 
-Axes of one rank are left out, for each costs a process group; but `share` and `expert_share` are always there, and
-`tp_kv` where `tp_copies` is.
+Axes of one rank are left out, since each costs a process group; except `shards` and `expert_shards`, which are always
+there, and `tp_kv`, which is there where `tp_replicas` is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,30 +30,30 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwright.layout import DENSE_AXES, EXPERT_AXES, Layout
-from shardwright.split.tensor import kv_copies
+from shardwright.split.tensor import kv_replicas
 
 
 def build_mesh(layout: Layout, device_type: str, n_kv_heads: int) -> DeviceMesh:
     """The mesh of all ranks, outermost axis first. Every rank of the world has to call this."""
-    copies = kv_copies(n_kv_heads, layout.tp)
-    degrees = {"pp": layout.pp, "replicas": layout.dp_replicate, "share": layout.dp_shard * layout.cp}
+    replicas = kv_replicas(n_kv_heads, layout.tp)
+    degrees = {"pp": layout.pp, "replicas": layout.dp_replicate, "shards": layout.dp_shard * layout.cp}
     if layout.zero == 0:
-        degrees |= {"replicas": layout.dp_replicate * layout.cp, "share": 1}
-    degrees |= {"tp": layout.tp} if copies == 1 else {"tp_kv": layout.tp // copies, "tp_copies": copies}
-    return _mesh(device_type, degrees, layout.groups(*DENSE_AXES)[0], always=("share", "tp_kv"))
+        degrees |= {"replicas": layout.dp_replicate * layout.cp, "shards": 1}
+    degrees |= {"tp": layout.tp} if replicas == 1 else {"tp_kv": layout.tp // replicas, "tp_replicas": replicas}
+    return _mesh(device_type, degrees, layout.groups(*DENSE_AXES)[0], always=("shards", "tp_kv"))
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh on which experts lie. Every rank of the world has to call this, after `build_mesh`."""
+    """The mesh of the experts. Every rank of the world has to call this, after `build_mesh`."""
     degrees = {
         "pp": layout.pp,
         "expert_replicas": layout.dp_replicate,
-        "expert_share": layout.expert_dp_shard,
+        "expert_shards": layout.expert_dp_shard,
         "ep": layout.ep,
     }
     if layout.zero == 0:
-        degrees |= {"expert_replicas": layout.dp_replicate * layout.expert_dp_shard, "expert_share": 1}
-    return _mesh(device_type, degrees, layout.groups(*EXPERT_AXES)[0], always=("expert_share",))
+        degrees |= {"expert_replicas": layout.dp_replicate * layout.expert_dp_shard, "expert_shards": 1}
+    return _mesh(device_type, degrees, layout.groups(*EXPERT_AXES)[0], always=("expert_shards",))
 
 
 def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], always: Sequence[str]) -> DeviceMesh:
@@ -64,11 +64,11 @@ def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], alway
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of the calling rank over which a step communicates; None where it would be alone."""
+    """The process groups over which the calling rank communicates in a step; None for a group of one rank."""
 
     pp: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
-    tp_copies: dist.ProcessGroup | None
+    tp_replicas: dist.ProcessGroup | None
     """Ranks of tp with the same key and value heads."""
     ep: dist.ProcessGroup | None
     cp_ring: dist.ProcessGroup | None
@@ -80,7 +80,7 @@ class Groups:
 
 
 def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
-    """Every rank of the world has to call this, after `build_mesh`."""
+    """The groups of the calling rank. Every rank of the world has to call this, after `build_mesh`."""
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
         tuple(dist.get_process_group_ranks(group)): group for group in mesh.get_all_groups()
     }
@@ -94,11 +94,11 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
             made[mine], _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
         return made[mine]
 
-    copies = mesh["tp_copies"].get_group() if "tp_copies" in (mesh.mesh_dim_names or ()) else None
+    replicas = mesh["tp_replicas"].get_group() if "tp_replicas" in (mesh.mesh_dim_names or ()) else None
     return Groups(
         pp=along("pp"),
         tp=along("tp"),
-        tp_copies=copies,
+        tp_replicas=replicas,
         ep=along("ep"),
         cp_ring=along("cp_ring"),
         cp_ulysses=along("cp_ulysses"),
@@ -110,7 +110,7 @@ def build_groups(layout: Layout, mesh: DeviceMesh) -> Groups:
 def build_stage_groups(
     layout: Layout, groups: Groups, sets: Iterable[tuple[int, ...]]
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """For each set of ranks of `pp`, ascending, that this rank is in: its group in this rank's pipeline.
+    """The process group of each set of ranks of `pp` (ascending) that includes this rank, within its own pipeline.
 
     Every rank of the world has to call this with the same sets, after `build_groups`.
     """

@@ -1,4 +1,4 @@
-"""A model laid over the ranks, as the training step sees it."""
+"""A model parallelised over the ranks, with the operations that a training step needs."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,30 +13,30 @@ from shardwright.layout import Layout
 from shardwright.model.moe import expert_layers, learn_from_load, take_load
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.copies import sum_copies
 from shardwright.parallel.mesh import Groups
+from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
+from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
-from shardwright.parallel.run import Runner
-from shardwright.split.sequence import held_by
+from shardwright.split.sequence import positions_of_rank
 from shardwright.split.tensor import vocabulary_rows
 
 
 class ExpertLoad(NamedTuple):
-    """What the experts of every layer (L; dense ones have zeros) were given in the global batch, on every rank."""
+    """The load of the experts of every layer (L layers; zeros for dense ones) over the global batch, on every rank."""
 
     counts_LE: Tensor
     """Tokens that picked each expert; int64."""
     dropped_L: Tensor
-    """Pairs of a token and an expert beyond its capacity; int64."""
+    """Pairs of a token and an expert that were dropped, beyond the expert's capacity; int64."""
     losses_L2: Tensor
     """Balance loss and z-loss, with their coefficients; float64."""
 
 
 class ParallelModel:
-    """What one rank has of a model: `parts` of it (all of it, or its pipeline stages), which have the plain names, and
-    the `runner` that takes microbatches through them."""
+    """The part of a model on one rank: `parts` is the whole model, or this rank's pipeline stages, and `runner` runs
+    micro-batches through them. Parameters have the names that they have in the whole model."""
 
     def __init__(
         self,
@@ -51,28 +51,28 @@ class ParallelModel:
         holders: Mapping[str, tuple[int, ...]],
         stage_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ) -> None:
-        """`named` are the parameters of each part as they are optimised and saved; `plain`, where a part works with
-        plain tensors in the place of DTensors, those; `holders` the ranks of `pp` that hold each parameter of the whole
-        model, and `stage_groups` the groups of those sets of ranks."""
+        """`named`: the parameters of each part that are optimised and saved; `plain`: the plain tensors that a part
+        computes with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter of the whole
+        model; `stage_groups`: the process groups of those sets of ranks."""
         self.spec, self.parts, self.runner = spec, parts, runner
         self.layout, self.mesh, self.groups = layout, mesh, groups
         self.tied = TiedParameters(named, plain, holders, stage_groups)
         self.named_parameters = first_of_each(named)
-        """What is optimised and saved, by its global name. Under FSDP these are the shards, and only these: while a
-        block is gathered, `named_parameters()` of a part gives the whole tensors in their place."""
+        """The parameters that are optimised and saved, by their names in the whole model. With FSDP these are always
+        the shards: while a block is gathered, `named_parameters()` of a part returns the gathered tensors instead."""
         self.plain_parameters = first_of_each(plain)
-        """Where the parts work with plain tensors in the place of DTensors: those, over the same memory."""
+        """The plain tensors that the parts compute with in place of DTensors, by name; they share memory with them."""
         self.held_on = holders
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
         self.losses = LossScale(parts)
         self.load: ExpertLoad | None = None
-        """Of the experts in the last step; None before the first, and without experts."""
+        """The load of the experts in the last step; None before the first step and without experts."""
 
     @property
     def module(self) -> Transformer:
-        """The whole model, where it is not cut into stages."""
+        """The whole model; only without pipeline parallelism."""
         (whole,) = self.parts
         return whole
 
@@ -83,28 +83,28 @@ class ParallelModel:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether targets are counted here: every rank of `pp` has the same."""
+        """Whether this rank counts the target tokens: ranks of one pipeline have the same, so only one of them does."""
         return self.groups.pp is None or self.groups.pp.rank() == 0
 
     def train(self, training: bool = True) -> None:
-        """Turn dropout on, or off."""
+        """Switch the parts to training mode, or to evaluation mode, which has no dropout."""
         for part in self.parts:
             part.train(training)
 
     def positions(self, seq_len: int) -> Tensor:
-        """The places in the sequence of the tokens that this rank holds, in its order."""
-        held = held_by(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
+        """The positions in the sequence of this rank's tokens, in the order in which it holds them."""
+        held = positions_of_rank(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
         return torch.cat([torch.arange(span.start, span.stop, span.step) for span in held])
 
     def sum_over_losses(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed, in place, over the ranks whose losses add up: those with other tokens, or other stages."""
+        """All-reduce (sum), in place, over the ranks with different tokens or different stages, whose losses add up."""
         for group in (self.groups.tokens, self.groups.pp):
             if group is not None:
                 dist.all_reduce(tensor, group=group)
         return tensor
 
     def sum_over_samples(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed, in place, over the ranks that read different samples."""
+        """All-reduce (sum), in place, over the ranks that read different samples."""
         if self.groups.data is not None:
             dist.all_reduce(tensor, group=self.groups.data)
         return tensor
@@ -117,29 +117,30 @@ class ParallelModel:
             assert plain.grad is not None
             whole.grad = as_part(plain.grad, whole, whole.device_mesh, whole.placements)
         self.tied.sum_on_rank()
-        sum_copies(self.named_parameters, self.spec, self.layout, self.groups)
+        sum_replica_gradients(self.named_parameters, self.spec, self.layout, self.groups)
         self.tied.sum_over_ranks()
 
     def forget_gradients(self) -> None:
-        """Let the gradients go, or zero those whose memory is kept."""
+        """Set gradients to None, or to zero where they are views of buckets."""
         if self.runner.keeps_gradients:
-            held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.seconds]
+            held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.duplicates]
             if gradients := [parameter.grad for parameter in held if parameter.grad is not None]:
                 torch._foreach_zero_(gradients)
             return
-        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.seconds):
+        for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.duplicates):
             parameter.grad = None
 
     def set_batch(self, n_microbatches: int) -> None:
-        """Before a step: scale the losses of routers to the tokens of the global batch that a forward pass has."""
+        """Call before a step: sets the scale of the routers' losses to a forward pass's fraction of the global batch's
+        tokens."""
         layout = self.layout
         ranks = layout.data_ranks * layout.cp * (layout.tp if layout.token_shards else 1)
         self.losses.share = 1 / (n_microbatches * ranks)
 
     @torch.no_grad()
     def learn_from_load(self) -> None:
-        """After a step: let routers follow the load of their experts in the whole global batch, which is left in
-        `load`."""
+        """Call after a step: sums the load of the experts over the global batch into `load`, and updates the routers'
+        selection biases from it."""
         moe = self.spec.moe
         if moe is None:
             return
@@ -161,5 +162,5 @@ class ParallelModel:
             learn_from_load(part, {layer: counts_LE[int(layer), :-1] for layer in expert_layers(part)})
 
     def after_change(self) -> None:
-        """To be called when `named_parameters` have been written to."""
-        self.tied.follow()
+        """Call after writing to `named_parameters`: updates the duplicates on this rank."""
+        self.tied.update_duplicates()

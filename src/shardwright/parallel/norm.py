@@ -1,4 +1,4 @@
-"""The norm of the gradient of the whole model, each element counted once, whatever the layout."""
+"""The gradient norm of the whole model, in which each element counts once for every layout."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,10 +16,10 @@ def gradient_norm(
 ) -> Tensor:
     """Euclidean norm over all gradients, as a scalar on their device, equal on every rank.
 
-    Squares are summed over the axes along which a gradient is sharded and not over those along which it is
-    replicated; gradients on different meshes are added after each has been summed over its own. `stages` are ranks
-    with other parameters, over which the squares are summed at the end; of a parameter that several of them hold (as
-    many as `holders` says, for each parameter) each gives its part.
+    Squares are summed over the mesh axes along which a gradient is sharded, not over those along which it is
+    replicated; gradients on different meshes are added after the sum over each mesh. `stages` is the process group of
+    pp, over which the squares are summed last. `holders` says for each parameter how many of those ranks hold it; each
+    of them adds that fraction of its square.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], list[Tensor]] = defaultdict(list)
     for parameter, shared_by in zip(parameters, holders or repeat(1), strict=False):
@@ -49,10 +49,10 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) 
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as a plain one over the same memory; gradients go back to the tensor."""
+    """This rank's shard of a tensor as a plain tensor that shares its memory; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_part(local: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A plain tensor as this rank's part of one of the size of `whole`, which may be cut unevenly."""
+    """A DTensor of the size of `whole`, possibly unevenly sharded, of which `local` is this rank's shard."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())

@@ -1,9 +1,9 @@
-"""Ring attention: queries stay, keys and values travel round the ring, computing while they are on their way.
+"""Ring attention: each rank keeps its queries, and the ranks send blocks of keys and values round a ring.
 
-In step s, ring rank r holds the keys and values of rank (r - s) mod n, and computes what its queries attend to of them
-while it passes them on (Ring Attention, arXiv 2310.01889). With `zigzag` a rank's tokens are an early and a late chunk
-of the sequence (Llama 3, arXiv 2407.21783; zhuzilin/ring-flash-attention), so that in each step every rank has as much
-to compute as any other:
+In step s, ring rank r holds the keys and values of rank (r - s) mod n. It computes attention of its queries to them
+while it sends them to rank r + 1 (Ring Attention, arXiv 2310.01889). With `zigzag` a rank holds an early and a late
+chunk of the sequence (Llama 3, arXiv 2407.21783; zhuzilin/ring-flash-attention), so that in each step all ranks compute
+the same number of scores:
 
 | keys of         | contiguous tokens     | zig-zag tokens                              |
 | --------------- | --------------------- | ------------------------------------------- |
@@ -11,10 +11,10 @@ to compute as any other:
 | an earlier rank | all queries, all keys | all queries, the early half of the keys     |
 | a later rank    | nothing               | the late half of the queries, all keys      |
 
-In backward they travel again, and the gradient of each block follows it one hop behind, gathering every rank's share,
-until its last hop brings it home. Between forward and backward a rank holds what is its own: its q, k, v, output and
-log-sum-exp. On their way there are two blocks of keys and values at most, one being read and one being received,
-and in backward two of gradients, in fp32 or wider since they are sums over the ring.
+In the backward pass the blocks are sent round again. The gradient of each block follows it one hop behind; every rank
+adds its term, and the last hop returns the sum to the block's own rank. Between forward and backward a rank saves its
+own q, k, v, output and log-sum-exp. There are at most two buffers of keys and values, one to read and one to receive
+into, and in backward two of gradients, in fp32 or wider since they are sums over the ring.
 
 Shapes: B batch, T tokens (local), H heads, K kv heads, C width of one head; 2 is k and v.
 """
@@ -42,9 +42,9 @@ class RingAttention(torch.autograd.Function):
         q_BHTC = q_BTHC.transpose(1, 2)
         attend = kernel_for(q_BHTC).attend
         own_2BTKC = torch.stack((k_BTKC, v_BTKC))  # one message, and what is kept for backward
-        keys = Travelling(own_2BTKC, ring, KEYS)
+        keys = RingBuffer(own_2BTKC, ring, KEYS)
         for step in range(n):
-            held_2BTKC = keys.pass_on(last=step == n - 1)
+            held_2BTKC = keys.start(last=step == n - 1)
             if (piece := _piece((rank - step) % n, rank, q_BHTC.shape[2], zigzag)) is not None:
                 rows, columns, causal = piece
                 k_BKTC, v_BKTC = held_2BTKC.transpose(2, 3)[:, :, :, columns]
@@ -53,8 +53,8 @@ class RingAttention(torch.autograd.Function):
                     o_BHTC, lse_BHT = block[0].to(accumulator_dtype(q_BHTC.dtype)), block[1]
                 else:
                     merge(o_BHTC[:, :, rows], lse_BHT[:, :, rows], *block)
-                del block  # or it would be held while the next is computed
-            keys.arrive()
+                del block  # otherwise it would stay in memory while the next one is computed
+            keys.wait()
         o_BHTC = o_BHTC.to(q_BHTC.dtype)
         ctx.save_for_backward(q_BTHC, own_2BTKC, o_BHTC, lse_BHT)
         ctx.ring, ctx.zigzag = ring, zigzag
@@ -68,10 +68,10 @@ class RingAttention(torch.autograd.Function):
         q_BHTC, do_BHTC = q_BTHC.transpose(1, 2), do_BTHC.transpose(1, 2)
         gradient = kernel_for(q_BHTC).gradient
         wide = accumulator_dtype(q_BHTC.dtype)
-        keys = Travelling(own_2BTKC, ring, KEYS)
-        sums = Travelling(torch.zeros_like(own_2BTKC, dtype=wide), ring, GRADIENTS, overwrite=True)
+        keys = RingBuffer(own_2BTKC, ring, KEYS)
+        sums = RingBuffer(torch.zeros_like(own_2BTKC, dtype=wide), ring, GRADIENTS, overwrite=True)
         for step in range(n):
-            held_2BTKC = keys.pass_on(last=step == n - 1)
+            held_2BTKC = keys.start(last=step == n - 1)
             block = None
             if (piece := _piece((rank - step) % n, rank, q_BHTC.shape[2], zigzag)) is not None:
                 rows, columns, causal = piece
@@ -84,19 +84,20 @@ class RingAttention(torch.autograd.Function):
                     dq_BHTC[:, :, rows] += dq_block
                 del dq_block
             if step > 0:
-                sum_2BTKC = sums.arrive()
+                sum_2BTKC = sums.wait()
                 if block is not None:
                     _add(sum_2BTKC, columns, block)
-                sums.pass_on()
-            keys.arrive()
-        sum_2BTKC = sums.arrive()
+                sums.start()
+            keys.wait()
+        sum_2BTKC = sums.wait()
         _add(sum_2BTKC, ALL, own_block)
         dk_BTKC, dv_BTKC = sum_2BTKC.to(q_BTHC.dtype)
         return dq_BHTC.to(q_BTHC.dtype).transpose(1, 2), dk_BTKC, dv_BTKC, None, None
 
 
 def _piece(source: int, rank: int, tokens: int, zigzag: bool) -> tuple[slice, slice, bool] | None:
-    """(queries, keys, causal): what ring rank `rank` computes with the keys of rank `source`; None for nothing."""
+    """(queries, keys, causal) of the attention of ring rank `rank` to the keys of rank `source`; None if all is
+    masked."""
     if source == rank:
         return ALL, ALL, True
     if not zigzag:
@@ -106,15 +107,15 @@ def _piece(source: int, rank: int, tokens: int, zigzag: bool) -> tuple[slice, sl
 
 
 def _add(sum_2BTKC: Tensor, columns: slice, block_BKTC: list[Tensor]) -> None:
-    """Add a block's dk and dv where its keys stand."""
+    """Add a block's dk and dv at the columns of its keys."""
     for sum_BTKC, part_BKTC in zip(sum_2BTKC, block_BKTC, strict=True):
         sum_BTKC[:, columns] += part_BKTC.transpose(1, 2)
 
 
-class Travelling:
-    """A tensor that goes round a ring, in two buffers that take turns.
+class RingBuffer:
+    """A double buffer whose tensor is sent round a ring: one tensor to read and send, one to receive into.
 
-    The tensor it sets out with is the first of them if it may be overwritten; otherwise it is only read.
+    With `overwrite` the first tensor is reused as a receive buffer; otherwise it is only read.
     """
 
     def __init__(self, held: Tensor, ring: dist.ProcessGroup, tag: int, overwrite: bool = False) -> None:
@@ -126,8 +127,9 @@ class Travelling:
         self._spare: Tensor | None = None
         self._works: list[dist.Work] = []
 
-    def pass_on(self, last: bool = False) -> Tensor:
-        """Start to send what is held and to receive from the rank before, unless it is the last; gives what is held."""
+    def start(self, last: bool = False) -> Tensor:
+        """Start to send the current tensor to the next rank and to receive one from the previous rank, unless this is
+        the `last` step; returns the current tensor."""
         if not last:
             n, rank = self._ring.size(), self._ring.rank()
             self._coming = torch.empty_like(self._held) if self._spare is None else self._spare
@@ -139,8 +141,8 @@ class Travelling:
             )
         return self._held
 
-    def arrive(self) -> Tensor:
-        """Wait for what was started, if anything was; gives what is held now."""
+    def wait(self) -> Tensor:
+        """Wait for the messages that `start` has started, if any; returns the current tensor."""
         for work in self._works:
             work.wait()
         if self._coming is not None:

@@ -1,24 +1,25 @@
-"""Routers on a part of the tokens: of a sequence, which cp and sequence parallelism split over ranks, and of the global
-batch, which is split into microbatches and over ranks.
+"""Routers whose rank holds a part of each sequence (with cp or sequence parallelism) and of the global batch (which is
+partitioned into micro-batches and over data ranks).
 
-Two things that a router does go by more than a token: the balance loss of scope sequence by how many tokens of the
-sequence picked each expert, and a capacity by how many of them did so before a token. Both are counts, which have no
-gradient, so a rank sends whole numbers and no tokens (`ShardedRouter`):
+Two computations of a router need more than one token. The balance loss of scope sequence needs the number of tokens of
+the sequence that picked each expert. The capacity needs, for each token, the number of earlier tokens that did. Both
+are counts without a gradient, so ranks exchange integers and no activations (`ShardedRouter`):
 
-| what           | a layer, microbatch and group of ranks | elements (int64; int32 for pieces) |
+| what           | per layer, micro-batch, group of ranks | elements (int64; int32 for pieces) |
 | -------------- | -------------------------------------- | ---------------------------------- |
 | balance loss   | 1 all-reduce                           | B E                                |
 | capacity       | 1 all-reduce                           | B P E                              |
 
-For the order of tokens a sequence is P pieces of equal length, as many as the least number with which every rank holds
-whole ones: two where `zigzag` gives it two chunks, else mostly one. Ranks tell each other how often each expert was
-picked in each piece; the sum over the pieces before one is what its tokens start to count from. So the same tokens are
-dropped as on one device, whatever the dealing.
+For the capacity a sequence is divided into P pieces of equal length, the smallest number with which every rank holds
+whole pieces: two per rank where `zigzag` gives it two chunks, else mostly one. The ranks all-reduce the counts of each
+expert in each piece. The counts of a piece start from the sum over the pieces before it. So the same tokens are dropped
+as on one device, for every way of sharding the sequence.
 
-The loss itself needs nothing more: it is linear in the mean scores, whose parts, from shards of equal length, add up.
-Each part is scaled by its share of the tokens of the global batch (`LossScale`).
+The balance loss needs no other communication: it is linear in the mean scores, and the partial means over shards of
+equal length add up. `LossScale` scales each partial loss by its fraction of the tokens of the global batch.
 
-Shapes: B sequences, T tokens of each (local), E experts, P pieces of a sequence, p those of this rank, t tokens of one.
+Shapes: B sequences, T tokens of each (local), E experts, P pieces of a sequence, p pieces of this rank, t tokens of a
+piece.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,12 +33,12 @@ from shardwright.layout import Layout
 from shardwright.model.moe import Router, Routing, expert_layers, picked
 from shardwright.parallel.mesh import Groups
 from shardwright.split.rules import sequence_cuts
-from shardwright.split.sequence import held_by
+from shardwright.split.sequence import positions_of_rank
 
 
 class ShardedRouter(Router):
-    """A router of sequences of which the ranks of `groups`, taken one after another, hold equal parts: this one
-    `pieces`, in its order, of `n_pieces`."""
+    """A router of sequences that are sharded in equal parts over the ranks of `groups`. Of the `n_pieces` of a sequence
+    this rank holds `pieces`, in that order."""
 
     def __init__(
         self, router: Router, groups: Sequence[dist.ProcessGroup], pieces: Sequence[int], n_pieces: int
@@ -59,7 +60,8 @@ class ShardedRouter(Router):
 
     @torch.compiler.disable
     def places(self, picked_BTE: Tensor) -> Tensor:
-        """For each token here, how many tokens of the whole sequence up to it picked each expert; (B, T, E)."""
+        """For each local token the number of tokens of the whole sequence, up to this one, that picked each expert;
+        (B, T, E)."""
         places_BptE = picked_BTE.unflatten(1, (len(self.pieces), -1)).cumsum(2, dtype=torch.int32)
         found_BpE = places_BptE[:, :, -1]
         counts_BPE = found_BpE.new_zeros(len(picked_BTE), self.n_pieces, picked_BTE.shape[-1])
@@ -71,20 +73,20 @@ class ShardedRouter(Router):
 
     @torch.compiler.disable
     def sum(self, counts: Tensor) -> Tensor:
-        """In place, over all ranks that have tokens of the same sequences."""
+        """All-reduce (sum), in place, over the ranks that hold tokens of the same sequences."""
         for group in self.groups:
             dist.all_reduce(counts, group=group)
         return counts
 
 
 class LossScale:
-    """Makes the balance loss and z-loss of routers, which are means over the tokens of a forward pass, parts of those
-    of the global batch."""
+    """Scales the balance loss and z-loss of routers, which are means over the tokens of a forward pass, so that they
+    add up to the mean over the global batch."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        """`parts` are a model, or pipeline stages of one."""
+        """`parts`: the whole model, or this rank's pipeline stages."""
         self.share = 1.0
-        """Of the tokens of the global batch, how many a forward pass has."""
+        """The fraction of the global batch's tokens that a forward pass has."""
         for part in parts:
             for layer in expert_layers(part).values():
                 layer.router.register_forward_hook(self._scale)
@@ -95,13 +97,14 @@ class LossScale:
 
 
 def shard_routers(model: nn.Module, layout: Layout, groups: Groups) -> None:
-    """Let the routers of a model, or of a stage of one, know of the tokens of a sequence on other ranks."""
+    """Replace the routers of a model, or of a pipeline stage, by ones that count over whole sequences, where sequences
+    are sharded."""
     token_groups = (groups.cp_ring, groups.cp_ulysses, groups.tp if layout.token_shards else None)
     sharing = [group for group in token_groups if group is not None]
     if sharing:
         n_pieces = sequence_cuts(layout)
-        # A rank's pieces are those of its tokens.
-        held = held_by(layout, n_pieces, dist.get_rank(), token_shard=layout.token_shards)
+        # The pieces that this rank's tokens belong to.
+        held = positions_of_rank(layout, n_pieces, dist.get_rank(), token_shard=layout.token_shards)
         pieces = [piece for span in held for piece in span]
         for layer in expert_layers(model).values():
             layer.router = ShardedRouter(layer.router, sharing, pieces, n_pieces)

@@ -1,31 +1,31 @@
-"""Tensor and sequence parallelism: modules replaced, in place, by ones that hold a part, as `model.modules` says.
+"""Tensor and sequence parallelism: modules are replaced, in place, by ones that hold a shard, as `model.modules` says.
 
-Parameters become DTensors over tp, so whoever saves, clips or shards them knows what part of which tensor they are.
-Activations are plain tensors. n is the degree; without sequence parallelism:
+Parameters become DTensors over tp, so that checkpoints, clipping and FSDP know which part of which tensor a rank holds.
+Activations are plain tensors. Without sequence parallelism:
 
-    x ---- column products ---- (its features) ---- row product ---- sum over tp ---- y
-      \\__ backward: sum over tp of dx, while the weights' gradients are computed
+    x ---- column-parallel matmuls ---- (this rank's features) ---- row-parallel matmul ---- all-reduce ---- y
+      \\__ backward: all-reduce of dx, overlapped with the weight gradients
 
-and with it, on token shards, all tokens exist only between the two products:
+With sequence parallelism x and y are token shards, and only the tensors between the two collectives have all tokens:
 
-    x_t -- gather tokens -- column products -- row product -- sum over tp, keep own tokens -- y_t
-       \\__ backward: the same two, mirrored; x is gathered again, while dx is computed
+    x_t -- all-gather -- column-parallel matmuls -- row-parallel matmul -- reduce-scatter -- y_t
+       \\__ backward: reduce-scatter of dx and all-gather of dy; x is gathered again, overlapped with dx
 
 | a block                      | forward                          | backward                              |
 | ---------------------------- | -------------------------------- | ------------------------------------- |
 | without sequence parallelism | 2 all-reduces                    | 2 all-reduces                         |
 | with sequence parallelism    | 2 all-gathers, 2 reduce-scatters | 2 + 2 all-gathers, 2 reduce-scatters  |
 
-The second pair of all-gathers in the backward pass is the price of not keeping the gathered inputs. Sources: Shoeybi
-et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.
+The second pair of all-gathers in the backward pass is needed because the gathered inputs are not saved. Sources:
+Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv 2205.05198, section 4.2.
 
-Latent attention has its column products behind narrow ones (`q_down`, `kv_down`), which every rank makes of the tokens
-that it holds. So what is gathered or summed, in three collectives in the place of one, are the latent vectors and the
-key that all heads share: fewer elements a token than D, and other tensors than those that the narrow products read.
+In latent attention the column-parallel matmuls read the results of narrow matmuls (`q_down`, `kv_down`), which every
+rank computes for the tokens that it holds. So three collectives instead of one gather the latent vectors and the key
+that all heads share, or sum their gradients: fewer elements a token than D.
 
 Shapes: B batch, T tokens, t tokens of a shard, D model, F a rank's features, v a rank's rows of the vocabulary, P
-elements of a key that all heads share. In the feed-forward network, which looks at each token alone, (B, T, F) may be
-(n B, t, F): see `TensorAxis.by_rank`.
+elements of the key that all heads share, n ranks of tp. In the feed-forward network, which computes each token on its
+own, (B, T, F) may be (n B, t, F): see `TensorAxis.by_rank`.
 """
 
 from collections.abc import Sequence
@@ -52,35 +52,35 @@ from shardwright.split.tensor import vocabulary_rows
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The tensor-parallel group as one of its ranks sees it."""
+    """The tensor-parallel process group, and how its ranks hold the residual stream."""
 
     group: dist.ProcessGroup
     token_shards: bool
     """Sequence parallelism: the residual stream is a shard of the tokens, (B, t, D)."""
     by_rank: bool = False
-    """Where all tokens are together they are (n B, t, D), in the order of the shards, instead of (B, T, D)."""
+    """Gathered tokens have the shape (n B, t, D), in the order of the ranks, instead of (B, T, D)."""
 
     def start_gather(self, x_BtD: Tensor) -> Sent:
-        """All tokens of the residual stream; only for token shards."""
+        """All-gather the tokens of the residual stream; only with token shards."""
         return start_gather_tokens(x_BtD, self.group, self.by_rank)
 
     def start_sum(self, x_BTD: Tensor) -> Sent:
-        """The sum over the ranks, as the residual stream holds it; without token shards, in place."""
+        """Reduce-scatter into token shards; without token shards all-reduce, in place."""
         if self.token_shards:
             return start_sum_tokens(x_BTD, self.group, self.by_rank)
         return start_sum(x_BTD, self.group)
 
     def own_tokens(self, positions_T: Tensor) -> Tensor:
-        """Of something for every token, the part for this rank's token shard."""
+        """The slice of a tensor over all tokens that belongs to this rank's token shard."""
         return positions_T.unflatten(0, (self.group.size(), -1))[self.group.rank()]
 
 
 def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
-    """Cut a model, or a pipeline stage of one, on the meta device over tp, in place; names of modules and parameters
-    stay."""
+    """Shard a model, or a pipeline stage, on the meta device over tp, in place; names of modules and parameters stay
+    the same."""
     axis = TensorAxis(group, layout.token_shards)
-    copied = "tp_copies" in (mesh.mesh_dim_names or ())
-    flat = mesh["tp_kv", "tp_copies"]._flatten("tp") if copied else mesh["tp"]
+    copied = "tp_replicas" in (mesh.mesh_dim_names or ())
+    flat = mesh["tp_kv", "tp_replicas"]._flatten("tp") if copied else mesh["tp"]
     for name, parameter in list(model.named_parameters()):
         row = row_of(model.spec, name)
         if row.split_dim is not None:
@@ -89,7 +89,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
     for number, block in model.layers.items():
         _split_block(block, layer_rows(model.spec, int(number)), axis)
     rows = vocabulary_rows(model.spec.vocab_size, layout.tp, group.rank())
-    if model.embedding is not None:  # a stage has what it needs of embedding, norm and head
+    if model.embedding is not None:  # not every pipeline stage has embedding, norm and head
         model.embedding = VocabularyEmbedding(model.embedding, rows, axis)  # type: ignore[assignment]
     if model.norm is not None:
         source: Any = model.embedding if model.head is None else model.head
@@ -99,7 +99,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
 
 
 def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> None:
-    """Replace the linears of a block that are split, and let every rank have what all heads read."""
+    """Replace the linears of a block that are sharded; add a hook to those whose output the heads of all ranks read."""
     linears = [row for row in rows if row.matmul is not None and row.split in ("column", "kv_column", "row")]
     unordered = replace(axis, by_rank=axis.token_shards)
     inputs: dict[str, SharedInput] = {}
@@ -117,16 +117,16 @@ def _split_block(block: nn.Module, rows: Sequence[Row], axis: TensorAxis) -> Non
 
 
 def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh) -> nn.Parameter:
-    """This rank's shard of a parameter, without values, as a DTensor over tp that knows the whole one's size."""
+    """A DTensor over tp of the size of `parameter`, with this rank's shard on the meta device."""
     assert row.split_dim is not None
     line: DeviceMesh
     placements: list[Placement]
     if "tp" in (mesh.mesh_dim_names or ()):
         line, placements = mesh["tp"], [Shard(row.split_dim)]
     elif row.split == "kv_column":
-        line, placements = mesh["tp_kv", "tp_copies"], [Shard(row.split_dim), Replicate()]
+        line, placements = mesh["tp_kv", "tp_replicas"], [Shard(row.split_dim), Replicate()]
     else:
-        # Not Shard on both: with uneven parts PyTorch then has wrong offsets for what FSDP shares out of them.
+        # Not Shard along both axes: with uneven shards PyTorch would compute wrong offsets when FSDP shards further.
         line, placements = flat, [Shard(row.split_dim)]
     shape, _ = compute_local_shape_and_global_offset(parameter.shape, line, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
@@ -134,7 +134,7 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
 
 
 def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:
-    """What acts on token shards is told their positions: dropout, and learned position embeddings."""
+    """Give dropout and learned position embeddings, which act on token shards, the positions of this rank's tokens."""
     for module in model.modules():
         if isinstance(module, KeyedDropout):
             module.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], axis.own_tokens(inputs[2])))
@@ -143,10 +143,10 @@ def _narrow_positions(model: Transformer, axis: TensorAxis) -> None:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Put plain tensors over the same memory in the place of a model's DTensors; gives those put in, by name.
+    """Replace a model's DTensors by plain tensors that share their memory; returns these by name.
 
-    Without FSDP nobody needs to see DTensors in the passes, where each costs a dispatch a use and another a
-    gradient, and DDP does not know them.
+    Without FSDP the forward and backward passes do not need DTensors, which would cost a dispatch for each use and each
+    gradient.
     """
     plain = {}
     for name, parameter in list(model.named_parameters()):
@@ -158,9 +158,9 @@ def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class SharedInput:
-    """Column-parallel linears that read one input: computed together, when the first of them is called.
+    """Column-parallel linears that read the same input: all are computed when the first of them is called.
 
-    Together they need one sum of the input's gradient, or one gather of the input, instead of one each.
+    Together they need one reduction of the input's gradient, and one all-gather of the input, instead of one each.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -170,7 +170,7 @@ class SharedInput:
         self._outputs: dict[int, Tensor] = {}
 
     def output(self, index: int, x_BTD: Tensor) -> Tensor:
-        """The product of linear number `index`."""
+        """The output of linear number `index`."""
         if self._input is not x_BTD or index not in self._outputs:
             weights = [local_part(linear.weight) for linear in self.linears]
             biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
@@ -183,7 +183,8 @@ class SharedInput:
 
 
 class ColumnLinear(nn.Module):
-    """A linear of which this rank has some of the outputs; (B, T, D) or, on token shards, (B, t, D) -> (B, T, F)."""
+    """A column-parallel linear: this rank holds a shard of the output features; (B, T, D) or, on token shards,
+    (B, t, D) -> (B, T, F)."""
 
     def __init__(self, linear: nn.Linear, shared: SharedInput) -> None:
         super().__init__()
@@ -198,7 +199,8 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear of which this rank has some of the inputs; (B, T, F) -> (B, T, D) or, on token shards, (B, t, D)."""
+    """A row-parallel linear: this rank holds a shard of the input features; (B, T, F) -> (B, T, D) or, on token shards,
+    (B, t, D)."""
 
     def __init__(self, linear: nn.Linear, axis: TensorAxis) -> None:
         super().__init__()
@@ -212,11 +214,11 @@ class RowLinear(nn.Module):
 
 
 class ForEveryHead:
-    """A forward hook of a linear that every rank computes alike and whose last output the heads of all ranks read:
-    (B, T, P) or, on token shards, (B, t, P) -> (B, T, P).
+    """A forward hook of a replicated linear whose last output the heads of all ranks read: (B, T, P) or, on token
+    shards, (B, t, P) -> (B, T, P).
 
-    It does what a column-parallel linear does around its matmul: tokens are gathered, and the gradient is summed over
-    the heads of all ranks.
+    It adds the collectives of a column-parallel linear: the tokens are gathered in the forward pass, and the gradients
+    from the heads of all ranks are summed in the backward pass.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
@@ -229,7 +231,8 @@ class ForEveryHead:
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which this rank has the rows `rows`; tokens (B, T) -> (B, T, D) or, on shards, (B, t, D)."""
+    """A vocabulary-parallel embedding: this rank holds the rows `rows`; tokens (B, T) -> (B, T, D) or, on token shards,
+    (B, t, D)."""
 
     def __init__(self, embedding: nn.Embedding, rows: range, axis: TensorAxis) -> None:
         super().__init__()
@@ -245,13 +248,13 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """The head, or the embedding in its place, of which this rank has some rows; (B, T, D) -> logits (B, T, v)."""
+    """A vocabulary-parallel head, which uses the embedding's matrix where it is tied; (B, T, D) -> logits (B, T, v)."""
 
     def __init__(self, source: nn.Linear | VocabularyEmbedding, axis: TensorAxis) -> None:
         super().__init__()
         self.axis = axis
         if isinstance(source, VocabularyEmbedding):
-            self._tied = [source]  # in a list, so that the parameter keeps its one name
+            self._tied = [source]  # in a list, so that the parameter is registered once, under the embedding's name
         else:
             self.weight = source.weight
 
@@ -263,7 +266,7 @@ class VocabularyHead(nn.Module):
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """Several linears of one input, which may be a token shard; the collectives of both passes are in here."""
+    """The matmuls of several column-parallel linears that read the same input, with the collectives of both passes."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, axis: TensorAxis, *weights_then_biases: Tensor | None) -> tuple[Tensor, ...]:
@@ -285,7 +288,7 @@ class _ColumnProducts(torch.autograd.Function):
         summing = axis.start_sum(_input_gradient(dys_BTF, weights))
         if gathering is not None:
             x_BTD = gathering.wait()
-        # What follows runs while the input's gradient is on its way.
+        # What follows overlaps with the reduction of the input's gradient.
         dweights = [
             matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD)
             for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
@@ -304,7 +307,8 @@ def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor]) -> Ten
 
 
 class _RowProduct(torch.autograd.Function):
-    """x W^T summed over the ranks, each of which has a part of the features; all tokens, or its token shard."""
+    """The matmul of a row-parallel linear: x W^T of this rank's features, summed over the ranks; for all tokens, or for
+    this rank's token shard."""
 
     @staticmethod
     def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
@@ -322,7 +326,7 @@ class _RowProduct(torch.autograd.Function):
 
 
 class _SharedByHeads(torch.autograd.Function):
-    """All tokens on every rank; backward, the sum of what each found for its own heads."""
+    """Forward, all-gather of the tokens; backward, sum over the ranks of the gradients from each rank's heads."""
 
     @staticmethod
     def forward(ctx: Any, x_BTP: Tensor, axis: TensorAxis) -> Tensor:
@@ -331,13 +335,13 @@ class _SharedByHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BTP: Tensor) -> tuple[Tensor, None]:
-        # A copy, for the sum is in place and this tensor may be the gradient of something else too.
+        # A copy: the sum is in place, and autograd may use this gradient elsewhere too.
         own_BTP = dy_BTP.clone(memory_format=torch.contiguous_format)
         return ctx.axis.start_sum(own_BTP).wait(), None
 
 
 class _SumOfRows(torch.autograd.Function):
-    """Rows of the embedding from the ranks that have them: all tokens, or this rank's token shard."""
+    """Sum over the ranks of the embedding rows that each found; for all tokens, or for this rank's token shard."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, own_BT1: Tensor, axis: TensorAxis) -> Tensor:

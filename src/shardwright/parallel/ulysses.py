@@ -1,9 +1,9 @@
-"""DeepSpeed-Ulysses (arXiv 2309.14509): exchange a share of the tokens for a share of the heads, and back.
+"""DeepSpeed-Ulysses (arXiv 2309.14509): all-to-alls reshard attention's inputs from tokens to heads, and back.
 
-Before attention a rank has all heads of T tokens; between two all-to-alls it has H / n heads of all n T tokens, over
-which attention is what it is on one device. K kv heads are dealt out like the others where n divides K. Where K divides
-n, each rank is sent the one kv head that its queries need, so n copies travel in all, and gradients are summed over
-the copies.
+Outside attention a rank holds all heads of T tokens. Between the two all-to-alls it holds H / n heads of all n T
+tokens, and computes attention as on one device. The K kv heads are partitioned like the query heads where n divides K.
+Where K divides n, each rank receives the one kv head that its queries need; a head then has n / K replicas, over which
+its gradients are summed.
 
 Shapes: B batch, T tokens (local), S = n T tokens, H heads, K kv heads, C width of one head, n ranks, W heads in a
 message.
@@ -52,9 +52,9 @@ def _to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tens
     sent_nBTWC = parts[0].new_empty(n, b, t, sum(widths), c)
     for x_BTHC, slot_nBTwC, width in zip(parts, sent_nBTWC.split(widths, dim=3), widths, strict=True):
         heads = x_BTHC.shape[2]
-        different = heads // width  # shares of heads; where they are fewer than ranks, each is sent to several
-        assert heads % width == 0, f"{heads} heads in shares of {width}"
-        assert n % different == 0, f"{different} shares of heads for {n} ranks"
+        different = heads // width  # shards of heads; each is sent to several ranks where there are fewer than ranks
+        assert heads % width == 0, f"{heads} heads in shards of {width}"
+        assert n % different == 0, f"{different} shards of heads for {n} ranks"
         slot_nBTwC.unflatten(0, (different, -1)).copy_(
             x_BTHC.unflatten(2, (different, width)).permute(2, 0, 1, 3, 4).unsqueeze(1)
         )
@@ -64,7 +64,7 @@ def _to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tens
 
 
 def _to_tokens(parts: tuple[Tensor, ...], heads: tuple[int, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """(B, S, heads / n or 1, C) each -> (B, T, heads, C) each, summed over the copies of a head; `heads` in all."""
+    """(B, S, heads / n or 1, C) each -> (B, T, heads, C) each, summed over the replicas of a head."""
     n = group.size()
     widths = [x.shape[2] for x in parts]
     b, s, _, c = parts[0].shape
@@ -75,8 +75,8 @@ def _to_tokens(parts: tuple[Tensor, ...], heads: tuple[int, ...], group: dist.Pr
     dist.all_to_all_single(received_nBTWC, sent_nBTWC, group=group)
     whole = []
     for x_nBTwC, width, count in zip(received_nBTWC.split(widths, dim=3), widths, heads, strict=True):
-        copies = n * width // count
-        # In 16 bits torch adds up in fp32 and rounds once.
-        summed = x_nBTwC if copies == 1 else x_nBTwC.unflatten(0, (-1, copies)).sum(1)
+        replicas = n * width // count
+        # torch accumulates 16-bit sums in fp32 and rounds once.
+        summed = x_nBTwC if replicas == 1 else x_nBTwC.unflatten(0, (-1, replicas)).sum(1)
         whole.append(summed.permute(1, 2, 0, 3, 4).flatten(2, 3))
     return tuple(whole)

@@ -1,17 +1,17 @@
-"""A pipeline schedule: for each rank of `pp`, what it computes, in order.
+"""A pipeline schedule: for each rank of `pp`, the list of its actions, in order.
 
-The layers of a model are cut into stages 0 to S-1, one after another. An action is one op on one microbatch in one
-stage:
+The layers of a model are partitioned into consecutive stages 0 to S-1. An action is one op of one stage on one
+micro-batch:
 
-| op | computes                                         | needs first                                    |
+| op | computes                                         | depends on (same micro-batch)                  |
 | -- | ------------------------------------------------ | ---------------------------------------------- |
-| F  | the stage's output                               | F of the stage before, same microbatch         |
-| I  | the gradient of the stage's input                | its own F; I or B of the stage after           |
-| W  | the gradient of the stage's weights              | its own I                                      |
-| B  | both at once                                     | as I                                           |
+| F  | forward: the stage's output                      | F of the previous stage                        |
+| I  | the gradient of the stage's input                | F of this stage; I or B of the next stage      |
+| W  | the gradients of the stage's weights             | I of this stage                                |
+| B  | the whole backward pass, I and W in one          | as I                                           |
 
-A stage belongs to a rank for a microbatch: in most schedules to the same rank for all of them; in DualPipe each stage
-lives on two ranks, of which one runs the first half of the microbatches and the other the second half.
+Most schedules run a stage on one rank for all micro-batches. In DualPipe two ranks hold each stage: one runs the first
+half of the micro-batches, the other the second half.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,12 +24,12 @@ from shardwright.errors import ScheduleError
 Op = Literal["F", "B", "I", "W"]
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
 Result = tuple[int, Op, int]
-"""What an action makes: (stage, op, microbatch) with op F for an output, I for the gradient of an input, by I or B, and
-W for the gradient of weights."""
+"""The result of an action: (stage, op, micro-batch) with op F for an output, I for an input gradient (of I or B),
+and W for the gradients of weights."""
 
 
 class Action(NamedTuple):
-    """One op of a stage on a microbatch; written `3F0`, as in PyTorch's compute-only CSV."""
+    """One op of a stage on a micro-batch; written `3F0`, as in PyTorch's compute-only CSV."""
 
     stage: int
     op: Op
@@ -40,21 +40,21 @@ class Action(NamedTuple):
 
     @property
     def sends_back(self) -> bool:
-        """Whether its result is the gradient that the stage before waits for."""
+        """Whether its result is the gradient that the previous stage needs."""
         return self.op in ("I", "B")
 
     @property
     def makes(self) -> Result:
-        """Its result; of B, which also makes the gradient of the weights, the one that another action waits for."""
+        """Its result; for B, which has two, the gradient of the input, on which another action depends."""
         return self.stage, "I" if self.sends_back else self.op, self.microbatch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank runs. `ranks[r]` are the actions of rank r of `pp`, in order.
+    """The actions of every rank: `ranks[r]` are those of rank r of `pp`, in order.
 
-    `staggered`: ranks may begin a step at different times, so that a bubble counts from a rank's own first action
-    (Qi et al., arXiv 2401.10241, section 5.3); else it counts from zero.
+    `staggered`: ranks may begin a step at different times, so that idle time counts from a rank's own first action
+    (Qi et al., arXiv 2401.10241, section 5.3); otherwise it counts from time zero.
     """
 
     name: str
@@ -74,25 +74,25 @@ class Schedule:
 
     @cached_property
     def place(self) -> dict[tuple[int, int], int]:
-        """(stage, microbatch) -> the rank that runs it."""
+        """(stage, micro-batch) -> the rank that runs it."""
         return {(action.stage, action.microbatch): rank for rank, action in self.actions()}
 
     def path_of(self, microbatch: int) -> tuple[int, ...]:
-        """The rank of every stage in order, for a microbatch."""
+        """The route of a micro-batch through the ranks: the rank of every stage, in order."""
         return tuple(self.place[stage, microbatch] for stage in range(self.n_stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages whose weights a rank holds, in order."""
+        """The stages that a rank holds, in order."""
         return tuple(sorted({action.stage for action in self.ranks[rank]}))
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward pass is in two, I and W."""
+        """Whether any backward pass is split into I and W."""
         return any(action.op == "W" for _, action in self.actions())
 
     def needs(self, action: Action) -> tuple[int, int] | None:
-        """The (stage, microbatch) whose F, for a forward action, or I or B, for a backward one, has to come first on
-        another stage; None at the ends of the pipeline and for W."""
+        """The other stage's (stage, micro-batch) on which an action depends: on its F for a forward action, on its I or
+        B for a backward action; None at the ends of the pipeline and for W."""
         if action.op == "F":
             return (action.stage - 1, action.microbatch) if action.stage else None
         if action.sends_back:
@@ -100,8 +100,8 @@ class Schedule:
         return None
 
     def waits_for(self, action: Action) -> Result | None:
-        """The result that an action cannot start without: of another stage (`needs`), or else of its own. It is one
-        only: F of a stage comes before F and so before I of the stage after."""
+        """The result on which an action depends, of another stage (`needs`) or else of its own. One is enough: I of
+        the next stage implies its F, and that the F of this stage."""
         other = self.needs(action)
         if other is not None:
             return other[0], "F" if action.op == "F" else "I", other[1]
@@ -109,8 +109,8 @@ class Schedule:
 
     @cached_property
     def numbered(self) -> tuple[list[list[int]], list[list[int]], int]:
-        """For every action of every rank the number of the result that it waits for, or -1, and of the one that it
-        makes; and how many results there are. Raises ScheduleError for a stage or microbatch that is not there."""
+        """For every action of every rank the number of the result on which it depends, or -1, and the number of its own
+        result; and how many results there are. Raises ScheduleError for a stage or micro-batch out of range."""
         numbers: dict[Result | None, int] = {None: -1}
         for _, (stage, op, microbatch) in self.actions():
             if not (0 <= stage < self.n_stages and 0 <= microbatch < self.n_microbatches):
@@ -133,5 +133,5 @@ def make(
     name: str = "schedule",
     staggered: bool = False,
 ) -> Schedule:
-    """A schedule of lists that a builder has filled; `schedule.build.build` names it as it is registered."""
+    """A schedule from the lists of actions of a builder; `schedule.build.build` sets its registered name."""
     return Schedule(name, n_stages, n_microbatches, tuple(tuple(actions) for actions in ranks), staggered)

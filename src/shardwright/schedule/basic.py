@@ -1,14 +1,14 @@
 """Schedules whose backward pass is one op: all forward then all backward, one forward one backward, interleaved.
 
-With p ranks, m microbatches, v virtual stages a rank, and F, B the times of a whole rank's share of a microbatch:
+With p ranks, m micro-batches, v virtual stages a rank, and F, B the times of all stages of a rank for one micro-batch:
 
-| schedule         | idle time of a rank | microbatches in flight on rank r  | source                          |
+| schedule         | idle time of a rank | micro-batches in flight on rank r | source                          |
 | ---------------- | ------------------- | --------------------------------- | ------------------------------- |
 | afab             | (p-1)(F+B)          | m                                 | GPipe, arXiv 1811.06965         |
 | 1f1b             | (p-1)(F+B)          | min(m, p-r)                       | Megatron, arXiv 2104.04473, 2.2 |
 | interleaved-1f1b | (p-1)(F+B)/v        | p(1 + (p-1)/(pv)) on rank 0       | the same                        |
 
-The table counts no time for messages, and for the interleaved schedule takes m as a multiple of p.
+In the table messages take no time, and m is a multiple of p for the interleaved schedule.
 """
 
 from itertools import pairwise
@@ -17,7 +17,7 @@ from shardwright.schedule.actions import Action, Op, Schedule, make
 
 
 def afab(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Every forward pass, then every backward pass, in the same order of microbatches."""
+    """All forward passes, then all backward passes, in the same order of micro-batches."""
     ranks = (
         [Action(rank, "F", i) for i in range(n_microbatches)] + [Action(rank, "B", i) for i in range(n_microbatches)]
         for rank in range(n_ranks)
@@ -26,7 +26,7 @@ def afab(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
-    """As many forward passes as there are ranks after this one, then forward and backward in turn."""
+    """A warm-up of as many forward passes as there are later ranks, then one forward and one backward in turn."""
     ranks = (
         _in_turn(
             [Action(rank, "F", i) for i in range(n_microbatches)],
@@ -39,14 +39,14 @@ def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Schedule:
-    """Stage s on rank s % n_ranks, `virtual_stages` on each; a round of microbatches passes through one virtual stage
-    of a rank after another.
+    """Stage s is on rank s % n_ranks, `virtual_stages` on each rank; a rank runs a round of micro-batches through its
+    first virtual stage, then through its second, and so on.
 
-    Megatron wants rounds of n_ranks microbatches and n_microbatches a multiple of it. Here the microbatches are dealt
-    into rounds of n_ranks or a little more, the longer ones first, so that any number runs: a round is long enough
-    that its first microbatch is back when its last has left, and the head start that the first round gives to forward
-    passes covers the rounds after it. One round, of all, if there are fewer than n_ranks.
-    `virtual_stages` is 2 or more.
+    Megatron-LM requires n_microbatches to be a multiple of n_ranks, and runs rounds of n_ranks. Here any number runs:
+    the micro-batches are partitioned into rounds of n_ranks or slightly more, the longer rounds first. A round has at
+    least n_ranks micro-batches, so that its first one reaches the next virtual stage of a rank when the rank has run
+    its last one; and the warm-up, sized for the longest round, is enough for the later rounds. With fewer than n_ranks
+    micro-batches there is one round. `virtual_stages` is 2 or more.
     """
     n_stages = n_ranks * virtual_stages
     rounds = _rounds(n_ranks, n_microbatches)
@@ -67,7 +67,7 @@ def interleaved(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Sched
 
 
 def _in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forward actions, then one forward and one backward in turn, then the backward actions left over."""
+    """`warm_up` forward actions, then one forward and one backward in turn, then the remaining backward actions."""
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     pairs = zip(forward[warm_up:], backward[:steady], strict=True)
@@ -75,8 +75,8 @@ def _in_turn(forward: list[Action], backward: list[Action], warm_up: int) -> lis
 
 
 def _rounds(n_ranks: int, n_microbatches: int) -> list[range]:
-    """The microbatches in consecutive rounds, at least n_ranks in each if there are as many, none longer than the
-    one before."""
+    """The micro-batches in consecutive rounds of at least n_ranks (if there are as many), none longer than the previous
+    one."""
     count = max(1, n_microbatches // n_ranks)
     short, longer = divmod(n_microbatches, count)
     ends = [short * i + min(i, longer) for i in range(count + 1)]

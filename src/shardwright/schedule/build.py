@@ -1,4 +1,4 @@
-"""A schedule by its name: why it cannot be built at a size, and the building."""
+"""Builds a schedule by its name, and says why it cannot be built for given numbers of ranks and micro-batches."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,12 +20,12 @@ def build(
     *,
     kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Schedule:
-    """The schedule of that name (`registry.names`) for one step of n_microbatches on n_ranks ranks of `pp`.
+    """The schedule `name` (one of `registry.names`) for one step of n_microbatches on n_ranks ranks of `pp`.
 
-    `virtual_stages`: stages of a rank, where the schedule leaves that open; the schedule's own number unless given.
-    `times`, `in_flight_limit` (in microbatches in flight on a rank, by default 2 x n_ranks) and `kept_for_weight`
-    (what one that waits for its W counts, 0 to 1) are what "auto" searches a schedule for; the others do not depend on
-    them.
+    `virtual_stages`: stages of a rank, for schedules in which that number can be chosen; by default the schedule's own.
+    `times`, `in_flight_limit` (maximum micro-batches in flight on a rank, by default 2 x n_ranks) and `kept_for_weight`
+    (the fraction, 0 to 1, that a micro-batch between I and W counts of one in flight) are inputs of the search of
+    "auto"; the other schedules do not depend on them.
 
     Raises ScheduleError with every one of `problems`.
     """
@@ -45,7 +45,7 @@ def build(
 
 
 def problems(name: str, n_ranks: int, n_microbatches: int, virtual_stages: int | None = None) -> list[str]:
-    """Why a schedule cannot be built, one line for each rule that is broken; empty where it can."""
+    """Why a schedule cannot be built, one line for each broken rule; empty if it can."""
     try:
         kind = find(name)
     except ScheduleError as error:

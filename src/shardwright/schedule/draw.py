@@ -1,8 +1,9 @@
-"""Timelines of pipelines as one SVG picture: a row a rank, a box an action, what the rank holds below each row.
+"""Draws timelines of pipelines as an SVG file: a row for each rank, a box for each action, and below each row the
+activations that the rank holds.
 
-The same drawing serves planned timelines, in units of the simulator, and measured ones, in seconds. The file is
-written by hand and not by matplotlib: boxes of one colour are one path, so that 32 ranks of 256 microbatches take a
-second and some hundred KB, and text stays text.
+It draws both planned timelines, in units of the simulator, and measured ones, in seconds. The SVG is written directly,
+not by matplotlib: boxes of one colour are one path, so that 32 ranks of 256 micro-batches take a second and a few
+hundred KB, and text remains text.
 """
 
 import math
@@ -25,17 +26,17 @@ OP_WORDS: dict[Op, str] = {
     "I": "gradient of the input",
     "W": "gradient of the weights",
 }
-# A light and a dark shade of each, after Okabe and Ito: blue, vermilion, yellow, bluish green.
+# A light and a dark shade for each op, after Okabe and Ito: blue, vermilion, yellow, bluish green.
 SHADES: dict[Op, tuple[str, str]] = {
     "F": ("#a6d4f2", "#1f78b4"),
     "B": ("#f6a876", "#b04600"),
     "I": ("#fae68c", "#dba400"),
     "W": ("#79c9ab", "#00704f"),
 }
-# Those of the report's page, which finds them by their values and has others for a dark screen.
+# The colours of the report's page, which replaces these values by others in dark mode.
 PAPER, INK, QUIET, IDLE = "#ffffff", "#1f2430", "#667080", "#e6e8ec"
 IN_FLIGHT, WAITING = "#aab1be", "#a5d3c1"
-# Boxes keep their colours on a dark screen, and so do the numbers in them: these are not of the page's roles.
+# Boxes and the numbers in them keep their colours in dark mode: the page does not replace these values.
 DARK_DIGITS, LIGHT_DIGITS = "#1c212c", "#fefefe"
 
 NARROW, WIDE = 960, 1800
@@ -47,12 +48,12 @@ DIGIT = 6.0  # width of a digit of 10 px
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the ranks of one pipeline do, and when.
+    """The actions of the ranks of one pipeline with their times.
 
-    `spans[r]`: of rank r, each action with its start and end, in `unit`; starts are counted from the beginning of the
-    step. `n_stages` as in the schedule. `note`: a second line, in quieter type. `staggered` as in the schedule: time
-    before a rank's first action is no bubble. `kept_for_weight`: what a microbatch that waits for its W counts of one
-    in flight.
+    `spans[r]`: the actions of rank r, each with its start and end, in `unit`, since the beginning of the step.
+    `n_stages` as in the schedule. `note`: a second line, in a lighter colour. `staggered` as in the schedule: the time
+    before a rank's first action is not idle time. `kept_for_weight`: the fraction that a micro-batch between I and W
+    counts of one in flight.
     """
 
     title: str
@@ -65,35 +66,36 @@ class Timeline:
 
     @cached_property
     def end(self) -> float:
-        """When the last rank is done."""
+        """The end of the last action of any rank."""
         return max((end for spans in self.spans for _, _, end in spans), default=0.0)
 
     @cached_property
     def cost(self) -> float:
-        """What a step costs, as in `simulate.Simulation.cost`."""
+        """The time of a step, as in `simulate.Simulation.cost`."""
         if not self.staggered:
             return self.end
         ends = (max((end for *_, end in spans), default=0.0) for spans in self.spans)
         return max((end - self.begin(rank) for rank, end in enumerate(ends)), default=0.0)
 
     def begin(self, rank: int) -> float:
-        """From when on the step takes a rank up, which it does for the length of `cost`."""
+        """The beginning of the interval of length `cost` that the step takes on a rank."""
         return min((start for _, start, _ in self.spans[rank]), default=0.0) if self.staggered else 0.0
 
     @property
     def reach(self) -> float:
-        """When the last rank is free for another step."""
+        """The end of the last rank's interval (`begin`), when the next step may begin on it."""
         return max((self.begin(rank) for rank in range(len(self.spans))), default=0.0) + self.cost
 
     def bubble(self, rank: int) -> float:
-        """The share of the cost in which a rank does nothing, as in `simulate.Simulation.bubble_rates`."""
+        """The fraction of the cost in which a rank is idle, as in `simulate.Simulation.bubble_rates`."""
         work = sum(end - start for _, start, end in self.spans[rank])
         return (self.cost - work) / self.cost if self.cost else 0.0
 
     def curve(self, rank: int) -> list[tuple[float, float, float]]:
-        """What a rank holds: (time, microbatches in flight from then on, what those count that wait for their W).
+        """The activations of a rank over time: (time, micro-batches in flight from then on, memory of those between I
+        and W).
 
-        The unit is one microbatch of 1/`pp` of the layers, so that a stage of a rank that has two counts half.
+        The unit is one micro-batch of 1/`pp` of the layers, so that a stage of a rank with two stages counts half.
         """
         stage = len(self.spans) / self.n_stages
         return [
@@ -126,15 +128,15 @@ def _count(n: int, word: str) -> str:
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path, curves: bool = True) -> None:
-    """Write timelines, one below the other, as an SVG file, in place of what is there.
+    """Write timelines, one below the other, to an SVG file, which is replaced if it exists.
 
-    `curves`: what a rank holds, below its row. Raises InputError for a place that cannot be written.
+    `curves`: whether to draw a rank's activations below its row. Raises InputError if the file cannot be written.
     """
     write_whole(Path(path), svg(timelines, curves).encode("utf-8"))
 
 
 def svg(timelines: Sequence[Timeline], curves: bool = True) -> str:
-    """The picture as the text of an SVG file. Timelines of one unit have one scale of time; all have one of memory."""
+    """The text of the SVG file. Timelines of the same unit share the scale of time; all share the scale of memory."""
     width = _width(timelines)
     highest = max((sum(at[1:]) for each in timelines for rank in _ranks(each) for at in each.curve(rank)), default=0.0)
     parts: list[str] = []
@@ -159,7 +161,7 @@ def _ranks(timeline: Timeline) -> range:
 
 
 def _width(timelines: Sequence[Timeline]) -> int:
-    """Wide enough for numbers in boxes of the usual length, if that is not too wide."""
+    """Wide enough for numbers in boxes of the usual length, up to a limit."""
     needed = float(NARROW)
     for timeline in timelines:
         lengths = sorted(end - start for spans in timeline.spans for _, start, end in spans if end > start)
@@ -171,8 +173,8 @@ def _width(timelines: Sequence[Timeline]) -> int:
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where one timeline is drawn: `top` in pixels, `scale` in pixels a unit of time, `highest` what fills the height
-    of a curve."""
+    """The position and scales of one timeline: `top` in pixels, `scale` in pixels a unit of time, `highest`: the value
+    that fills the height of a curve."""
 
     top: float
     scale: float
@@ -202,7 +204,7 @@ class _Canvas:
             parts.append(_text(x, self.top + 30, words, colour=QUIET, anchor="end"))
         for rank in _ranks(timeline):
             middle = self.row(rank) + ROW / 2 + 3.5
-            bubble = f"{timeline.bubble(rank) + 1e-9:.1%}"  # equal ranks look equal, however their sums were rounded
+            bubble = f"{timeline.bubble(rank) + 1e-9:.1%}"  # equal ranks print the same despite rounding errors
             curve = timeline.curve(rank)
             in_flight = max((at[1] for at in curve), default=0.0)
             memory = max((sum(at[1:]) for at in curve), default=0.0)
@@ -212,7 +214,7 @@ class _Canvas:
         return [*parts, *self._idle(timeline), *self._curves(timeline), *self._boxes(timeline), *self._axis(timeline)]
 
     def _idle(self, timeline: Timeline) -> list[str]:
-        """Behind the boxes, so that it shows where there are none."""
+        """A background behind the boxes, visible where a rank is idle."""
         d = ""
         for rank in _ranks(timeline):
             d += _box(self.x(timeline.begin(rank)), self.row(rank), timeline.cost * self.scale, ROW)
@@ -274,7 +276,7 @@ class _Canvas:
 
 
 def _legend(timelines: Sequence[Timeline], top: float, curves: bool, width: int) -> tuple[list[str], float]:
-    """The legend, on as many lines as it needs, and where it ends."""
+    """The legend, on as many lines as it needs, and its lower edge."""
     used = {action.op for timeline in timelines for spans in timeline.spans for action, _, _ in spans}
     many = any(_is_shaded(timeline) for timeline in timelines)
     items: list[tuple[tuple[str, ...], str]] = [
@@ -315,7 +317,7 @@ def _is_shaded(timeline: Timeline) -> bool:
 
 
 def _both_ways(timeline: Timeline) -> bool:
-    """Whether a stage lives on two ranks, and microbatches enter at both ends, as in DualPipe."""
+    """Whether two ranks hold a stage, and micro-batches enter at both ends, as in DualPipe."""
     held = [{action.stage for action, _, _ in spans} for spans in timeline.spans]
     return sum(map(len, held)) > len(set().union(*held))
 
@@ -330,8 +332,8 @@ def _shade_words(timelines: Iterable[Timeline]) -> str:
 
 
 def shades(timeline: Timeline) -> Callable[[int, Action], str]:
-    """The colour of an action of a rank: lighter for the rank's first stage, or for microbatches that enter at rank 0,
-    darker for later stages, or for those that enter at the other end."""
+    """The colour of an action of a rank: lighter for the rank's first stage, or for micro-batches that enter at rank 0,
+    darker for later stages, or for micro-batches that enter at the last rank."""
     if _both_ways(timeline):
         entries = {a.microbatch: rank for rank, spans in enumerate(timeline.spans) for a, _, _ in spans if not a.stage}
         first = min(entries.values())
@@ -356,7 +358,7 @@ def _between(light: str, dark: str, share: float) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """The colour of digits that stands out more on a box (relative luminance as in WCAG 2.2)."""
+    """The colour of digits with the higher contrast on a box (relative luminance as in WCAG 2.2)."""
     red, green, blue = ((value / 255) ** 2.2 for value in _rgb(colour))
     return DARK_DIGITS if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.217 else LIGHT_DIGITS
 
@@ -371,7 +373,7 @@ def _ticks(end: float, least: float) -> list[float]:
 
 
 def _n(value: float) -> str:
-    """A coordinate to a hundredth of a pixel, as short as can be."""
+    """A coordinate to a hundredth of a pixel, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

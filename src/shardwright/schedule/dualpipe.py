@@ -1,17 +1,17 @@
-"""Schedules in which a microbatch reaches one stage of a rank early and the other late: ZB-V, DualPipe, DualPipeV.
+"""Schedules in which a rank holds an early and a late stage of the model: ZB-V, DualPipe, DualPipeV.
 
-Work from both ends of the model meets on every rank, so that there is some of each kind to fill a wait with. A rank
-serves two lines of work, 0 and 1, each with a stage and an order of microbatches of its own:
+Each rank has forward and backward passes of both stages to run where it would otherwise be idle. It runs two queues of
+micro-batches, 0 and 1, each on its own stage:
 
-| schedule   | stages | line 0                                | line 1                                     |
+| schedule   | stages | queue 0                               | queue 1                                    |
 | ---------- | ------ | ------------------------------------- | ------------------------------------------ |
-| zb-v       | 2p     | stage r, on the way down the ranks    | stage 2p-1-r, on the way back up           |
+| zb-v       | 2p     | stage r, in the first half of a route | stage 2p-1-r, in the second half of it     |
 | dualpipe-v | 2p     | the same                              | the same                                   |
-| dualpipe   | p      | the half of the microbatches that     | the half that enters at the other end, in  |
-|            |        | enters at the nearer end of the ranks | the other of the two stages the rank holds |
+| dualpipe   | p      | the half of the micro-batches that    | the half that enters at the other end, on  |
+|            |        | enters at the nearer end of the ranks | the other of the rank's two stages         |
 
-With p ranks, F = I >= W the times of a rank's share of a microbatch, no time for messages, nothing overlapped, and 2p
-microbatches or more:
+With p ranks, F = I >= W the times of all stages of a rank for one micro-batch, no time for messages, no overlap of
+actions, and 2p micro-batches or more:
 
 | schedule   | idle time of a rank | in flight | waiting for W on rank r | source                                    |
 | ---------- | ------------------- | --------- | ----------------------- | ----------------------------------------- |
@@ -19,7 +19,7 @@ microbatches or more:
 | dualpipe-v | (p-1)(F+I-W)/2      | p + 1/2   | (r + 1)/2               | DeepSeek's DualPipe repository            |
 | dualpipe   | (p/2-1)(F+I-W)      | p + 1     | min(r, p-1-r) + 1       | DeepSeek-V3, arXiv 2412.19437, s. 3.2.1   |
 
-Both are the most at once, in microbatches of a rank's share of the layers (as `memory` counts them).
+In flight and waiting are maxima over the step, in micro-batches of 1/p of the layers (see `memory`).
 
 DeepSeek-V3 gives (p/2-1)(F&B + B - 3W) for DualPipe, with F&B the time of a forward and a backward pass run as one and
 B = I + W. Run one after the other, F&B takes F + I + W, but F need not wait for what B needs, nor its result for the
@@ -35,8 +35,8 @@ Steps = Iterator[tuple[str, int]]
 
 
 def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Two stages a rank along a V: the second half of the model comes back up the ranks, so that the rank that makes
-    the first gradient is the one with the first stages too, and all ranks hold the same number of activations."""
+    """Two stages a rank along a V: the second half of the stages is on the ranks in reverse order. So rank 0 holds the
+    first and the last stage, and all ranks have the same number of activations."""
     p, laid_out = n_ranks, max(n_microbatches, 2 * n_ranks - 1)
 
     def steps(r: int) -> Steps:
@@ -54,16 +54,16 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """DualPipe with one copy of the model: its ranks folded at the middle, two stages a rank along a V."""
+    """DualPipe with one replica of the model: two stages a rank along a V."""
     laid_out = max(n_microbatches, 2 * n_ranks - 1)
     ranks = [_along_v(n_ranks, r, n_microbatches, _both_ends(n_ranks, r, laid_out)) for r in range(n_ranks)]
     return make(2 * n_ranks, n_microbatches, ranks)
 
 
 def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Two copies of the model, laid over the ranks in opposite directions, each fed half of the microbatches.
+    """Two replicas of the model, whose stages are on the ranks in opposite orders; each runs half of the micro-batches.
 
-    n_ranks and n_microbatches are even. Microbatches below n_microbatches / 2 find stage s on rank s, the others on
+    n_ranks and n_microbatches are even. Micro-batches below n_microbatches / 2 run stage s on rank s, the others on
     rank n_ranks - 1 - s.
     """
     half = n_microbatches // 2
@@ -82,13 +82,13 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def _both_ends(n: int, r: int, laid_out: int) -> Steps:
-    """DualPipe for the rank r steps from the end of n ranks up to the middle, `laid_out` microbatches a line."""
+    """DualPipe for rank r of the n ranks from one end to the middle, with `laid_out` micro-batches in each queue."""
     yield "F0", 2 * (n - 1 - r)
     yield "F0 F1", r + 1
     yield "I1 W F1", n - 1 - r
     yield "F0 B1 F1 B0", laid_out - 2 * n + r + 1
     yield "B1 F1 B0", n - 1 - r
-    # From the middle of these on only what others wait for is computed, and W fills the waits.
+    # From the middle of these on, I instead of B gives the other ranks their gradients early, and W fills idle time.
     yield "B1 B0", (r + 1) // 2
     yield "B1 I0", (r + 1) % 2
     yield "I1 I0", (r + 1) // 2
@@ -97,18 +97,18 @@ def _both_ends(n: int, r: int, laid_out: int) -> Steps:
 
 
 def _along_v(n_ranks: int, rank: int, n_microbatches: int, steps: Steps) -> list[Action]:
-    """The actions of a rank that holds stage `rank` and the stage that faces it across the V."""
+    """The actions of a rank that holds stages `rank` and 2 n_ranks - 1 - `rank`."""
     stages = rank, 2 * n_ranks - 1 - rank
     return [Action(stages[line], op, i) for op, line, i in _expand(steps) if i < n_microbatches]
 
 
 def _expand(steps: Steps) -> Iterator[tuple[Op, int, int]]:
-    """(op, line, microbatch) of steps, each words like `F0 B1`, op and line, and how often they are repeated.
+    """(op, queue, micro-batch) of steps. A step is a text like `F0 B1`, ops with their queues, and a repeat count.
 
-    A line takes its microbatches in order; `W` alone is the weight gradient that has waited longest, of either line.
+    A queue runs its micro-batches in order; `W` without a queue is the oldest deferred weight gradient of either queue.
 
-    The steps need a certain number of microbatches. A builder lays out at least so many, and leaves out those beyond
-    the number asked for: different microbatches need nothing of one another, so the rest still runs.
+    The steps need a minimum number of micro-batches. A builder lays out at least that many and leaves out the actions
+    of those beyond the requested number: micro-batches do not depend on each other, so the schedule remains valid.
     """
     forward: Counter[int] = Counter()
     backward: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Forward passes alone, as evaluation runs them."""
+"""Schedules of forward passes only, for evaluation."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from shardwright.schedule.actions import Action, Schedule, make
 
 
 def forward_only(path: Sequence[int], n_ranks: int, n_microbatches: int) -> Schedule:
-    """Every microbatch through the stages, of which number s lies on rank `path[s]`.
+    """The forward passes of every micro-batch; stage s is on rank `path[s]`.
 
-    A rank takes `n_ranks` microbatches through its first stage, then through its next, so that what comes round to a
-    later stage meets a rank that is about to need it (the order of forward passes in interleaved 1F1B,
+    A rank runs `n_ranks` micro-batches through its first stage, then through its next, so that the inputs of a later
+    stage arrive when the rank is about to need them (the order of forward passes in interleaved 1F1B,
     arXiv 2104.04473, section 2.2).
     """
     ranks: list[list[Action]] = [[] for _ in range(n_ranks)]

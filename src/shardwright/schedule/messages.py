@@ -1,12 +1,13 @@
-"""Where ranks send and receive: a schedule with its messages between its actions.
+"""Inserts the point-to-point messages of a schedule between its actions.
 
-The lists are made in rounds. In a round every rank takes its next action, if what the action needs was made two rounds
-ago or before (one round ago on the same rank); then the results of the round that another rank needs are put into the
-lists of both ranks, those between the same two ranks together, as one exchange. So a receive stands at least one action
-before the action that needs it wherever the rank has something else to do, and the message travels meanwhile.
+The lists are made in rounds. In a round every rank runs its next action, if the result that the action depends on was
+computed at least two rounds before (one round before on the same rank). Then the results of the round that another rank
+needs are added to the lists of both ranks; those between the same two ranks form one exchange. So a receive is started
+at least one action before the action that needs it, wherever the rank has another action to run, and the message
+overlaps with that.
 
-Rounds are an order of all actions and exchanges in which everything comes after what it needs, and each rank's list
-keeps to it. Ranks that wait at every exchange for the other end therefore never wait in a circle.
+The rounds are a topological order of all actions and exchanges, and each rank's list follows it. So there is no cyclic
+wait, even if ranks wait for each other at every exchange.
 """
 
 from collections import defaultdict
@@ -18,7 +19,7 @@ from shardwright.schedule.validate import deadlock
 
 
 class Message(NamedTuple):
-    """What `stage` needs from another rank for a micro-batch: its input for F, the gradient of its output for B."""
+    """A tensor that `stage` needs from another rank for a micro-batch: its input for F, its output's gradient for B."""
 
     stage: int
     op: Literal["F", "B"]
@@ -38,7 +39,7 @@ class Exchange(NamedTuple):
 def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
     """Every rank's actions with the exchanges between them.
 
-    Raises ScheduleError where no action can come next: something is needed before it is made.
+    Raises ScheduleError for a schedule that deadlocks.
     """
     lists: list[list[Action | Exchange]] = [[] for _ in schedule.ranks]
     position = [0] * schedule.n_ranks
@@ -68,7 +69,7 @@ def with_messages(schedule: Schedule) -> list[list[Action | Exchange]]:
 
 
 def sent_after(schedule: Schedule, rank: int, action: Action) -> Message | None:
-    """What a rank sends when it has run an action; None where no other rank needs its result."""
+    """The message that a rank sends after an action; None if no other rank needs its result."""
     if action.op == "W":
         return None
     stage = action.stage + (1 if action.op == "F" else -1)

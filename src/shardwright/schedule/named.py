@@ -12,14 +12,14 @@ from shardwright.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def _few(n_ranks: int, n_microbatches: int) -> int:
-    """Four rounds of the ranks, one more for an odd number: a schedule is in its steady state after two."""
+    """4 x n_ranks micro-batches, plus one for an odd number: after 2 x n_ranks a schedule is in its steady state."""
     few = 4 * n_ranks
     return n_microbatches if n_microbatches <= few else few + (n_microbatches - few) % 2
 
 
 def _few_rounds(n_ranks: int, n_microbatches: int) -> int:
-    """Microbatches of interleaved-1f1b come in rounds of which the first are longer by one: the length of a round is
-    kept, and up to three rounds of either length."""
+    """interleaved-1f1b runs micro-batches in rounds, of which the first may be longer by one. The result has rounds of
+    the same lengths, up to three of each."""
     if n_microbatches <= 4 * n_ranks:
         return n_microbatches
     rounds = n_microbatches // n_ranks

@@ -1,27 +1,27 @@
-"""Which rank of `pp` holds which stages: the ways that microbatches take through the ranks."""
+"""Which rank of `pp` holds which stages, written as the routes of micro-batches through the ranks."""
 
 Ways = tuple[tuple[int, ...], ...]
-"""For each way that microbatches take, the rank of every stage in order. Of n ways the first takes the first n-th of
-the microbatches, and so on."""
+"""The routes of micro-batches: each is the rank of every stage, in order. With n routes, the first n-th of the
+micro-batches takes the first route, and so on."""
 
 
 def round_and_round(n_ranks: int, virtual_stages: int) -> Ways:
-    """Stage s is on rank s % n_ranks."""
+    """One route: stage s is on rank s % n_ranks."""
     return (tuple(range(n_ranks)) * virtual_stages,)
 
 
 def down_and_up(n_ranks: int, virtual_stages: int) -> Ways:
-    """A V: the first half of the stages down the ranks, the second half up again."""
+    """One route along a V: the first half of the stages in the order of the ranks, the second half in reverse order."""
     down = tuple(range(n_ranks))
     return (down + down[::-1],)
 
 
 def from_both_ends(n_ranks: int, virtual_stages: int) -> Ways:
-    """The first half of the microbatches goes down the ranks, the second half up them."""
+    """Two routes: the first half of the micro-batches in the order of the ranks, the second half in reverse order."""
     down = tuple(range(n_ranks))
     return down, down[::-1]
 
 
-def held_by(ways: Ways, rank: int) -> list[int]:
-    """The stages that a rank holds, those of one way after another, each way's in order."""
-    return [stage for path in ways for stage, there in enumerate(path) if there == rank]
+def stages_of_rank(routes: Ways, rank: int) -> list[int]:
+    """The stages that a rank holds: those of the first route in order, then those of the second."""
+    return [stage for route in routes for stage, there in enumerate(route) if there == rank]

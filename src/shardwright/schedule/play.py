@@ -1,4 +1,4 @@
-"""When every action of a schedule starts and ends, each as soon as it can."""
+"""Computes when every action of a schedule starts and ends if each starts as early as possible."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from shardwright.schedule.actions import Op, Schedule
 def play(
     schedule: Schedule, durations: Mapping[Op, Sequence[float]], comm: float = 0.0
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends of the actions of every rank, from 0; fewer than there are actions where ranks wait for ever.
+    """Starts and ends of the actions of every rank, from 0; after a deadlock there are fewer than actions.
 
-    An action starts when the one before it on its rank has ended and what it waits for is there: `comm` after it was
-    made, if another rank made it. `durations`: of each op in every stage. The time this takes grows with the number of
-    actions. Raises ScheduleError for an action of a stage or microbatch that is not there.
+    An action starts when the previous one on its rank has ended and its input is available: `comm` after the end of the
+    action that computed it, if that ran on another rank. `durations`: of each op in every stage. The run time is linear
+    in the number of actions. Raises ScheduleError for an action with a stage or micro-batch out of range.
     """
     needs, makes, n_results = schedule.numbered
     ended: list[float] = [-1.0] * n_results

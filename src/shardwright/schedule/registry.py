@@ -1,6 +1,6 @@
-"""The schedules there are: one row each, which says all that the rest of the program has to know of a schedule.
+"""The registry of schedules: one row each, with everything that the rest of the program needs to know about it.
 
-Our own are registered in `schedule.named` through the same `register` that a user's file calls (docs/schedules.md).
+`schedule.named` registers our own schedules with the same `register` that a user's file calls (docs/schedules.md).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,12 +16,12 @@ Rule = Callable[[int, int, int], Iterable[str]]
 
 
 def no_rule(n_ranks: int, n_microbatches: int, virtual_stages: int) -> Iterable[str]:
-    """The rules of a schedule that runs at any size."""
+    """The rules of a schedule that runs with any numbers of ranks and micro-batches."""
     return ()
 
 
 def same_number(n_ranks: int, n_microbatches: int) -> int:
-    """`Kind.representative` of a schedule of which nothing is known: the number itself."""
+    """The default of `Kind.representative`: the number itself."""
     return n_microbatches
 
 
@@ -29,20 +29,21 @@ def same_number(n_ranks: int, n_microbatches: int) -> int:
 class Kind:
     """One row of the registry.
 
-    `builder(n_ranks, n_microbatches)` returns the `Schedule` (`actions.make`), which `build.build` names. Where
-    `virtual_stages_tried`, the builder is also given `virtual_stages` by name; where `searched`, which means that the
-    schedule is made for given times, `times`, `in_flight_limit` and `kept_for_weight` (see `build.build`).
-    `help`: a sentence on what the schedule does.
-    `ways(n_ranks, virtual_stages)`: the ways that microbatches take through the stages: for each way, the rank of
-    every stage in order (`schedule.placement` has the usual ones). With two ways each stage is held by two ranks.
-    `splits_backward`: whether the backward pass is split into I and W, so that the model has to compute them apart.
-    `virtual_stages`: stages of a rank on one way, where nothing else is asked for. `virtual_stages_tried`: empty where
-    that number is fixed; else other numbers can be asked for, and the planner tries these.
+    `builder(n_ranks, n_microbatches)` returns the `Schedule` (`actions.make`); `build.build` sets its name. If
+    `virtual_stages_tried` is not empty, the builder also gets the keyword `virtual_stages`; if `searched`, which means
+    that the schedule depends on given times, the keywords `times`, `in_flight_limit` and `kept_for_weight` (see
+    `build.build`).
+    `help`: a sentence that describes the schedule.
+    `ways(n_ranks, virtual_stages)`: the routes of micro-batches through the ranks: for each route, the rank of every
+    stage in order (`schedule.placement` has the usual ones). With two routes two ranks hold each stage.
+    `splits_backward`: whether the backward pass is split into I and W, which the model then computes separately.
+    `virtual_stages`: default number of stages of a rank on one route. `virtual_stages_tried`: empty if that number is
+    fixed; otherwise it can be chosen, and the planner tries these values.
     `rules(n_ranks, n_microbatches, virtual_stages)`: why such a schedule cannot be built, a sentence for each broken
     rule; all three are 1 or more.
-    `representative(n_ranks, n_microbatches)`: a smaller number of microbatches with which every rank holds as many
-    activations at its fullest moments, to count memory quickly; `microbatches_stay`: all microbatches are in flight at
-    once, so that what a rank holds grows with their number.
+    `representative(n_ranks, n_microbatches)`: a smaller number of micro-batches for which the peak activation memory of
+    every rank is the same, to compute memory quickly. `microbatches_stay`: all micro-batches are in flight at once, so
+    that a rank's activation memory grows with their number.
     """
 
     name: str
@@ -59,12 +60,12 @@ class Kind:
 
     @property
     def priced(self) -> bool:
-        """Whether the planner can predict its time: not where the schedule depends on the times of the actions."""
+        """Whether the planner can predict its time: not if the schedule depends on the times of the actions."""
         return not self.searched
 
     def stages_per_rank(self, asked: int | None) -> int:
-        """The virtual stages of a rank where `asked` were asked for. None means the row's own number; so does 1 where
-        the number is fixed."""
+        """The virtual stages of a rank if `asked` are requested. None means the row's own number; so does 1 if the
+        number is fixed."""
         return self.virtual_stages if asked is None or (asked == 1 and not self.virtual_stages_tried) else asked
 
 
@@ -72,7 +73,7 @@ _KINDS: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Add a schedule; from then on it is valid in a layout, drawn, searched by the planner, verified and trained.
+    """Add a schedule; layouts, drawings, the planner, verification and training can then use it.
 
     Returns the row. Raises ScheduleError for a name that is taken.
     """
@@ -83,7 +84,7 @@ def register(kind: Kind) -> Kind:
 
 
 def names() -> tuple[str, ...]:
-    """The names of all schedules, in the order in which they were registered."""
+    """The names of all schedules, in the order of registration."""
     return tuple(_KINDS)
 
 
@@ -96,9 +97,9 @@ def find(name: str) -> Kind:
 
 @cache
 def check_row(kind: Kind) -> None:
-    """Build a small example and raise ScheduleError where it cannot be run, or is not what the row says.
+    """Build a small example and raise ScheduleError if it cannot be run or contradicts the row.
 
-    Not for a schedule that is searched: that takes long, and the search is our own.
+    Searched schedules are not checked: the search takes long, and it is our own code.
     """
     virtual = kind.virtual_stages
     sizes = [(ranks, 2 * ranks) for ranks in range(2, 9) if not [*kind.rules(ranks, 2 * ranks, virtual)]]
@@ -112,7 +113,7 @@ def check_row(kind: Kind) -> None:
     if not wrong and (len(schedule.ranks) != n_ranks or schedule.n_stages != len(ways[0])):
         wrong = [f"{schedule.n_ranks} ranks and {schedule.n_stages} stages, but `ways` has {n_ranks}, {len(ways[0])}"]
     if not wrong and any(schedule.path_of(microbatch) not in ways for microbatch in range(n_microbatches)):
-        wrong = ["a microbatch goes another way through the ranks than those of `ways`"]
+        wrong = ["the route of a micro-batch through the ranks is not one of `ways`"]
     if not wrong and schedule.splits_backward and not kind.splits_backward:
         wrong = ["it has I and W, but `splits_backward` is False"]
     if wrong:

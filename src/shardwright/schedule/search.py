@@ -1,10 +1,11 @@
-"""`auto`: the pipeline schedule with the least bubble that a search finds for measured times and a memory limit.
+"""`auto`: a search for the pipeline schedule with the smallest bubble, for measured times and a memory limit.
 
-Every rank follows a policy of three numbers (`Policy`) that says what to run next; running the policies against the
-clock gives the lists of actions, which cannot deadlock and keep to the limit. The search starts from a grid of simple
-policies, then changes those of single ranks or runs of ranks at random and keeps what does not cost more; the
-hand-made schedules have the last word. It ends early at a schedule that costs `least_cost`, below which none can be:
-with equal stages and a limit of p or 2p, that is the rule if a microbatch that waits for its W keeps everything.
+Every rank follows a policy of three numbers (`Policy`), which chooses its next action. A simulation of the policies
+gives the lists of actions, which cannot deadlock and respect the limit. The search starts from a grid of policies that
+are the same for all ranks. It then makes random changes to the policies of single ranks or ranges of ranks and keeps
+those that do not cost more. Last it compares the result with hand-made schedules. It stops early at a schedule whose
+cost is the lower bound `least_cost`: with equal stages and a limit of p or 2p it usually does, if a micro-batch between
+I and W keeps all its activations.
 
 The problem and the idea of a greedy schedule per rank: Qi et al., arXiv 2401.10241, section 3.1. Policies, bound and
 search are our own.
@@ -31,7 +32,7 @@ _SAME = 1e-9
 
 _ACTIONS_TRIED = 1_000_000
 _FEWEST_TRIES, _MOST_TRIES = 120, 2000
-"""How many schedules are tried: so many that they have _ACTIONS_TRIED actions together, within limits."""
+"""Limits on the number of schedules tried: as many as have _ACTIONS_TRIED actions together, within these limits."""
 
 
 def search(
@@ -42,16 +43,17 @@ def search(
     *,
     kept_for_weight: float = KEPT_FOR_WEIGHT,
 ) -> Schedule:
-    """The schedule "auto": stage s on rank s, backward passes in I and W, ranks staggered.
+    """The schedule "auto": stage s is on rank s, backward passes are split into I and W, ranks are staggered.
 
-    `in_flight_limit`: the most that a rank may hold at once, in microbatches in flight; 2 * n_ranks unless given. One
-    that waits for its W counts `kept_for_weight` of one in flight, 0 to 1 (see `memory.KEPT_FOR_WEIGHT`; 1 is safe).
+    `in_flight_limit`: the maximum activation memory of a rank, in micro-batches in flight; 2 * n_ranks unless given. A
+    micro-batch between I and W counts `kept_for_weight` of one in flight, 0 to 1 (see `memory.KEPT_FOR_WEIGHT`; 1 is
+    safe).
 
     The same arguments give the same schedule in every process: nothing depends on clocks or hashes. The cost is never
-    above that of 1f1b, zb-h1 or zb-h2 where these stay within the limit. Takes about a second, some for ten thousands
-    of actions; a few schedules' time where the lower bound is met.
+    above that of 1f1b, zb-h1 or zb-h2, if these respect the limit. The search takes about a second, several seconds for
+    tens of thousands of actions; less if it reaches the lower bound.
 
-    Raises ScheduleError for counts below 1, a share outside 0 to 1, and times that do not fit.
+    Raises ScheduleError for counts below 1, a fraction outside 0 to 1, and invalid times.
     """
     limit = 2 * n_ranks if in_flight_limit is None else in_flight_limit
     for name, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches), ("in_flight_limit", limit)):
@@ -68,7 +70,7 @@ def search(
 
 
 class Problem(NamedTuple):
-    """What is asked for; times by stage, in the unit of `Times`."""
+    """The input of the search; times by stage, in the unit of `Times`."""
 
     n_ranks: int
     n_microbatches: int
@@ -78,97 +80,97 @@ class Problem(NamedTuple):
     comm: float
     limit: int
     kept: float
-    """Share of a microbatch's activations held between its I and its W."""
+    """Fraction of a micro-batch's activations that is kept between its I and its W."""
 
     @classmethod
     def of(cls, n_ranks: int, n_microbatches: int, times: Times, limit: int, kept: float) -> "Problem":
-        """One stage a rank. Raises ScheduleError for times that do not fit."""
+        """A problem with one stage a rank. Raises ScheduleError for invalid times."""
         of = times.of_stages(n_ranks)
         return cls(n_ranks, n_microbatches, of["F"], of["I"], of["W"], times.comm, limit, kept)
 
     def work(self, rank: int) -> float:
-        """The time a rank is busy in a step: m(F+I+W)."""
+        """The busy time of a rank in a step: m(F+I+W)."""
         return self.n_microbatches * (self.forward[rank] + self.backward_input[rank] + self.weight[rank])
 
     @property
-    def most_put_off(self) -> int:
-        """The most microbatches of a rank that can wait for their W when an I ends. During that I its microbatch
-        counts whole, the n-1 others at least `kept` each: 1 + (n-1) * kept <= limit."""
+    def most_deferred(self) -> int:
+        """The maximum number of micro-batches of a rank whose W is deferred when an I ends. During that I its own
+        micro-batch counts 1 and the n-1 others at least `kept` each: 1 + (n-1) * kept <= limit."""
         m = self.n_microbatches
         return m if (m - 1) * self.kept <= self.limit - 1 else 1 + int((self.limit - 1) / self.kept + _SAME)
 
 
 def least_cost(problem: Problem) -> float:
-    """A cost that no schedule within the limit is below, in the unit of the times.
+    """A lower bound on the cost of all schedules that respect the limit, in the unit of the times.
 
-    The cost of a step is the longest time from a rank's first action to its end. For every rank b, with m
-    microbatches, limit L, n = `most_put_off`:
+    The cost of a step is the longest time from a rank's first action to its last. For every rank b, with m
+    micro-batches, limit L, n = `most_deferred`:
 
     | symbol     |                                                                                                   |
     | ---------- | ------------------------------------------------------------------------------------------------- |
-    | way        | F_b + sum over later stages of (F + I + 2 comm): from b's first F to its first I, at the least    |
-    | wait       | max(0, way - min(m, L) F_b): idle then, for no more than L forward passes can come before that I  |
+    | trip       | F_b + sum over later stages of (F + I + 2 comm): least time from b's first F to its first I       |
+    | wait       | max(0, trip - min(m, L) F_b): idle time in it, as at most L forward passes come before that I     |
     | R(a)       | sum over stages a to b-1 of (F + I + 2 comm), for a rank a before b                               |
-    | place      | way + I_b + W_b: how long a microbatch is held; without W_b if `kept` < 1                         |
-    | Y          | the least time of I and W that makes room for the last F: m - L of both if `kept` is 1            |
+    | held       | trip + I_b + W_b: how long activations of a micro-batch are kept; without W_b if `kept` < 1       |
+    | Y          | the least time of I and W that frees memory for the last F: m - L of both if `kept` is 1          |
 
     the cost is at least
 
     1.  m (F_b + I_b + W_b) + wait
-    2.  that + R(a) + W_a - n W_b: b begins sum(F + comm) after a; after its last I, b has no more than n W to run,
-        while a gets its last I sum(I + comm) later and has a W to run after it
-    3.  (q + 1) place + r F_b, for m - 1 = q L + r, 0 <= r < L: a place is taken q + 1 times, one after another
-    4.  way + Y + (m - 1 - L) F_b + way + I_b + W_b, if m > L: what b runs between its first I and its last F, and
-        the way of the last microbatch
+    2.  that + R(a) + W_a - n W_b: b begins sum(F + comm) after a; after its last I, b has at most n W to run, while a
+        starts its last I sum(I + comm) later and has a W to run after it
+    3.  (q + 1) held + r F_b, for m - 1 = q L + r, 0 <= r < L: memory of a micro-batch is reused q + 1 times in sequence
+    4.  trip + Y + (m - 1 - L) F_b + trip + I_b + W_b, if m > L: the actions of b between its first I and its last F,
+        and the trip of the last micro-batch
 
-    With equal stages, 4 makes zb-h1 optimal among schedules that hold p microbatches where F = I, and 2 makes zb-h2
-    optimal among those that hold 2p-1, while F + I + 2 comm >= 2 W. None of the four counts what a rank waits for
-    because another rank has no room, so the bound is below what can be reached for L well below p.
+    With equal stages, 4 makes zb-h1 optimal among schedules with p micro-batches in flight if F = I, and 2 makes zb-h2
+    optimal among those with 2p-1, if F + I + 2 comm >= 2 W. None of the four counts idle time of a rank because another
+    rank has no memory left, so the bound cannot be reached for L well below p.
     """
     m, limit, kept = problem.n_microbatches, problem.limit, problem.kept
     pairs = zip(problem.forward, problem.backward_input, strict=True)
-    there_and_back = [f + i + 2 * problem.comm for f, i in pairs]
+    round_trips = [f + i + 2 * problem.comm for f, i in pairs]
     rounds, left = divmod(m - 1, limit)
     least = 0.0
     for b in range(problem.n_ranks):
         f, i, w = problem.forward[b], problem.backward_input[b], problem.weight[b]
-        way = f + sum(there_and_back[b + 1 :])
-        alone = problem.work(b) + max(0.0, way - min(m, limit) * f)
-        least = max(least, alone, (rounds + 1) * (way + i + (w if kept == 1 else 0.0)) + left * f)
+        trip = f + sum(round_trips[b + 1 :])
+        alone = problem.work(b) + max(0.0, trip - min(m, limit) * f)
+        least = max(least, alone, (rounds + 1) * (trip + i + (w if kept == 1 else 0.0)) + left * f)
         for a in range(b):
-            later = sum(there_and_back[a:b]) + problem.weight[a]
-            least = max(least, alone + later - problem.most_put_off * w)
+            later = sum(round_trips[a:b]) + problem.weight[a]
+            least = max(least, alone + later - problem.most_deferred * w)
         if m > limit:
             room = min(n_i * i + _weights_before_last(problem, n_i) * w for n_i in range(m - limit, m))
-            least = max(least, 2 * way + room + (m - 1 - limit) * f + i + w)
+            least = max(least, 2 * trip + room + (m - 1 - limit) * f + i + w)
     return least
 
 
 def _weights_before_last(problem: Problem, n_i: int) -> int:
-    """How many W a rank has run at least before its last F, having run n_i of I: the F finds
+    """The least number of W that a rank has run before its last F, after n_i of I: before the F,
     m - 1 - n_i + kept * (n_i - n_w) <= limit - 1."""
     room = problem.limit - problem.n_microbatches + n_i
-    put_off = n_i if n_i * problem.kept <= room else int(room / problem.kept + _SAME)
-    return n_i - put_off
+    deferred = n_i if n_i * problem.kept <= room else int(room / problem.kept + _SAME)
+    return n_i - deferred
 
 
 class Policy(NamedTuple):
-    """What one rank runs when more than one action could be next, and when it rather waits."""
+    """How one rank chooses its next action when several could run, and when it stays idle."""
 
     ahead: int
-    """Forward passes before the first I, at most."""
+    """Maximum number of forward passes before the first I."""
     prefer: int
-    """Of I and F, when both could run: 0 I, 1 F, 2 in turn. A W that makes room for the F stands in for it."""
+    """Which of I and F to run when both could: 0 I, 1 F, 2 alternately. If F needs memory first, a W runs instead."""
     gap: float
-    """A W is run in a gap if what comes next is known to come no sooner than this share of the W's time."""
+    """A W runs in an idle gap if no input is known to arrive sooner than this fraction of the W's time."""
 
 
 def _next_op(
     policy: Policy, turn: bool, output_in: float, gradient_in: float, waiting: bool, room: bool, weight: float
 ) -> Op | None:
-    """What a free rank runs, or None where it waits. `output_in`, `gradient_in`: how long until F and I could run, 0 or
-    less where they can; `turn`: whether I is next in turn; `waiting`: whether a W could run; `room`: whether the limit
-    lets F run; `weight`: the time of W."""
+    """The next op of a free rank, or None if it stays idle. `output_in`, `gradient_in`: time until the inputs of F and
+    I arrive, 0 or less if they have; `turn`: whether I is next in alternation; `waiting`: whether a W could run;
+    `room`: whether the limit allows F; `weight`: the time of W."""
     if output_in <= 0 and (room or waiting):
         if gradient_in <= 0 and (policy.prefer == 0 or (policy.prefer == 2 and turn)):
             return "I"
@@ -180,10 +182,10 @@ def _next_op(
 
 
 def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[float, list[list[Op]]] | None:
-    """The cost of following the policies, and the ops of every rank in order; None if the cost is above `at_most`.
+    """Simulate the policies: the cost, and the ops of every rank in order; None if the cost is above `at_most`.
 
-    Each op goes through the microbatches in order. A rank decides when it is free: it knows what has arrived, and
-    when that will arrive which the rank beside it has begun.
+    Each op runs the micro-batches in order. A rank chooses when it is free: it knows which inputs have arrived, and
+    when the results of the current actions of its neighbours will arrive.
     """
     p, m, forward, backward_input, weight, comm, limit, kept = problem
     seconds: dict[Op, tuple[float, ...]] = {"F": forward, "I": backward_input, "W": weight}
@@ -237,7 +239,7 @@ def _run(problem: Problem, policies: list[Policy], at_most: float) -> tuple[floa
         ops[rank].append(op)
         free[rank] = end
         heappush(events, (end, rank))
-    assert min(n_w) == m, "a policy has stopped before the end"
+    assert min(n_w) == m, "a policy has stopped before the last W"
     return max(problem.work(rank) + idle[rank] for rank in range(p)), ops
 
 
@@ -248,8 +250,8 @@ class _Found(NamedTuple):
 
 
 def _best_uniform(problem: Problem, enough: float) -> _Found:
-    """The best of policies that are the same for all ranks, but for forward passes ahead in even steps; at a tie the
-    one with fewer ahead. Done as soon as the cost is `enough`."""
+    """The best of policies that are the same for all ranks, except that `ahead` is linear in the rank; ties go to the
+    one with fewer forward passes ahead. Stops as soon as the cost is `enough`."""
     p, m = problem.n_ranks, problem.n_microbatches
     best: _Found | None = None
     for step, prefer, gap in product((1, 2, 3, m), (0, 2, 1), (0.0, 0.5, 1.0)):
@@ -264,9 +266,9 @@ def _best_uniform(problem: Problem, enough: float) -> _Found:
 
 
 def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
-    """Change one to three numbers of the policies at random, each for one rank, or for a rank and all before or after
-    it, and go on from there unless it costs more; stop when the cost is `enough`, or after a number of tries that
-    depends on the size alone."""
+    """Hill climbing: change one to three numbers of the policies at random, each for one rank or for a rank and all
+    before or after it, and keep the change unless it costs more. Stops when the cost is `enough`, or after a number of
+    tries that depends only on the size."""
     p, m = problem.n_ranks, problem.n_microbatches
     random = Random(0)
     for _ in range(min(_MOST_TRIES, max(_FEWEST_TRIES, _ACTIONS_TRIED // (3 * m * p)))):
@@ -296,8 +298,8 @@ def _climb(problem: Problem, best: _Found, enough: float) -> _Found:
 
 
 def _hand_made(problem: Problem) -> Iterator[Schedule]:
-    """1f1b, zb-h1, zb-h2 and a third step of the same stairs, cut to the limit: rank r runs F up to k(p-1-r)
-    microbatches ahead of I, and W up to kr behind it."""
+    """1f1b, zb-h1, zb-h2 and the next schedule of that series, truncated to the limit: rank r runs F up to k(p-1-r)
+    micro-batches ahead of I, and W up to kr behind it."""
     p, m = problem.n_ranks, problem.n_microbatches
     room = problem.limit - 1 if problem.limit < m else 2 * m
     for ahead_step, behind_step in ((1, 0), (1, 1), (2, 2), (3, 3)):
@@ -309,12 +311,12 @@ def _hand_made(problem: Problem) -> Iterator[Schedule]:
 
 
 def _pick(random: Random, choices: Sequence[_T]) -> _T:
-    """One of the choices; as `Random.choice`, whose picks may differ between versions of Python."""
+    """One of the choices; like `Random.choice`, but the same in all versions of Python."""
     return choices[int(random.random() * len(choices))]
 
 
 def _in_order(stage: int, ops: list[Op]) -> list[Action]:
-    """Each op on one microbatch after the other."""
+    """The actions of a stage whose ops run the micro-batches in order."""
     done: Counter[Op] = Counter()
     actions = []
     for op in ops:

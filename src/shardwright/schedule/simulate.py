@@ -1,6 +1,6 @@
-"""When every action of a schedule starts and ends (`play`), and what that says: makespan, bubbles, activations held.
+"""Simulates a schedule: the start and end of every action (`play`), the makespan, bubbles and activation memory.
 
-Messages take no time from the ranks that send and receive, and do not slow one another down.
+Messages do not occupy the ranks that send and receive them, and do not slow each other down.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ PerStage = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Times:
-    """How long an action takes, in any one unit: the same for every stage, or one number a stage.
+    """The times of actions, in any unit: one number for all stages, or one number for each stage.
 
     `forward`, `backward_input`, `weight`: of F, I and W; B takes backward_input + weight. They are the times of a
-    (virtual) stage: where a rank holds two stages instead of one, each has half the layers and half the time.
-    `comm`: from the end of an action until its result can be used on another rank.
+    (virtual) stage: if a rank holds two stages instead of one, each has half the layers and half the time.
+    `comm`: time from the end of an action until another rank can use its result.
     """
 
     forward: PerStage = 1.0
@@ -52,11 +52,10 @@ class Times:
 
 
 def simulate(schedule: Schedule, times: Times) -> "Simulation":
-    """Run a schedule on paper; the time this takes grows with the number of actions.
+    """Simulate a schedule; the run time is linear in the number of actions.
 
     The schedule has to be complete: validate one from outside first (`validate.problems`). Raises ScheduleError for an
-    action of a stage or microbatch that is not there, and where every rank that is not done waits for another, or for
-    what nobody makes.
+    action with a stage or micro-batch out of range, and for a deadlock.
     """
     starts, ends = play(schedule, times.of_stages(schedule.n_stages), times.comm)
     if list(map(len, ends)) != list(map(len, schedule.ranks)):
@@ -66,9 +65,9 @@ def simulate(schedule: Schedule, times: Times) -> "Simulation":
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule with the times at which its actions start and end, in the unit of `times`, from 0.
+    """A schedule with the starts and ends of its actions, in the unit of `times`, from 0.
 
-    `starts[r][k]`, `ends[r][k]`: of `schedule.ranks[r][k]`.
+    `starts[r][k]` and `ends[r][k]` are those of `schedule.ranks[r][k]`.
     """
 
     schedule: Schedule
@@ -78,7 +77,7 @@ class Simulation:
 
     @cached_property
     def spans(self) -> tuple[list[tuple[Action, float, float]], ...]:
-        """Of every rank, its actions in order with their start and end."""
+        """For every rank its actions in order, with their start and end."""
         return tuple(
             list(zip(actions, starts, ends, strict=True))
             for actions, starts, ends in zip(self.schedule.ranks, self.starts, self.ends, strict=True)
@@ -86,13 +85,13 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """From zero to the end of the last action of any rank."""
+        """Time from zero to the end of the last action of any rank."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @cached_property
     def cost(self) -> float:
-        """What a step costs: the makespan, or where ranks are staggered the longest time from the first action of a
-        rank to its own end (Qi et al., arXiv 2401.10241, section 5.3)."""
+        """The time of a step: the makespan, or with staggered ranks the longest time from the first action of a rank to
+        its last (Qi et al., arXiv 2401.10241, section 5.3)."""
         if not self.schedule.staggered:
             return self.makespan
         return max(
@@ -101,18 +100,18 @@ class Simulation:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Of every rank, the sum of its actions' durations."""
+        """For every rank the sum of the durations of its actions."""
         of = self.times.of_stages(self.schedule.n_stages)
         return tuple(sum(of[op][stage] for stage, op, _ in actions) for actions in self.schedule.ranks)
 
     @property
     def bubble_rates(self) -> tuple[float, ...]:
-        """Of every rank, the share of the cost in which it is idle: (cost - work) / cost."""
+        """For every rank the fraction of the cost in which it is idle: (cost - work) / cost."""
         return tuple((self.cost - work) / self.cost if self.cost else 0.0 for work in self.work)
 
     @property
     def bubble_rate(self) -> float:
-        """The share of all ranks' time that is idle; where stages are equal, that of any rank.
+        """The fraction of all ranks' time that is idle; with equal stages, that of any rank.
 
         Source: Qi et al., arXiv 2401.10241, section 5.3: (cost - m(F+I+W)) / cost.
         """
@@ -121,30 +120,30 @@ class Simulation:
 
     @cached_property
     def held(self) -> tuple[list[Held], ...]:
-        """Of every rank, how what it holds changes with time."""
+        """For every rank its micro-batches in flight and waiting over time."""
         return tuple(map(held, self.spans))
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Of every rank, the most microbatches in flight at once, each of one stage."""
+        """For every rank the maximum number of micro-batches in flight at once, each counted for one stage."""
         return tuple(max((each.in_flight for each in curve), default=0) for curve in self.held)
 
     @property
     def peak_waiting(self) -> tuple[int, ...]:
-        """Of every rank, the most microbatches that wait for their W at once, each of one stage."""
+        """For every rank the maximum number of micro-batches that wait for W at once, each counted for one stage."""
         return tuple(max((each.waiting for each in curve), default=0) for curve in self.held)
 
     def peak_memory(self, kept_for_weight: float) -> tuple[float, ...]:
-        """Of every rank, the most that it holds at once, in units of one microbatch in flight in one stage.
+        """For every rank its peak activation memory, in units of one micro-batch in flight in one stage.
 
-        `kept_for_weight`: what one that waits for its W counts, 0 to 1.
+        `kept_for_weight`: the fraction, 0 to 1, that a micro-batch that waits for its W counts.
         """
         return tuple(max((each.memory(kept_for_weight) for each in curve), default=0.0) for curve in self.held)
 
     @property
     def peak_in_flight_shares(self) -> tuple[float, ...]:
-        """`peak_in_flight` in units of what one microbatch has on a rank when layers are dealt evenly: n_stages /
-        n_ranks stages. Comparable between schedules; 1f1b has n_ranks on rank 0."""
+        """`peak_in_flight` in units of one micro-batch in 1 / n_ranks of the layers (n_stages / n_ranks stages), which
+        is comparable between schedules; 1f1b has n_ranks on rank 0."""
         return self._shares(self.peak_in_flight)
 
     def peak_memory_shares(self, kept_for_weight: float) -> tuple[float, ...]:

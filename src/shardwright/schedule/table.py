@@ -1,8 +1,8 @@
-"""A schedule as PyTorch's compute-only CSV, in and out.
+"""Reads and writes a schedule as PyTorch's compute-only CSV.
 
-A row for each rank, a cell for each action: `0F3` is F of stage 0 on microbatch 3. Empty cells are idle slots of the
-drawing and mean nothing to the order. Two actions that PyTorch overlaps share a cell, `(0F8;7B0)OVERLAP_F_B`; they are
-read as one after the other.
+It has a row for each rank and a cell for each action: `0F3` is F of stage 0 on micro-batch 3. Empty cells are idle
+slots and are ignored. Two actions that PyTorch overlaps share a cell, `(0F8;7B0)OVERLAP_F_B`; they are read as one
+after the other.
 """
 
 import csv
@@ -20,19 +20,19 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def write_table(schedule: Schedule, path: str | Path) -> None:
-    """Write the actions of every rank, without empty cells, in place of what is there.
+    """Write the actions of every rank, without empty cells; an existing file is replaced.
 
-    What the file does not hold: the name and `staggered`. Raises InputError for a place that cannot be written.
+    The file does not contain the name and `staggered`. Raises InputError if it cannot be written.
     """
     rows = (",".join(map(str, actions)) for actions in schedule.ranks)
     write_whole(Path(path), "".join(f"{row}\n" for row in rows).encode("utf-8"))
 
 
 def read_table(path: str | Path) -> Schedule:
-    """The schedule of a file, named after it; stages and microbatches are counted from the highest in any cell.
+    """The schedule of a file, named after it; the highest stage and micro-batch of any cell give their numbers.
 
-    It may still be one that cannot be run: `validate.problems` says so. Raises ScheduleError, with every bad cell, for
-    a file that is not such a table.
+    Whether it can be run is a question for `validate.problems`. Raises ScheduleError, with every bad cell, for a file
+    that is not such a table.
     """
     path = Path(path)
     try:
@@ -54,7 +54,7 @@ def read_table(path: str | Path) -> Schedule:
 
 
 def _row(row: list[str], where: str, found: list[str]) -> Iterator[Action]:
-    """The actions of a row; what is wrong with it goes to `found`."""
+    """The actions of a row; errors are appended to `found`."""
     if not any(cell.strip() for cell in row):
         found.append(f"{where} has no action; valid: cells like 0F3, at least one a rank")
     for column, cell in enumerate(row):

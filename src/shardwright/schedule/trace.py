@@ -1,7 +1,7 @@
-"""Timelines in the trace event format, which https://ui.perfetto.dev and chrome://tracing open.
+"""Writes timelines in the trace event format, which https://ui.perfetto.dev and chrome://tracing open.
 
-A pipeline is a process, a rank a thread in it, an action a complete event (`X`) with its stage and microbatch, a
-message a flow (`s` to `f`), and what a rank holds a counter (`C`) of two series, as high together as its memory.
+A pipeline is a process, a rank a thread in it, an action a complete event (`X`) with its stage and micro-batch, a
+message a flow (`s` to `f`), and the activation memory of a rank a counter (`C`) of two series, in flight and waiting.
 Source: "Trace Event Format", docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
@@ -18,10 +18,10 @@ US_PER_OTHER_UNIT = 1e3
 
 
 def write_trace(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write timelines as a trace, in place of what is there.
+    """Write timelines to a trace file, which is replaced if it exists.
 
-    Times are in microseconds; a unit without a name is shown as a millisecond. Raises InputError for a place that
-    cannot be written.
+    Times are in microseconds; a unit without a name is shown as a millisecond. Raises InputError if the file cannot be
+    written.
     """
     events = [event for process, timeline in enumerate(timelines) for event in _events(timeline, process)]
     write_whole(Path(path), (json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n").encode("utf-8"))
@@ -52,9 +52,9 @@ def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _flows(timeline: Timeline, process: int, us: float) -> Iterator[dict[str, Any]]:
-    """From every action to the one on another rank that needs its result.
+    """A flow from every action to the one on another rank that needs its result.
 
-    A flow begins in the middle of a box: at its end the next one may have begun, and would be taken for the sender.
+    A flow begins in the middle of a box: at its end the viewer could attribute it to the next action.
     """
     made = {
         (action.stage, "F" if action.op == "F" else "B", action.microbatch): (rank, action, start, end)

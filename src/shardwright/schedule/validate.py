@@ -1,6 +1,6 @@
-"""Whether a schedule can be run: complete, in order, one rank for a stage and microbatch, and free of deadlock.
+"""Checks whether a schedule can be run: complete, in order, one rank for a stage and micro-batch, and no deadlock.
 
-Positions count a rank's actions from 0.
+Positions number a rank's actions from 0.
 """
 
 from collections import defaultdict
@@ -14,10 +14,10 @@ Place = tuple[int, int]
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """Everything that keeps a schedule from being run, one line each; empty for a good one.
+    """Everything that prevents a schedule from being run, one line each; empty for a valid one.
 
-    Deadlock is looked for once the actions themselves are right. Messages add none, even if a send waits for its
-    receiver: `messages.with_messages`.
+    Deadlock is checked only if the actions themselves are valid. Messages cannot cause one, even if a send waits for
+    its receiver: see `messages.with_messages`.
     """
     if outside := list(_outside(schedule)):
         return outside
@@ -56,7 +56,7 @@ def _outside(schedule: Schedule) -> Iterator[str]:
 
 
 def _missing(schedule: Schedule, first: dict[Action, Place]) -> Iterator[str]:
-    """What is not done, or done both at once and in two."""
+    """Actions that are missing, and backward passes that are both whole and split."""
     lacking: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for stage in range(schedule.n_stages):
         for microbatch in range(schedule.n_microbatches):
@@ -77,7 +77,7 @@ def _missing(schedule: Schedule, first: dict[Action, Place]) -> Iterator[str]:
 
 
 def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
-    """Actions on another rank than the forward action, and before what they need of their own stage."""
+    """Actions on another rank than the forward action, or before the action of their own stage on which they depend."""
     for action, (rank, position) in first.items():
         stage, op, microbatch = action
         forward = Action(stage, "F", microbatch)
@@ -96,8 +96,7 @@ def _out_of_place(first: dict[Action, Place]) -> Iterator[str]:
 
 
 def deadlock(schedule: Schedule) -> str | None:
-    """Why ranks wait for ever: the circle of ranks that wait for one another, or what is waited for and made by nobody;
-    None if they come to their ends."""
+    """Why the ranks deadlock: the cycle of ranks that wait for each other, or a missing action; None if they do not."""
     where = {
         action.makes: (rank, position)
         for rank, actions in enumerate(schedule.ranks)
@@ -137,7 +136,7 @@ def _at(rank: int, position: int) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0 to 3, 7`: ascending numbers with consecutive ones drawn together."""
+    """`0 to 3, 7`: ascending numbers, consecutive ones written as a range."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -1,15 +1,14 @@
-"""Schedules that part the backward pass in two and fill waiting time with weight gradients: ZB-H1, ZB-H2.
+"""Schedules that split the backward pass and fill idle time with weight gradients: ZB-H1, ZB-H2.
 
-Only I is waited for by other ranks; W can run any time after it. With p ranks, F, I, W the times of a stage, no time
-for messages, and 2p - 1 microbatches or more:
+Other ranks depend only on I; W can run at any time after it. With p ranks, F, I, W the times of a stage, no time for
+messages, and 2p - 1 micro-batches or more:
 
 | schedule | idle time of a rank | in flight on rank r | waiting for W on rank r |
 | -------- | ------------------- | ------------------- | ----------------------- |
 | zb-h1    | (p-1)(F+I-W)        | p-r                 | r+1                     |
 | zb-h2    | (p-1)(F+I-2W)       | 2(p-r)-1            | 2r+1                    |
 
-where W takes no longer than F, nor than I; a longer W keeps the ranks that put it off from passing on what others
-wait for.
+if W takes no longer than F and I; a longer W delays the results that other ranks depend on.
 Source: Qi et al., arXiv 2401.10241, sections 2 and 5.3.
 """
 
@@ -17,21 +16,21 @@ from shardwright.schedule.actions import Action, Op, Schedule, make
 
 
 def zb_h1(n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B with every rank having as many microbatches begun and not done as rank 0: what rank r has fewer in forward
-    passes ahead, it has more in weight gradients put off."""
+    """1F1B in which every rank has as many unfinished micro-batches as rank 0: rank r runs r fewer forward passes ahead
+    and defers r more weight gradients."""
     ranks = (deferred(rank, n_microbatches, ahead=n_ranks - 1 - rank, behind=rank) for rank in range(n_ranks))
     return make(n_ranks, n_microbatches, ranks)
 
 
 def zb_h2(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Twice the forward passes ahead and twice the weight gradients put off, so that no rank waits for the first
-    gradient; ranks end as late after one another as they began."""
+    """Twice the forward passes ahead and twice the deferred weight gradients, so that no rank is idle before the first
+    gradient; the ends of the ranks are staggered like their beginnings."""
     ranks = (deferred(rank, n_microbatches, ahead=2 * (n_ranks - 1 - rank), behind=2 * rank) for rank in range(n_ranks))
     return make(n_ranks, n_microbatches, ranks, staggered=True)
 
 
 def deferred(stage: int, n_microbatches: int, *, ahead: int, behind: int) -> list[Action]:
-    """F runs `ahead` microbatches before I, W `behind` microbatches after it; otherwise F, I, W in turn."""
+    """F runs `ahead` micro-batches before I, W `behind` micro-batches after it; otherwise F, I, W in turn."""
     microbatches = range(n_microbatches)
     lags: tuple[tuple[Op, int], ...] = ("F", -ahead), ("I", 0), ("W", behind)
     return [

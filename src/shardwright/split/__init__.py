@@ -1,1 +1,1 @@
-"""How a model's matrices and a sequence's tokens are cut over the ranks, as tables and arithmetic; no torch."""
+"""How parameters, sequences and layers are partitioned over the ranks, as tables and arithmetic; no torch."""

@@ -1,4 +1,4 @@
-"""Which layouts a model and a sequence can be cut into: the rules, with their arithmetic and the valid choices."""
+"""Which layouts fit a model and a sequence length: the rules, with their arithmetic and the valid choices."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +11,10 @@ from shardwright.split.tensor import vocabulary_rows
 
 
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
-    """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty for a good one."""
+    """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty where it fits."""
     found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
     found += stages.problems(spec, layout)
-    # Of a tp that cannot be, no length has to be a multiple.
+    # The sequence length is only checked for a valid tp.
     return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
 
 
@@ -26,23 +26,23 @@ def _tensor(spec: ModelSpec, tp: int) -> Iterator[str]:
     if spec.n_heads % tp == 0 and kv % tp and tp % kv:
         yield (
             f"layout.tp={tp} neither divides {kv} kv heads (model.n_kv_heads) nor is a multiple of them "
-            f"{_division(kv, tp) if tp < kv else _division(tp, kv)}, so heads could not be dealt out evenly or copied "
+            f"{_division(kv, tp) if tp < kv else _division(tp, kv)}, so kv heads can be neither sharded nor replicated "
             f"evenly; valid: {_valid_tp(spec)}"
         )
     elif not _vocabulary_reaches(spec, tp):
         yield (
-            f"layout.tp={tp} leaves a rank without a row of the vocabulary: {spec.vocab_size} rows in shares of "
+            f"layout.tp={tp} leaves a rank without a row of the vocabulary: {spec.vocab_size} rows in shards of "
             f"{-(-spec.vocab_size // tp)}; valid: {_valid_tp(spec)}"
         )
 
 
 def _valid_tp(spec: ModelSpec) -> str:
-    """Every tp degree that the model can be cut into, as a list to print."""
+    """Every valid tp degree of the model, as a list to print."""
     return ", ".join(str(tp) for tp in range(1, spec.n_heads + 1) if tp_divides(spec, tp))
 
 
 def tp_divides(spec: ModelSpec, tp: int) -> bool:
-    """Whether heads, kv heads, ffn and vocabulary can be dealt out over `tp` ranks."""
+    """Whether heads, kv heads, ffn features and vocabulary can be sharded over `tp` ranks."""
     kv = spec.n_kv_heads
     even = spec.n_heads % tp == 0 and spec.d_ffn % tp == 0 and (kv % tp == 0 or tp % kv == 0)
     return even and _vocabulary_reaches(spec, tp)
@@ -61,9 +61,9 @@ def _context(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     if not _heads_divide(heads, kv, degree):
         valid = ", ".join(str(n) for n in range(1, heads + 1) if _heads_divide(heads, kv, n))
         yield (
-            f"layout.{name}={degree} is how many ranks deal out the heads that tp={tp} leaves a rank, {heads} query "
-            f"and {kv} kv: it has to divide {heads} {_division(heads, degree)}, and to divide {kv} or be a multiple "
-            f"of it; valid: {valid}; cp_method='zigzag' has no such limit"
+            f"layout.{name}={degree} partitions the heads of a rank, with tp={tp} {heads} query and {kv} kv heads: it "
+            f"has to divide {heads} {_division(heads, degree)}, and to divide {kv} or be a multiple of it; valid: "
+            f"{valid}; cp_method='zigzag' has no such limit"
         )
 
 
@@ -75,7 +75,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     moe = spec.moe
     if moe is None:
         if layout.ep > 1:
-            yield f"layout.ep={layout.ep} deals out experts, and the model has none (model.moe); leave it out"
+            yield f"layout.ep={layout.ep} shards experts, and the model has none (model.moe); leave it out"
         return
     experts = moe.n_experts
     if experts % layout.ep:
@@ -89,12 +89,12 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"layout.tp={layout.tp} with model.moe needs layout.sequence_parallel=true: ranks of tp with the same "
             f"tokens would each send all of them to the experts"
         )
-    share = layout.expert_dp_shard
-    if layout.zero and layout.ep * layout.tp > 1 and (experts // layout.ep) % share:
+    ranks = layout.expert_dp_shard
+    if layout.zero and layout.ep * layout.tp > 1 and (experts // layout.ep) % ranks:
         for name, size in (("model.moe.d_ffn", moe.d_ffn), ("model.d_model", spec.d_model)):
-            if size % share:
+            if size % ranks:
                 yield (
-                    f"layout.zero={layout.zero} shares out the experts of a rank over {share} ranks (dp_shard x cp x "
+                    f"layout.zero={layout.zero} shards the experts of a rank over {ranks} ranks (dp_shard x cp x "
                     f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
                     f"larger ep"
                 )
@@ -104,19 +104,19 @@ def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:
     cuts = sequence_cuts(layout)
     local, rest = divmod(seq_len, cuts)
     if rest:
-        ways = {words: parts for words, parts in _cuts(layout).items() if parts == cuts} or _cuts(layout)
-        what = next(iter(ways)) if len(ways) == 1 or cuts in ways.values() else f"{cuts}, for {' and '.join(ways)}"
+        rules = {words: parts for words, parts in _cuts(layout).items() if parts == cuts} or _cuts(layout)
+        what = next(iter(rules)) if len(rules) == 1 or cuts in rules.values() else f"{cuts}, for {' and '.join(rules)}"
         nearest = f"{local * cuts} or {(local + 1) * cuts}" if local else str(cuts)
         yield f"batch.seq_len={seq_len} is not a multiple of {what} {_division(seq_len, cuts)}; nearest: {nearest}"
 
 
 def sequence_cuts(layout: Layout) -> int:
-    """Of what the length of a sequence has to be a multiple, for every rank to hold as many tokens as the others."""
+    """The number that divides every valid sequence length, so that all ranks hold the same number of tokens."""
     return lcm(*_cuts(layout).values())
 
 
 def _cuts(layout: Layout) -> dict[str, int]:
-    """Each way in which a sequence is cut into equal parts, in words, and how many parts."""
+    """Each partition of a sequence into equal parts: its description -> the number of parts."""
     found = {}
     if layout.cp_ring > 1 and layout.cp_method != "ring":
         chunks = 2 * layout.cp_ring

@@ -1,9 +1,9 @@
-"""Which tokens of a sequence a context rank holds, and how much attention that leaves it to compute.
+"""Which tokens of a sequence each rank of cp holds, and how many scores of attention it computes for them.
 
-S tokens are dealt to a ring of R ranks, and what a rank of the ring holds is cut among U Ulysses ranks. A causal
-token attends to those before it, so later tokens are dearer, and how they are dealt decides who waits for whom.
+S tokens are sharded over a ring of R ranks, and the tokens of each ring rank over U Ulysses ranks. With a causal mask
+later tokens attend to more keys, so the choice of tokens for each rank decides how evenly the work is distributed.
 
-| method      | a ring rank r holds                                       | from                                     |
+| method      | a ring rank r holds                                       | source                                   |
 | ----------- | --------------------------------------------------------- | ---------------------------------------- |
 | `ring`      | the r-th of R equal parts                                 | Ring Attention, arXiv 2310.01889         |
 | `zigzag`    | chunks r and 2R-1-r of 2R                                 | Llama 3, arXiv 2407.21783, section 3.3.2 |
@@ -21,31 +21,31 @@ ZIGZAG = ("zigzag", "allgather", "usp")
 
 
 def spans(method: str, seq_len: int, ring: int, ulysses: int, ring_rank: int, ulysses_rank: int) -> list[range]:
-    """The positions of the tokens that a context rank holds, in the order in which it holds them.
+    """The positions of the tokens that a rank of cp holds, in the order in which it holds them.
 
-    `ring` and `ulysses` are the degrees of the two axes of a context group, 1 for an axis that a method lacks.
+    `ring` and `ulysses` are the degrees of the two axes of cp, 1 for an axis that a method does not have.
     """
     held = _on_ring(method, seq_len, ring, ring_rank)
     tokens, left = divmod(seq_len // ring, ulysses)
-    assert left == 0, f"{seq_len} tokens do not divide by a ring of {ring} times {ulysses}"
+    assert left == 0, f"{seq_len} tokens are not divisible by a ring of {ring} times {ulysses}"
     return list(_cut(held, ulysses_rank * tokens, tokens))
 
 
-def held_by(layout: Layout, seq_len: int, rank: int, *, token_shard: bool = False) -> list[range]:
-    """The positions of the tokens that a rank of the world holds, in its order; with `token_shard` those of its share
-    of them under sequence parallelism."""
+def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: bool = False) -> list[range]:
+    """The positions of the tokens that a rank of the world holds, in its order; with `token_shard` those of its token
+    shard under sequence parallelism."""
     at = layout.coordinates(rank)
     held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
     if token_shard:
-        share = seq_len // (layout.cp * layout.tp)
-        held = list(_cut(held, at["tp"] * share, share))
+        shard_tokens = seq_len // (layout.cp * layout.tp)
+        held = list(_cut(held, at["tp"] * shard_tokens, shard_tokens))
     return held
 
 
 def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
     """[step][ring rank] -> (query, key) pairs computed: in step s, rank r has the keys of rank (r - s) mod `ring`.
 
-    A step of a ring lasts as long as its slowest rank, so a method is as fast as the sum of each step's maximum.
+    The slowest rank determines the time of a step, so the time of a method is the sum of each step's maximum.
     """
     held = [_on_ring(method, seq_len, ring, rank) for rank in range(ring)]
     return [
@@ -55,28 +55,28 @@ def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
 
 
 def attention_pairs(method: str, seq_len: int, ring: int) -> list[int]:
-    """[ring rank] -> (query, key) pairs with key <= query that it computes; S (S + 1) / 2 over all ranks."""
+    """[ring rank] -> the number of (query, key) pairs with key <= query; S (S + 1) / 2 over all ranks."""
     return [sum(steps) for steps in zip(*step_pairs(method, seq_len, ring), strict=True)]
 
 
 def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:
     """FLOPs of one layer's attention forward for one sequence: 4 C H pairs; backward is 2.5 times that.
 
-    C is the width of a head, H the heads (H / U on a Ulysses rank): a pair costs a product of 2 C FLOPs for the
-    score and one for the value. Backward has five such products, two of scores and three of gradients
+    C is the width of a head, H the heads (H / U on a Ulysses rank): a pair costs 2 C FLOPs in the matmul of the scores
+    and 2 C in the matmul with the values. Backward has five such matmuls, two for the scores and three for gradients
     (FlashAttention-2, arXiv 2307.08691, section 3). Ignores the softmax, and pairs that a kernel computes and masks.
     """
     return 4 * head_dim * n_heads * pairs
 
 
 def _on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
-    """What a ring rank holds, before it is cut among Ulysses ranks."""
+    """The positions of a ring rank's tokens, before they are sharded over Ulysses ranks."""
     assert 0 <= rank < ring, f"rank {rank} of a ring of {ring}"
     if ring == 1:
         return [range(seq_len)]
     parts = 2 * ring if method in ZIGZAG else ring
     chunk, left = divmod(seq_len, parts)
-    assert left == 0, f"{seq_len} tokens do not divide into {parts} parts"
+    assert left == 0, f"{seq_len} tokens are not divisible into {parts} parts"
     if method in ZIGZAG:
         return [range(part * chunk, (part + 1) * chunk) for part in (rank, parts - 1 - rank)]
     if method == "striped":
@@ -95,10 +95,10 @@ def _cut(held: list[range], start: int, length: int) -> Iterator[range]:
 
 
 def _pairs(queries: range, keys: range) -> int:
-    """(query, key) pairs with key <= query of two ranges of one stride.
+    """The number of (query, key) pairs with key <= query, for two ranges of the same stride.
 
-    The sum over queries i = 0, 1, ... of min(max(i + c, 0), K), with K keys, c of which would be at or before the
-    first query if they went on for ever on either side.
+    The sum over queries i = 0, 1, ... of min(max(i + c, 0), K), for K keys; c, which may be negative or above K, is the
+    number of keys at or before the first query if the range of keys were infinite in both directions.
     """
     assert queries.step == keys.step
     c = (queries.start - keys.start) // keys.step + 1

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and how long its actions take beside those of others."""
+"""Which layers each pipeline stage has, and the relative times of the actions of each stage."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -12,15 +12,16 @@ from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.simulate import Times
 
 KEPT_FOR_WEIGHT = 1.0
-"""What a microbatch that waits for its W keeps, as a share of what its forward pass kept (`schedule.memory`): here each
-product keeps its input and the gradient of its output, which without the scores of attention is as much."""
+"""Activations that a micro-batch keeps from I to W, as a fraction of those it keeps from F to I (`schedule.memory`).
+Each matmul keeps its input and the gradient of its output; as attention stores no scores, that is as much as in flight.
+"""
 
 
 def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
-    """The layers of every stage: those that `layout.stage_layers` gives, or the split with the least work in the
-    stage that has most, counting the embedding with the first layer and norm and head with the last.
+    """The layers of every stage: by `layout.stage_layers`, or else the partition that minimises the work of the stage
+    with the most, counting the embedding in the first stage and norm and head in the last.
 
-    Every stage has a layer. The layout has to fit the model (`problems`).
+    Every stage has at least one layer. The layout has to fit the model (`problems`).
     """
     counts = layout.stage_layers or _balanced(spec, layout.n_stages, seq_len)
     ends = (0, *accumulate(counts))
@@ -28,7 +29,7 @@ def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, 
 
 
 def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Why the layers cannot be cut into the stages of a layout, one sentence each."""
+    """Why the layers cannot be partitioned into the stages of a layout, one sentence each."""
     if layout.pp == 1:
         return
     n = layout.n_stages
@@ -56,7 +57,7 @@ def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
-    """Why the schedule of a layout cannot run a step of so many microbatches, one sentence each."""
+    """Why the schedule of a layout cannot run a step of `n_microbatches`, one sentence each."""
     if layout.pp == 1:
         return []
     found = build.problems(layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages)
@@ -68,10 +69,10 @@ def schedule_problems(layout: Layout, n_microbatches: int) -> list[str]:
 
 
 def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
-    """How long F, I and W of every stage take, in FLOPs of a token; what is sent takes no time.
+    """The times of F, I and W of every stage, as FLOPs of a token; messages take no time.
 
-    A product of weights costs as much in I and in W as in F; the products of attention have no weights, and their
-    backward pass, two for each, is all in I.
+    A matmul with weights costs the same in F, I and W. The matmuls of attention have no weights; their backward pass,
+    two matmuls for each, is all in I.
     """
     products, squares = [], []
     for number, layers in enumerate(stage_layers(spec, layout, seq_len)):
@@ -86,7 +87,7 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
 
 
 def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len: int) -> Schedule:
-    """The schedule of a step of a layout with pp; every rank comes to the same.
+    """The schedule of a step of a layout with pp; deterministic, so that every rank builds the same.
 
     Raises ScheduleError (`schedule_problems`).
     """
@@ -97,30 +98,30 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
 
 
 def _products(spec: ModelSpec, layer: int) -> float:
-    """Forward FLOPs of a token in the matrices of a layer."""
+    """Forward FLOPs of a token in the matmuls with weights of a layer."""
     return 2.0 * spec.layer_matmul_parameters(layer)
 
 
 def _square(spec: ModelSpec, seq_len: int) -> float:
-    """Forward FLOPs of a token in the products of attention of one layer, over the causal half of the square."""
+    """Forward FLOPs of a token in the matmuls of attention of one layer, over the causal half of the scores."""
     return 1.0 * spec.n_heads * (spec.qk_dim + spec.head_dim) * seq_len
 
 
 @cache
 def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each stage so that the most work of a stage is least, and then what the others have is most even; of
-    equals, more in late stages, which hold fewer activations.
+    """The number of layers of each stage: minimises the work of the stage with the most, then the sum of squares of the
+    stages' work; ties give more layers to late stages, which hold fewer activations.
 
-    The last stage has the head, the first the embedding, which is a copy and counts the bytes it moves as FLOPs.
+    The last stage also has the head; the first has the embedding, a lookup whose moved bytes are counted as FLOPs.
     """
-    import numpy as np  # Not at the top: run files are read, and pages drawn, without it.
+    import numpy as np  # Not at the top: importing it would slow down reading run files and drawing reports.
 
     layers = [3 * (_products(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
     upto = np.array([0.0, *accumulate(layers)])
-    # [begin, end]: the work of the layers between, inf where there are none.
+    # [begin, end]: the work of the layers from begin to end, inf where there are none.
     number = np.arange(len(upto))
     between = np.where(number[:, None] < number, upto - upto[:, None], np.inf)
-    # For the layers up to each: the most work of a stage and the sum of squares; and where its last stage begins.
+    # For the layers up to each end: the most work of a stage, the sum of squares, and where the last stage begins.
     most, squares = np.full(len(upto), np.inf), np.full(len(upto), np.inf)
     most[0] = squares[0] = 0.0
     begins = []

@@ -1,6 +1,6 @@
-"""Who holds what over the tensor-parallel axis: replicas of parameters whose gradients are parts, and the vocabulary.
+"""Sharding over tp: which replicated parameters have partial gradients, and which rows of the vocabulary a rank holds.
 
-How each parameter is split is in its row (`model/modules.py`).
+The row of a parameter says how it is split (`model/modules.py`).
 """
 
 from typing import Literal
@@ -9,30 +9,30 @@ from shardwright.layout import Layout
 from shardwright.model.modules import Row
 
 
-def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_copies"] | None:
-    """Over which ranks the gradients of the replicas of a parameter are parts that have to be added up.
+def summed_over(row: Row, layout: Layout, n_kv_heads: int) -> Literal["tp", "tp_replicas"] | None:
+    """The mesh axis over which the replicas of a parameter have partial gradients, which have to be summed; or None.
 
-    A replica that saw this rank's heads, or this rank's token shard, has a part of the gradient. One that saw every
-    token and every feature has all of it, and adding would count it tp times.
+    A replica that is used for this rank's heads, or for this rank's token shard, has a partial gradient. One that is
+    used for all tokens and all features has the complete gradient, and a sum would count it tp times.
     """
     if layout.tp == 1:
         return None
     if row.split == "kv_column":
-        return "tp_copies" if kv_copies(n_kv_heads, layout.tp) > 1 else None
+        return "tp_replicas" if kv_replicas(n_kv_heads, layout.tp) > 1 else None
     if row.split == "per_head":
         return "tp"
     return "tp" if row.split == "replicated" and layout.token_shards else None
 
 
-def kv_copies(n_kv_heads: int, tp: int) -> int:
-    """Ranks of tp that hold the same key and value heads: tp / kv heads where there are fewer, else 1."""
+def kv_replicas(n_kv_heads: int, tp: int) -> int:
+    """Number of ranks of tp that hold the same key and value heads: tp / kv heads where there are fewer, else 1."""
     return max(1, tp // n_kv_heads)
 
 
 def vocabulary_rows(vocab_size: int, tp: int, tp_rank: int) -> range:
-    """The rows of embedding and head that a rank has: equal shares, rounded up, and what is left at the end.
+    """The rows of embedding and head that a rank holds: vocab_size / tp, rounded up; the last ranks hold the remainder.
 
-    The matrices keep their true size, in memory as in checkpoints: no row is added to make the shares equal.
+    The matrices have no padding rows, neither in memory nor in checkpoints.
     """
-    share = -(-vocab_size // tp)
-    return range(vocab_size)[tp_rank * share : (tp_rank + 1) * share]
+    shard_rows = -(-vocab_size // tp)
+    return range(vocab_size)[tp_rank * shard_rows : (tp_rank + 1) * shard_rows]

@@ -19,9 +19,9 @@ from shardwright.data.batches import Batch
 from shardwright.data.samples import IGNORE
 from shardwright.model.random import sample_keys
 from shardwright.parallel.loss import vocabulary_loss_sum
+from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import clip_gradients, gradient_norm
-from shardwright.parallel.run import Microbatch
 from shardwright.training.clock import Clock
 from shardwright.training.optimizer import set_learning_rate
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from shardwright.config import RunConfig
 from shardwright.files import write_whole
 from shardwright.layout import DENSE_AXES
+from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.pipeline.runner import Pipeline
-from shardwright.parallel.run import Runner
 from shardwright.run_folder import PipelineStep, timeline_path
 
 KEPT_STEPS = 4

@@ -1,21 +1,23 @@
-"""Point-to-point messages between the ranks of `pp`: started where the rank's list says, waited for where needed.
+"""Asynchronous point-to-point messages between the ranks of `pp`.
 
-Each exchange of the list (`schedule.messages`) is one `batch_isend_irecv` on a process group of its two ranks. Sends
-and receives return at once; an action waits for the one tensor it needs; a sent tensor is let go when it has left.
+A rank's list says where it starts the messages of an exchange (`schedule.messages`). Each exchange is one
+`batch_isend_irecv` on a process group of its two ranks. Sends and receives return at once; an action waits only for the
+tensor that it needs; a sent tensor is freed when its send is complete.
 
-Why this cannot deadlock on NCCL, for any schedule in which everything comes after what it needs:
+Why this cannot deadlock on NCCL, for any schedule that orders every action after those it depends on:
 
-- NCCL matches messages of two ranks by order, without tags, and runs what was started on a group one after another on
-  one stream. Both ranks have the same exchanges between them in the same order, and what goes both ways in one exchange
-  is one grouped launch, in which neither direction waits for the other.
-- An exchange begins when the one before it on its group is done, and when on both ranks the actions before it in their
-  lists are done (its stream waits for what was computed until then). An action begins when the one before it on its
-  rank is done, and the exchange that brings what it needs. All of these come earlier in the common order of rounds from
-  which the lists are made, so nothing waits in a circle. It would even end if a rank waited at each exchange for the
-  other end (tests/schedule/test_messages.py), so nothing relies on messages being buffered.
-- Ranks that share an action (those of tp, cp, ep and data at the same place of `pp`) have the same list. Their
-  collectives are parts of actions, and so have their place in the same order.
-- The first call on a group makes its communicator, for which NCCL needs all its ranks; both are in every exchange.
+- NCCL matches the messages of two ranks by order, without tags, and runs the operations of a process group one after
+  another on one stream. Both ranks have the same exchanges between them in the same order. The two directions of an
+  exchange are one grouped launch, in which neither waits for the other.
+- An exchange begins when the previous one on its process group is done and, on both ranks, the actions before it in
+  their lists (its stream waits for the computation started before it). An action begins when the previous one on its
+  rank is done, and the exchange that brings its input. All of these come earlier in the common order of rounds from
+  which the lists are made, so there is no cyclic wait. Even if a rank waited at each exchange for the other rank there
+  would be none (tests/schedule/test_messages.py), so nothing relies on messages being buffered.
+- Ranks of tp, cp, ep and data with the same rank of `pp` have the same list. Their collectives are parts of actions, so
+  all of them start these in the same order.
+- The first call on a process group creates its communicator, for which NCCL needs all its ranks; an exchange includes
+  both.
 """
 
 from collections import deque
@@ -32,17 +34,17 @@ Need = tuple[int, Literal["F", "B"], int]
 
 
 class Messages:
-    """The messages of this rank that are under way."""
+    """Sends and receives the messages of this rank, and keeps those that are not complete."""
 
     def __init__(self, rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) -> None:
-        """`rank` is of `pp`; `groups` has the group of this rank and each rank that it exchanges with, by both ranks of
-        `pp`, the lower first."""
+        """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
+        every rank that this one exchanges messages with."""
         self.rank, self.groups = rank, groups
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._receiving: dict[Need, tuple[dist.Work, Tensor]] = {}
 
     def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
-        """Start the messages of one exchange: send those of `results`, which are taken out of it, and receive into
+        """Start the messages of one exchange: send tensors of `results`, which are removed from it, and receive into
         new tensors that `empty` makes."""
         ops = []
         for stage, op, microbatch, sender, _ in exchange.messages:
@@ -57,7 +59,7 @@ class Messages:
                 )
             )
         works = dist.batch_isend_irecv(ops)
-        works *= len(ops) // len(works)  # NCCL has one for the batch
+        works *= len(ops) // len(works)  # NCCL returns one for the whole batch
         for (stage, op, microbatch, sender, _), started, work in zip(exchange.messages, ops, works, strict=True):
             if sender == self.rank:
                 self._sending.append((work, started.tensor))
@@ -67,13 +69,13 @@ class Messages:
             self._sending.popleft()
 
     def receive(self, need: Need) -> Tensor:
-        """Wait for a message that was started."""
+        """Wait for a message whose receive was started; returns its tensor."""
         work, tensor = self._receiving.pop(need)
         work.wait()
         return tensor
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends are complete."""
         assert not self._receiving
         while self._sending:
             self._sending.popleft()[0].wait()

@@ -1,7 +1,7 @@
-"""Runs the actions of this rank's list, one after another, and starts the messages between them.
+"""Runs the actions of this rank's list one after another, and starts the messages between them.
 
-Shapes are known from the micro-batches and memory is that of what is in flight: an input is kept from its receipt until
-its gradient is there, a received gradient until it is used, an output until its backward pass.
+The shapes of messages follow from those of the micro-batches. A rank keeps the input of a stage until its gradient is
+computed, a received gradient until it is used, and an output until its backward pass.
 
 Shapes: B batch, T tokens (or a token shard of them), D model.
 """
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from shardwright.parallel.data import DataEngine
+from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.pipeline.messages import Messages, Need
 from shardwright.parallel.pipeline.stage import StageModel
 from shardwright.parallel.pipeline.timeline import Timeline
-from shardwright.parallel.run import Loss, Microbatch
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.messages import Exchange, with_messages
 
 
 class Stage(NamedTuple):
-    """A stage on this rank, and what reduces its gradients over data ranks."""
+    """A stage on this rank, and the engine that reduces its gradients over data ranks."""
 
     model: StageModel
     engine: DataEngine
 
 
 class Pipeline:
-    """Runs the micro-batches of a step through the stages of all ranks of `pp`; a `parallel.run.Runner`."""
+    """Runs the micro-batches of a step through the stages of all ranks of `pp`; a `microbatch_runner.Runner`."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Pipeline:
         activation: Callable[[Tensor], Tensor],
         device: torch.device,
     ) -> None:
-        """`schedules` gives the schedule for (training or evaluation, number of micro-batches); `activation`, from
-        token ids (B, T), an empty tensor like what goes between stages, (B, T, D)."""
+        """`schedules`: (whether training, number of micro-batches) -> schedule. `activation`: token ids (B, T) -> an
+        empty tensor of the shape that stages send to each other, (B, T, D)."""
         self.stages = {stage.model.number: stage for stage in stages}
         self.schedules, self.messages, self.activation = schedules, messages, activation
         self.keeps_gradients = any(stage.engine.keeps_gradients for stage in stages)
         self.timeline = Timeline(device)
-        """Of the last training step."""
+        """When the actions of the last training step ran."""
         self._lists: dict[tuple[bool, int], list[Action | Exchange]] = {}
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
@@ -76,7 +76,7 @@ class Pipeline:
 
 
 class _Step:
-    """One step, or evaluation, on this rank, and the tensors it holds."""
+    """One training step or evaluation on this rank, with the tensors that it keeps."""
 
     def __init__(
         self, pipeline: Pipeline, microbatches: Sequence[Microbatch], loss: Loss, timeline: Timeline, training: bool
@@ -85,14 +85,15 @@ class _Step:
         self.timeline, self.training = timeline, training
         self.total = torch.zeros((), dtype=torch.float64, device=timeline.device)
         self.results: dict[Need, Tensor] = {}
-        """By who needs them: a stage on this rank, or one to whose rank they are about to be sent."""
+        """Outputs and input gradients by the action that needs them, on this rank or on a rank they are to be sent to.
+        """
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """(stage, micro-batch) -> input and output of the forward pass."""
         self.weights: dict[tuple[int, int], Callable[[], None]] = {}
-        """(stage, micro-batch) -> computes the weight gradients that I has left for W."""
+        """(stage, micro-batch) -> a function that computes the weight gradients that I has deferred to W."""
 
     def run(self, entries: Sequence[Action | Exchange]) -> None:
-        """All actions and messages of this rank."""
+        """Run all actions of this rank and start its messages."""
         completing = [each for each in entries if isinstance(each, Action) and each.op in ("B", "W")]
         last_of_stage = {action.stage: action for action in completing}
         for entry in entries:
@@ -120,7 +121,7 @@ class _Step:
             self.results[stage + 1, "F", i] = output.detach()
 
     def _backward(self, action: Action, last: bool) -> None:
-        """Of B; of I, which leaves the gradients of weights for W."""
+        """Run B, or I, which defers the gradients of weights to W."""
         stage, op, i = action
         model, engine = self.pipeline.stages[stage]
         x, output = self.kept.pop((stage, i))
@@ -144,7 +145,7 @@ class _Step:
             self.pipeline.stages[stage].engine.after_gradients(split=True, last=last)
 
     def _needed(self, stage: int, op: Literal["F", "B"], microbatch: int) -> Tensor:
-        """Made by another stage of this rank, or received from another rank."""
+        """The input of F or B, from another stage of this rank or received from another rank."""
         need: Need = (stage, op, microbatch)
         return self.results.pop(need) if need in self.results else self.pipeline.messages.receive(need)
 

@@ -1,7 +1,7 @@
 """A pipeline stage: some layers of a decoder, with the embedding before the first and norm and head after the last.
 
-Names of parameters are those of the whole model, `layers.7.attention.q.weight` on whatever rank, so checkpoints,
-initial values and verification do not know of stages.
+Parameters have the names they have in the whole model, such as `layers.7.attention.q.weight`, so checkpoints, initial
+values and verification are independent of stages.
 
 Shapes: B batch, T tokens, D model, V vocab.
 """
@@ -19,9 +19,9 @@ from shardwright.parallel.deferred import WeightGradients
 
 
 class StageModel(Transformer):
-    """The part of a decoder that one stage runs; made of the modules of a whole one.
+    """One pipeline stage of a decoder, made of the modules of the whole model.
 
-    `number` is that of the stage. With a tied embedding the last stage has a copy of its matrix, under the same name.
+    `number`: which stage. With a tied embedding the last stage has a replica of its matrix, under the same name.
     """
 
     def __init__(self, whole: Transformer, number: int, layers: range, n_stages: int) -> None:
@@ -30,8 +30,8 @@ class StageModel(Transformer):
         self.number = number
         self.first, self.last = number == 0, number == n_stages - 1
         self.gradients = WeightGradients()
-        tied_copy = self.last and whole.spec.tied_embedding
-        embedding = whole.embedding if self.first else deepcopy(whole.embedding) if tied_copy else None
+        tied_replica = self.last and whole.spec.tied_embedding
+        embedding = whole.embedding if self.first else deepcopy(whole.embedding) if tied_replica else None
         self.embedding = embedding  # type: ignore[assignment]
         self.position_embedding = whole.position_embedding if self.first else None
         self.dropout = whole.dropout if self.first else None  # type: ignore[assignment]
@@ -40,24 +40,24 @@ class StageModel(Transformer):
         self.head = whole.head if self.last else None
 
     def forward(self, x: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Token ids (B, T) in the first stage, else what the stage before gave, (B, T, D) or token shards of it; gives
-        (B, T, D), in the last stage logits (B, T, V)."""
+        """Run the stage. `x`: token ids (B, T) in the first stage, else the output of the previous stage, (B, T, D) or
+        a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V)."""
         x_BTD = self.embed(x, positions_T, dropout_keys_B) if self.first else x
         x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
         return self.logits(self.norm(x_BTD)) if self.last else x_BTD
 
 
 def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -> list[StageModel]:
-    """All stages of a model, of which stage i has the layers `layers[i]`, on the meta device."""
+    """All stages of a model on the meta device; stage i has the layers `layers[i]`."""
     with torch.device("meta"):
         whole = Transformer(spec).to(dtype)
     return [StageModel(whole, number, held, len(layers)) for number, held in enumerate(layers)]
 
 
-def holders(stages: Iterable[StageModel], ways: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Of each parameter of the whole model, the ranks of `pp` that hold it; `ways` as of `schedule.placement.paths`."""
+def holders(stages: Iterable[StageModel], routes: Iterable[tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """For each parameter of the whole model the ranks of `pp` that hold it; `routes` as in `schedule.placement`."""
     found: defaultdict[str, set[int]] = defaultdict(set)
     for stage in stages:
         for name, _ in stage.named_parameters():
-            found[name] |= {way[stage.number] for way in ways}
+            found[name] |= {route[stage.number] for route in routes}
     return {name: tuple(sorted(ranks)) for name, ranks in found.items()}

@@ -1,7 +1,7 @@
-"""Parameters that more than one stage holds: their gradients summed, and so their values kept equal.
+"""Tied parameters, which more than one pipeline stage holds: sums their gradients, so that the replicas stay equal.
 
-A tied embedding is in the first stage and in the last; under DualPipe every stage lies on two ranks. Each holder has
-the gradient of what it computed, and the gradient is their sum, added up once a step.
+A tied embedding is in the first and in the last stage; with DualPipe two ranks hold every stage. Each replica
+accumulates the gradient of its own micro-batches and its own use; once a step these partial gradients are summed.
 """
 
 from collections import defaultdict
@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.parallel.copies import sum_together
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.replicas import sum_together
 
 Parameters = Mapping[str, nn.Parameter]
 
 
 class TiedParameters:
-    """Of the parameters of this rank's stages, those that a second stage of the rank, or another rank of `pp`, holds.
+    """The parameters of this rank's stages that another stage of this rank, or another rank of `pp`, holds too.
 
-    Of two on one rank the first is optimised and saved, and the second follows it.
+    Where two stages of this rank hold a parameter, the first replica is optimised and saved; the second, the duplicate,
+    is overwritten with its value after every update.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class TiedParameters:
         holders: Mapping[str, tuple[int, ...]],
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ) -> None:
-        """`named` are the parameters of each stage as they are optimised, `plain` those that are computed with in their
-        place; `holders` the ranks of `pp` that hold each parameter, `groups` the groups of those that are several."""
+        """`named`: the parameters of each stage that are optimised; `plain`: the plain tensors that a stage computes
+        with where the former are DTensors; `holders`: the ranks of `pp` that hold each parameter; `groups`: the process
+        groups of those sets of ranks that have more than one."""
         firsts = first_of_each(named)
         self._pairs = [
             (firsts[name], computed_with.get(name, parameter))
@@ -46,33 +48,33 @@ class TiedParameters:
         self._groups = groups
 
     @property
-    def seconds(self) -> list[nn.Parameter]:
-        """Those that follow."""
+    def duplicates(self) -> list[nn.Parameter]:
+        """The second replica of each parameter that two stages of this rank hold."""
         return [second for _, second in self._pairs]
 
     def sum_on_rank(self) -> None:
-        """Add the gradients of the seconds to those of the firsts."""
+        """Add the gradients of the duplicates to those of the first replicas."""
         for first, second in self._pairs:
             assert first.grad is not None
             assert second.grad is not None
             local_part(first.grad).add_(local_part(second.grad))
 
     def sum_over_ranks(self) -> None:
-        """Sum gradients, in place, over the ranks that hold them: one all-reduce for each set of ranks."""
+        """Sum gradients, in place, over the ranks that hold the parameters: one all-reduce for each set of ranks."""
         for ranks, parameters in sorted(self._shared.items()):
             gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
             assert len(gradients) == len(parameters)
             sum_together(gradients, self._groups[ranks])
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Give the seconds the values of the firsts."""
+    def update_duplicates(self) -> None:
+        """Copy the values of the first replicas to the duplicates."""
         for first, second in self._pairs:
             local_part(second).copy_(local_part(first))
 
 
 def first_of_each(parts: Sequence[Parameters]) -> dict[str, nn.Parameter]:
-    """All parameters by name; of one that two parts hold, that of the first."""
+    """All parameters by name; where two parts hold one, the replica of the first part."""
     found: dict[str, nn.Parameter] = {}
     for part in parts:
         for name, parameter in part.items():

@@ -1,4 +1,4 @@
-"""When each action of a pipeline really ran on this rank."""
+"""Records when each action of a pipeline ran on this rank."""
 
 import time
 from collections.abc import Iterator
@@ -10,31 +10,31 @@ import torch
 from shardwright.schedule.actions import Action
 
 Span = tuple[Action, float, float]
-"""An action with its start and end, in seconds since the epoch, so that ranks can be laid side by side."""
+"""An action with its start and end, in seconds since the epoch, so that timelines of several ranks can be combined."""
 Mark = float | torch.cuda.Event
 
 
 class Timeline:
-    """The actions of one step. On a GPU their marks are events on its stream, which cost the step nothing."""
+    """The start and end of the actions of one step; on a GPU these are CUDA events, which do not slow the step down."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[tuple[Action, Mark, Mark]] = []
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Discard the previous step."""
         self._marks.clear()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Everything the rank does for an action, without waiting for its input; named in a profile of PyTorch's."""
+        """Context that records an action, without the wait for its input; a PyTorch profile shows it by name."""
         start = mark(self.device)
         with torch.profiler.record_function(str(action)):
             yield
         self._marks.append((action, start, mark(self.device)))
 
     def spans(self) -> list[Span]:
-        """The actions since `begin_step`; waits for the device."""
+        """The actions since `begin_step`; synchronises with the device."""
         now = mark(self.device)
         if not isinstance(now, float):
             now.synchronize()
@@ -43,7 +43,7 @@ class Timeline:
 
 
 def mark(device: torch.device) -> Mark:
-    """This moment, on a GPU that of its stream."""
+    """The current time; on a GPU an event on the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -52,5 +52,5 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds(start: Any, end: Any) -> float:
-    """Between two marks of one device that have passed."""
+    """Seconds between two completed marks of one device."""
     return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1000

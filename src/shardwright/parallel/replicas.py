@@ -1,8 +1,8 @@
-"""Parameters of which every tensor-parallel rank has a copy: their gradients made whole, and so kept equal.
+"""Sums the gradients of parameters that are replicated over ranks of tp, so that the replicas stay equal.
 
-A copy that saw a part of the tokens (norms under sequence parallelism) or of the heads (norms of heads, kv heads with
-several owners) has a part of the gradient. Summing is linear, so it is done once a step, after the data axes have
-reduced theirs, on what is left of the gradient on this rank.
+A replica that was used for a part of the tokens (norms under sequence parallelism) or of the heads (norms of heads,
+replicated kv heads) has a partial gradient. The partial gradients are summed once a step, after the reduction over data
+ranks, on the shard of the gradient that this rank holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,11 @@ from shardwright.parallel.norm import local_part
 from shardwright.split.tensor import summed_over
 
 
-def sum_copies(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, layout: Layout, groups: Groups) -> None:
-    """Add up, in place, the parts of gradients that copies hold: one all-reduce for each group of ranks."""
-    for over, group in (("tp", groups.tp), ("tp_copies", groups.tp_copies)):
+def sum_replica_gradients(
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, layout: Layout, groups: Groups
+) -> None:
+    """Sum, in place, the partial gradients of replicated parameters: one all-reduce for each group of ranks."""
+    for over, group in (("tp", groups.tp), ("tp_replicas", groups.tp_replicas)):
         parts = [
             local_part(parameter.grad)
             for name, parameter in parameters.items()

@@ -1,4 +1,7 @@
-"""How the microbatches of a step are run: one after another, or through a pipeline (`pipeline/runner.py`)."""
+"""Runners of the micro-batches of a step: the interface, and the runner without a pipeline (gradient accumulation).
+
+With pp above 1, `pipeline/runner.py` runs them.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -10,7 +13,7 @@ from shardwright.parallel.data import DataEngine
 
 
 class Microbatch(NamedTuple):
-    """What a rank has of a microbatch, on its device. Shapes: B sequences, T tokens."""
+    """This rank's part of a micro-batch, on its device. Shapes: B sequences, T tokens."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
@@ -19,28 +22,28 @@ class Microbatch(NamedTuple):
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""(logits, targets_BT) -> a scalar to be added up over microbatches."""
+"""(logits, targets_BT) -> a scalar, which is summed over micro-batches."""
 
 
 class Runner(Protocol):
-    """Runs the microbatches of a step, all of one shape."""
+    """Runs the micro-batches of a step, all of one shape."""
 
     keeps_gradients: bool
-    """Gradients live in buckets that are sent: between steps they are zeroed, and not let go."""
+    """Whether gradients are views of the buckets that are all-reduced: between steps they are zeroed, not freed."""
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        """Forward and backward, adding to the parameters' `.grad`; the losses' sum on this rank in
-        float64, 0 where another rank has the head."""
+        """Run forward and backward passes, accumulating into the parameters' `.grad`; returns the sum of the losses on
+        this rank in float64, 0 where another rank has the head."""
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        """Forward alone, to be called without gradients; the sum as in `train`."""
+        """Run forward passes only, called under `no_grad`; returns the sum as in `train`."""
 
     def release(self) -> None:
-        """To be called after evaluation, so that only the shares are held again."""
+        """Call after evaluation: frees the gathered parameters, so that only shards remain."""
 
 
-class OneByOne:
-    """The whole model on this rank: forward and backward of each microbatch before the next."""
+class SequentialRunner:
+    """Runs the whole model on this rank: forward and backward of one micro-batch after another."""
 
     def __init__(self, model: nn.Module, engine: DataEngine) -> None:
         self.model, self.engine = model, engine
