@@ -148,7 +148,7 @@ class Layout:
     dp_shard: int = _degree(
         "dp_shard",
         "ranks that read their own samples and, under ZeRO, shard parameters, gradients and optimizer states",
-        lambda layout, sizes: "ranks read their own sequences and shard what zero says",
+        lambda layout, sizes: "ranks, each with its own sequences; zero shards over them",
         group="dp",
     )
     zero: int = _key(
