@@ -116,8 +116,8 @@ BUGS = {
     ),
     "gradients of copied kv heads not summed": bug(
         "shardwright.parallel.ulysses:_to_tokens",
-        "x_nBTwC.unflatten(0, (-1, copies)).sum(1)",
-        "x_nBTwC.unflatten(0, (-1, copies))[:, 0]",
+        "x_nBTwC.unflatten(0, (-1, replicas)).sum(1)",
+        "x_nBTwC.unflatten(0, (-1, replicas))[:, 0]",
         case=Case("ulysses", 1, 4),
     ),
 }

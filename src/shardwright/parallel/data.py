@@ -224,11 +224,11 @@ def shard(
 
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
         replicas = f"{prefix}replicas"
-        share = f"{prefix}share"
+        shards = f"{prefix}shards"
         replicated = replicas in (along.mesh_dim_names or ())
         return fully_shard(
             module,
-            mesh=along[replicas, share] if replicated else along[share],
+            mesh=along[replicas, shards] if replicated else along[shards],
             mp_policy=policy,
             reshard_after_forward=reshard,
             shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
