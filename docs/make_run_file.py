@@ -1,4 +1,4 @@
-"""Write docs/run-file.md, the reference of the run file, from the schema in src/shardwright/config.py.
+"""Write docs/run-file.md, the reference of the run file, from the schema in src/shardwright/config.
 
 python docs/make_run_file.py
 """
@@ -17,7 +17,7 @@ PAGE = Path(__file__).with_name("run-file.md")
 HEAD = """\
 # The run file: every key
 
-This page is made from `src/shardwright/config.py`. Do not edit it; run `python docs/make_run_file.py`.
+This page is made from `src/shardwright/config`. Do not edit it; run `python docs/make_run_file.py`.
 `shardwright train --keys` prints the same list in the terminal, and `shardwright train --keys --json` prints it for a
 program.
 

@@ -45,7 +45,7 @@ def test_the_best_layout_is_told_with_memory_time_and_what_others_lose():
         "a step takes",
         "tokens/s",
         "MFU",
-        "matrix products",
+        "matmuls",
         "activations",
         "peak",
         "limit",

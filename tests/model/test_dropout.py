@@ -50,7 +50,7 @@ def test_a_sample_is_dropped_alike_in_every_microbatch() -> None:
     keys_B = random.sample_keys(1, 7, torch.tensor([10, 11, 12, 13]))
     together_BTV = model(tokens_BT, None, keys_B)
     apart_BTV = torch.cat([model(tokens_BT[i : i + 1], None, keys_B[i : i + 1]) for i in range(4)])
-    # masks are equal to the bit; matrix products of other sizes may sum in another order
+    # masks are equal to the bit; matmuls of other sizes may sum in another order
     assert torch.allclose(together_BTV, apart_BTV, rtol=0, atol=1e-13)
 
 

@@ -49,7 +49,7 @@ def test_time_is_drawn_for_each_layout_with_its_total(plan: Plan):
     for name, each in rows:
         assert name in shown
         assert f"{each.step_s:.4g} s" in shown
-    assert "matrix products" in shown
+    assert "matmuls" in shown
 
 
 @prove

@@ -39,7 +39,7 @@ class Calibration:
     straggler_share: float
     stacks: Mapping[str, Mapping[str, float]] = field(hash=False)
 
-    def products(self, accelerator: str) -> float:
+    def matmuls(self, accelerator: str) -> float:
         """`product_share` of one accelerator."""
         return self.product_share.get(accelerator, self.product_share[OTHERS])
 

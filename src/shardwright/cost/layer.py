@@ -216,15 +216,13 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates) -> None:
         whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
         selective = "attention_F"
         if job.stack.selective != "scores":
-            selective = "matrix_products_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(
-                np.any(candidates.tp > 1)
-            )
+            selective = "matmuls_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(candidates.tp > 1))
         by_recompute = {"none": "0", "selective": selective, "full": whole}
         again = ledger.Formulas(once, "s").choose(
             "recomputation, I",
             candidates.recompute,
             [by_recompute[each] for each in RECOMPUTE],
-            "computed again in the backward pass",
+            "recomputed in the backward pass",
         )
     passes.add("recomputation", np.zeros_like(again), again)
 

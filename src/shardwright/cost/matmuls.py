@@ -76,7 +76,7 @@ _FORMULA = (
 def reached_flops_per_s(job: Job, precision: str) -> float:
     """The rate that matmuls of the best shapes reach in training."""
     chip = job.cluster.accelerator
-    lasting = job.calibration.products(chip.name)
+    lasting = job.calibration.matmuls(chip.name)
     rate = chip.flops_per_s[precision] * chip.matmul_share[precision] * lasting
     if ledger.recording():
         ledger.note(

@@ -9,7 +9,7 @@ from shardwright.cost import ledger
 from shardwright.cost.job import Floats, Job
 
 MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT = (
-    "matrix products",
+    "matmuls",
     "element-wise",
     "tensor parallel",
     "context parallel",

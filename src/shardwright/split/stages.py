@@ -74,15 +74,15 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
     A matmul with weights costs the same in F, I and W. The matmuls of attention have no weights; their backward pass,
     two matmuls for each, is all in I.
     """
-    products, squares = [], []
+    matmuls, squares = [], []
     for number, layers in enumerate(stage_layers(spec, layout, seq_len)):
         head = 2.0 * spec.vocab_size * spec.d_model if number == layout.n_stages - 1 else 0.0
-        products.append(sum(_products(spec, layer) for layer in layers) + head)
+        matmuls.append(sum(_matmul_flops(spec, layer) for layer in layers) + head)
         squares.append(len(layers) * _square(spec, seq_len))
     return Times(
-        forward=tuple(p + s for p, s in zip(products, squares, strict=True)),
-        backward_input=tuple(p + 2 * s for p, s in zip(products, squares, strict=True)),
-        weight=tuple(products),
+        forward=tuple(p + s for p, s in zip(matmuls, squares, strict=True)),
+        backward_input=tuple(p + 2 * s for p, s in zip(matmuls, squares, strict=True)),
+        weight=tuple(matmuls),
     )
 
 
@@ -97,7 +97,7 @@ def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len:
     )
 
 
-def _products(spec: ModelSpec, layer: int) -> float:
+def _matmul_flops(spec: ModelSpec, layer: int) -> float:
     """Forward FLOPs of a token in the matmuls with weights of a layer."""
     return 2.0 * spec.layer_matmul_parameters(layer)
 
@@ -116,7 +116,7 @@ def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
     """
     import numpy as np  # Not at the top: importing it would slow down reading run files and drawing reports.
 
-    layers = [3 * (_products(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
+    layers = [3 * (_matmul_flops(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
     upto = np.array([0.0, *accumulate(layers)])
     # [begin, end]: the work of the layers from begin to end, inf where there are none.
     number = np.arange(len(upto))

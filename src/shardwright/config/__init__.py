@@ -1,0 +1,23 @@
+"""The run file: TOML read into frozen, documented models; strict, and every problem reported at once.
+
+    config = load("examples/debug.toml", ["layout.dp_shard=2", "steps=100"])
+
+A key that is not here is an error that names the nearest one that is. `resolved_toml` writes a configuration
+back as a run file with every default filled in; it is saved with each run.
+"""
+
+from shardwright.config.reading import as_toml, load, model_of, parse, resolved_toml
+from shardwright.config.run_config import RunConfig
+from shardwright.config.sections import MODEL_TABLES, OptimizerSection, ScheduleSection
+
+__all__ = [
+    "MODEL_TABLES",
+    "OptimizerSection",
+    "RunConfig",
+    "ScheduleSection",
+    "as_toml",
+    "load",
+    "model_of",
+    "parse",
+    "resolved_toml",
+]

@@ -1,0 +1,180 @@
+"""Read a run file, strictly, with every problem told at once; and write one back."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ValidationError,
+)
+
+from shardwright import extensions
+from shardwright.config.run_config import RunConfig, broken_rules
+from shardwright.errors import ConfigError, nearest
+from shardwright.layout import KEYS as LAYOUT_KEYS
+from shardwright.synonyms import called_here
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`.
+
+    Raises ConfigError with every problem of the file and of the overrides at once.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a run file is TOML") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return parse(table, overrides, source=str(path), folder=Path(path).parent)
+
+
+def parse(
+    table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file", folder: Path = Path()
+) -> RunConfig:
+    """Validate a run file that is already a table, and import its extensions, whose paths are relative to `folder`.
+
+    Raises ConfigError with every problem at once.
+    """
+    problems: list[str] = []
+    for override in overrides:
+        problems += _apply(table, override)
+    problems += extensions.load_named(table, folder)
+    try:
+        config = RunConfig.model_validate(table)
+    except ValidationError as error:
+        for entry in error.errors():
+            problems += entry["ctx"]["problems"] if entry["type"] == "refused" else [_sentence(entry)]
+        problems += broken_rules(_valid_part(table, error))
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems)) from None
+    problems += config.problems()
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
+    return config
+
+
+def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """The sections and keys at the top of a run file in which pydantic found nothing wrong, by name."""
+    wrong = {entry["loc"][0] for entry in error.errors()}
+    found: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        if name in wrong:
+            continue
+        section = _section_of(field.annotation)
+        if name not in table:
+            found[name] = field.get_default(call_default_factory=True)
+        else:
+            found[name] = section.model_validate(table[name]) if section else table[name]
+    return found
+
+
+def _apply(table: dict[str, Any], override: str) -> list[str]:
+    path, equals, text = override.partition("=")
+    if not equals:
+        return [f"--set {override}: write key=value, such as --set layout.dp_shard=2"]
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, key = path.strip().split(".")
+    for section in sections:
+        below = table.setdefault(section, {})
+        if not isinstance(below, dict):
+            return [f"--set {override}: {section} is a value, not a section"]
+        table = below
+    table[key] = value
+    return []
+
+
+RENAMED = {"schedule": "lr_schedule", "layout.schedule": "layout.pp_schedule"}
+"""Old names of keys and sections, and what they are called now."""
+
+
+def _sentence(entry: Any) -> str:
+    """One of pydantic's errors in our words."""
+    path = [str(part) for part in entry["loc"]]
+    key = ".".join(path)
+    if entry["type"] == "extra_forbidden" and key in RENAMED:
+        return f"{key} is called {RENAMED[key]} now; rename it"
+    if entry["type"] == "extra_forbidden":
+        return f"{key}: there is no such key; {_meant(path)}"
+    if entry["type"] == "missing":
+        field = _owner(path).model_fields[path[-1]]
+        it = field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"
+        return f"{key}: missing, and there is no default; it is {it}"
+    if entry["type"] in ("model_type", "model_attributes_type"):
+        return f"{key}={entry['input']!r}: this is a section, written [{key}]"
+    said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+    if entry["type"] == "literal_error":
+        hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
+        return f"{said}; {hint}" if hint.startswith("did") else said
+    return said
+
+
+def _meant(path: Sequence[str]) -> str:
+    """The key that was meant by one that does not exist: of the same section, or of that name in another."""
+    *_, name = path
+    if called_here(name) is None and (elsewhere := [key for key in _paths(RunConfig) if key.split(".")[-1] == name]):
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    return nearest(name, _owner(path).model_fields)
+
+
+def _paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of a section, and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if inner := _section_of(field.annotation):
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
+def model_of(annotation: Any) -> Any:
+    """The section that a field of a run file holds."""
+    found = _section_of(annotation)
+    assert found is not None, annotation
+    return found
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section that a field of a run file holds; None where it is no section."""
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
+
+
+def _owner(path: Sequence[str]) -> Any:
+    """The section that the last of these names is a key of."""
+    owner: Any = RunConfig
+    for part in path[:-1]:
+        owner = model_of(owner.model_fields[part].annotation)
+    return owner
+
+
+def resolved_toml(config: RunConfig) -> str:
+    """A configuration as a run file with every default filled in; reading it back gives an equal one."""
+    lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
+    values = config.model_dump(exclude_none=True)
+    layout = config.layout.layout()
+    values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}
+    lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for name, section in values.items():
+        if isinstance(section, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def as_toml(value: Any) -> str:
+    """A value as it is written in a run file."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {as_toml(below)}" for key, below in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)

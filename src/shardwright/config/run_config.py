@@ -1,0 +1,114 @@
+"""A whole run, and the rules between its sections."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+)
+
+from shardwright.config.sections import (
+    BatchSection,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    LayoutSection,
+    MetricsSection,
+    ModelSection,
+    NotNegative,
+    OptimizerSection,
+    Positive,
+    PrecisionSection,
+    ScheduleSection,
+    Section,
+)
+from shardwright.errors import ConfigError, LayoutError
+from shardwright.layout import accumulation
+from shardwright.split.rules import problems as split_problems
+from shardwright.split.stages import schedule_problems
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    out: str = Field(min_length=1, description="folder of the run: resolved run file, metrics, checkpoints, pictures")
+    steps: Positive = Field(description="optimizer steps")
+    seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    extensions: list[str] = Field(
+        [],
+        description="Python files (.py, relative to the run file) or modules that register schedules, optimizers or "
+        "families of models of your own; imported before the rest of the run file is read",
+    )
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection
+    batch: BatchSection
+    layout: LayoutSection = Field(default_factory=LayoutSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    lr_schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a rank runs in one step. Raises LayoutError where that is not a whole number."""
+        return accumulation(self.batch.global_batch, self.batch.micro_batch, self.layout.layout().data_ranks)
+
+    def problems(self) -> list[str]:
+        """Every rule between keys that is broken, one sentence each."""
+        return broken_rules(dict(self))
+
+
+def broken_rules(valid: Mapping[str, Any]) -> list[str]:
+    """Every rule between keys that is broken, one sentence each. `valid`: sections and keys at the top of a run file by
+    name; a rule between some of which one is not there is not looked at."""
+    found: list[str] = []
+    model, batch, data, lr_schedule = (valid.get(name) for name in ("model", "batch", "data", "lr_schedule"))
+    spec, layout = None, None
+    try:
+        spec = model and model.spec()
+    except ConfigError as error:
+        found += error.problems
+    spec_problems = spec.problems() if spec else []
+    found += [f"model.{problem}" for problem in spec_problems]
+    if spec and batch and batch.seq_len > spec.max_seq_len:
+        found.append(
+            f"batch.seq_len={batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
+            f"shorten the one or raise the other"
+        )
+    try:
+        layout = valid["layout"].layout() if "layout" in valid else None
+    except LayoutError as error:
+        found += error.problems
+    if layout and batch:
+        try:
+            found += schedule_problems(layout, accumulation(batch.global_batch, batch.micro_batch, layout.data_ranks))
+        except LayoutError as error:
+            found += error.problems
+        if spec and not spec_problems:
+            found += split_problems(spec, layout, batch.seq_len)
+    if lr_schedule:
+        found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
+    if data and data.mask_boundaries and data.sequences != "packed":
+        found.append(
+            "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
+        )
+    return found
+
+
+def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterator[str]:
+    """`steps` of the run; None where that number is not valid."""
+    changing = {"warmup_steps": section.warmup_steps}
+    if section.shape == "wsd":
+        changing["decay_steps"] = section.decay_steps
+        if not section.decay_steps:
+            yield "lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls; give the steps of its fall"
+    elif section.decay_steps:
+        yield (
+            f"lr_schedule.decay_steps={section.decay_steps} is for lr_schedule.shape='wsd'; shape is {section.shape!r}"
+        )
+    if steps is not None and sum(changing.values()) > steps:
+        given = " + ".join(f"{name}={number}" for name, number in changing.items())
+        yield f"lr_schedule.{given} is more than the steps={steps} of the run"

@@ -1,0 +1,241 @@
+"""The sections of the run file as frozen, documented models: each key with its type, default and description."""
+
+import dataclasses
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from shardwright.errors import ConfigError, nearest
+from shardwright.keys import Key as LayoutKey
+from shardwright.layout import KEYS as LAYOUT_KEYS
+from shardwright.layout import Layout
+from shardwright.model.presets import resolve
+from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
+from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS, OptimizerKind
+
+
+class _Refused(PydanticCustomError):
+    """What a section's own rules say, as whole sentences; raised from its validator."""
+
+    def __new__(cls, *problems: str) -> "_Refused":
+        return super().__new__(cls, "refused", "{problems}", {"problems": problems})
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+MODEL_TABLES: dict[str, type[Described]] = {
+    "rope_scaling": RopeScaling,
+    "moe": MoESpec,
+    "latent_attention": LatentAttentionSpec,
+}
+
+
+def _overrides(name: str, spec: type[Described]) -> Any:
+    """A section in which every field of `spec` may be given, and none has to be."""
+
+    def override(field: dataclasses.Field[Any]) -> Any:
+        table = MODEL_TABLES.get(field.name)
+        kind: Any = field.type if table is None else _overrides(f"{table.__name__}Section", table)
+        return (kind | None, Field(None, description=field.metadata["help"]))
+
+    changes = {field.name: override(field) for field in dataclasses.fields(spec)}
+    return create_model(name, __base__=Section, __doc__=spec.__doc__, **changes)
+
+
+_ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
+
+
+class ModelSection(_ModelOverrides):
+    """The model: a preset, and any size of it changed."""
+
+    preset: str = Field("debug", description="a named model to start from; every other key here changes it")
+
+    def spec(self) -> ModelSpec:
+        """The preset with the changes. Raises ConfigError for an unknown preset, or for a table that the preset does
+        not have and that is not given whole."""
+        preset = resolve(self.preset)
+        changes = {k: v for k in self.model_fields_set - {"preset"} if (v := getattr(self, k)) is not None}
+        problems: list[str] = []
+        for name in changes.keys() & MODEL_TABLES.keys():
+            inner = changes[name].model_dump(exclude_none=True)
+            if (base := getattr(preset, name)) is not None:
+                changes[name] = dataclasses.replace(base, **inner)
+                continue
+            required = [f for f in dataclasses.fields(MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
+            missing = [field for field in required if field.name not in inner]
+            problems += [
+                f"model.{name}.{field.name}: missing, and model.preset={self.preset!r} has no {name} to take it from; "
+                f"it is {field.metadata['help'][0].lower()}{field.metadata['help'][1:].rstrip('.')}"
+                for field in missing
+            ]
+            if not missing:
+                changes[name] = MODEL_TABLES[name](**inner)
+        if problems:
+            raise ConfigError(*problems)
+        return dataclasses.replace(preset, **changes)
+
+
+class DataSection(Section):
+    """Where the tokens are and how sequences are made of them."""
+
+    path: str = Field(description="a folder written by `shardwright data prepare`")
+    sequences: Literal["packed", "documents"] = Field(
+        "packed",
+        description="packed: documents one after another, split every seq_len tokens; "
+        "documents: each document starts a sequence, the rest of it is padding that does not count",
+    )
+    mask_boundaries: bool = Field(False, description="packed only: leave the first token of a document out of the loss")
+    prefetch: Positive = Field(2, description="steps of data that are read ahead")
+
+
+class BatchSection(Section):
+    """The batch of one step. Gradient accumulation: global_batch / (micro_batch x data ranks) micro-batches a rank."""
+
+    seq_len: Positive = Field(description="tokens of a sequence")
+    global_batch: Positive = Field(description="sequences of a step, over all ranks")
+    micro_batch: Positive = Field(1, description="sequences a rank runs at a time; sets the activation memory")
+
+
+def _layout_key(key: LayoutKey) -> Any:
+    """A field of [layout]: optional where the layout derives its default from other keys."""
+
+    def valid(value: Any) -> Any:
+        if rule := key.problem(value):
+            raise PydanticCustomError("layout", "{rule}", {"rule": rule})
+        return value
+
+    kind = list[Positive] if key.name == "stage_layers" else key.type
+    kind = Annotated[kind, AfterValidator(valid)]
+    return (kind if key.default is not None else kind | None, Field(key.default, description=key.help))
+
+
+_LayoutKeys: Any = create_model(
+    "_LayoutKeys", __base__=Section, **{name: _layout_key(key) for name, key in LAYOUT_KEYS.items()}
+)
+
+
+class LayoutSection(_LayoutKeys):
+    """How ranks partition model and batch. World size: dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
+
+    def layout(self) -> Layout:
+        """The arithmetic of these degrees. Raises LayoutError."""
+        values = self.model_dump()
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return Layout(**values)
+
+
+class OptimizerSection(Section):
+    """The optimizer, its learning rate and its options; which options there are depends on `name`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field("adamw", description="adamw, or an optimizer registered by an extension")
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
+    clip_norm: float = Field(
+        1.0, ge=0, description="gradients are scaled down to this global norm if it is larger; 0: never"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_default_options(cls, given: Any) -> Any:
+        kind = OPTIMIZERS.get(given.get("name", "adamw")) if isinstance(given, dict) else None
+        return given if kind is None else {key: option.default for key, option in kind.options.items()} | given
+
+    @model_validator(mode="after")
+    def _options_are_known(self) -> "OptimizerSection":
+        kind = OPTIMIZERS.get(self.name)
+        if kind is None:
+            raise _Refused(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
+        found = []
+        for key, value in (self.model_extra or {}).items():
+            option = kind.options.get(key)
+            if option is None:
+                valid = [*type(self).model_fields, *kind.options]
+                found.append(f"optimizer.{key}: there is no such key for {self.name!r}; {nearest(key, valid)}")
+            elif isinstance(value, bool) or not isinstance(value, int | float):
+                found.append(f"optimizer.{key}={value!r}: a number is needed")
+            elif not option.least <= value < option.below:
+                rule = f"from {option.least:g}" + (f" to below {option.below:g}" if option.below < math.inf else "")
+                found.append(f"optimizer.{key}={value:g} is not {rule}")
+        if found:
+            raise _Refused(*found)
+        return self
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """The row of the optimizer."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The value of each of its options."""
+        return {key: float(value) for key, value in (self.model_extra or {}).items()}
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps, as a fraction of optimizer.lr."""
+
+    shape: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="after warm-up: half a cosine; warm-up, stable, linear decay; or flat"
+    )
+    warmup_steps: NotNegative = Field(0, description="steps of linear rise from zero")
+    decay_steps: NotNegative = Field(0, description="wsd only: steps of linear fall at the end")
+    final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
+
+
+class PrecisionSection(Section):
+    """The type of matmuls, and compilation."""
+
+    compute: Literal["fp32", "bf16", "fp64"] = Field(
+        "fp32",
+        description="type of matmuls; with bf16 the weights, the reduction of gradients and "
+        "their accumulation stay in fp32",
+    )
+    compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
+
+
+class CheckpointSection(Section):
+    """When checkpoints are saved, and whether a run resumes from one."""
+
+    every: NotNegative = Field(0, description="steps between checkpoints; 0: only at the end and when stopped")
+    keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
+    resume: str = Field(
+        "no",
+        description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
+        "if there is one; or the path of a checkpoint, of this or another run",
+    )
+
+
+class MetricsSection(Section):
+    """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
+
+    every: Positive = Field(10, description="steps between logged lines; logging synchronises with the accelerator")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (extra: tensorboard)")
+    wandb_project: str | None = Field(None, description="also log to this W&B project (extra: wandb)")
+
+
+class EvaluationSection(Section):
+    """Validation loss."""
+
+    every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
+    samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
