@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import shardwright
 from shardwright.config import load
 from shardwright.data.prepare import prepare
 from shardwright.errors import ConfigError, InputError, LayoutError
+from shardwright.verification import Verifier
 from tests.marks import prove
+from tests.mutation import Mutation
+from tests.training.worlds import train_mutated
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -109,3 +113,16 @@ def test_the_model_of_the_example_is_trained():
 def test_the_page_shows_the_loop_of_the_example():
     loop = (EXAMPLES / "own_loop.py").read_text().partition('"""\n\n')[2]
     assert f"```python\n{loop}```" in (EXAMPLES.parent / "docs" / "python.md").read_text()
+
+
+@prove
+def test_the_culprit_is_named_where_a_layout_is_not_equal(monkeypatch: pytest.MonkeyPatch):
+    bug = Mutation(
+        "shardwright.parallel.apply:shard", "group.set_gradient_divide_factor(1.0)",
+        "group.set_gradient_divide_factor(0.5)",
+    )  # fmt: skip
+    monkeypatch.setattr(Verifier.__init__, "__defaults__", (partial(train_mutated, (bug,)), 60.0))
+    report = shardwright.verify(shardwright.Layout(dp_shard=2, dp_replicate=2), steps=1)
+    assert not report.equal
+    assert "dp_shard 2, zero 1 (2 ranks)" in report.culprit
+    assert report.culprit in str(report)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +83,13 @@ def verify(
     `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, in the
     place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU.
 
-    Returns a Report: `equal`, `worst_error`, and `rows`, a comparison each. Raises LayoutError where the layout does
-    not fit the model or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
+    Returns a Report: `equal`, `worst_error`, `rows`, a comparison each, and where the layout is not equal, `culprit`:
+    the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
+    or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
     """
     from shardwright.verification import Case, Verifier
     from shardwright.verification.case import cut, cut_layout
+    from shardwright.verification.culprit import find_culprit
 
     spec = resolve(model) if isinstance(model, str) else model
     case = true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
@@ -96,7 +98,8 @@ def verify(
         case = cut(true, sides)
         sides = [cut_layout(each, true, case) for each in sides]
     with Verifier(timeout_s=timeout_s) as verifier:
-        return verifier.parity(case, sides[0], None if against is None else (case, sides[1]))
+        report = verifier.parity(case, sides[0], None if against is None else (case, sides[1]))
+        return report if report.equal else replace(report, culprit=find_culprit(verifier, report))
 
 
 def train(

@@ -72,9 +72,10 @@ class Report:
         verdict = "equal" if self.equal else "NOT EQUAL"
         (kind, training, step), name = self.worst.quantity, self.worst.name
         where = " ".join(filter(None, (kind, name and f"of {name}", f"after step {step} with {training}")))
-        return (
+        line = (
             f"{self.layout} against {self.against}: {verdict}; largest relative error {self.worst.error:.1e}, {where}"
         )
+        return "\n".join(filter(None, (line, self.culprit)))
 
     @property
     def equal(self) -> bool:
