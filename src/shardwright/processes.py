@@ -27,6 +27,8 @@ from shardwright.errors import ShardwrightError, WorkerError
 _POLL_S = 0.25  # how often processes are looked at whose connections say nothing
 _LAST_WORDS_S = 1.0  # how long the reports of ranks that fail together are waited for
 _STACKS_S = 2.0  # how long ranks that hang are given to write down their stacks
+STACKS_SHOWN = 8
+"""Of ranks that hang, so many tell where they stand: the others mostly stand in the same places."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -192,7 +194,16 @@ def results(
     if waiting := [worker for worker in workers if worker.rank not in told]:
         ranks = [str(worker.rank) for worker in waiting]
         who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {', '.join(ranks)} were"
-        raise WorkerError(f"{who} not done within {timeout_s:g} s\n{_stacks(waiting)}".rstrip())
+        shown = waiting[:STACKS_SHOWN]
+        rest = (
+            f"\n\n(stacks of {len(waiting) - len(shown)} more ranks are left out)" if len(waiting) > len(shown) else ""
+        )
+        crowd = (
+            f"; {len(workers)} processes share {os.cpu_count()} cores here: give them more time, or fewer ranks"
+            if len(workers) > 4 * (os.cpu_count() or 1)
+            else ""
+        )
+        raise WorkerError(f"{who} not done within {timeout_s:g} s{crowd}\n{_stacks(shown)}".rstrip() + rest)
     return [told[worker.rank] for worker in workers]
 
 

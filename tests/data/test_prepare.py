@@ -148,7 +148,7 @@ def test_bad_input_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
             prepare(source, tmp_path / "out", **{"tokenizer": tokenizer, **options})
         assert message in str(caught.value)
         assert os.listdir(tmp_path) == ["a"]
-    with pytest.raises(DataError, match="lies inside of the source"):
+    with pytest.raises(DataError, match="is inside the source"):
         prepare(source, source / "out", tokenizer=tokenizer)
     (source / "2.txt").write_bytes(b"")
     (source / "1.txt").write_bytes(b"")

@@ -270,7 +270,7 @@ def test_a_ctrl_c_under_torchrun_saves_though_it_reaches_the_workers_twice(run_f
 @pytest.mark.parametrize(("code", "queued_again"), [(0, ""), (75, "requeue 4711\n"), (3, "")])
 def test_the_batch_file_of_the_docs_queues_a_job_again_only_if_it_was_stopped(code, queued_again, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
-    (script,) = [text for text in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
+    script, _ = [text for text in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
     for name, text in {
         "bin/srun": f"#!/bin/sh\nexit {code}\n",
         "bin/scontrol": "#!/bin/sh\necho $@\n",

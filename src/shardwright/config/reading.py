@@ -109,7 +109,10 @@ def _sentence(entry: Any) -> str:
     if entry["type"] == "extra_forbidden" and key in RENAMED:
         return f"{key} is called {RENAMED[key]} now; rename it"
     if entry["type"] == "extra_forbidden":
-        return f"{key}: there is no such key; {_meant(path)}"
+        inner = entry["input"] if isinstance(entry["input"], dict) and len(path) == 1 else {}
+        known = {name: called_here(name) for name in inner}
+        names = [f"{name} is {' or '.join(here)} here" for name, here in known.items() if here]
+        return "; ".join([f"{key}: there is no such key", _meant(path), *names])
     if entry["type"] == "missing":
         field = _owner(path).model_fields[path[-1]]
         it = field.description or f"the section [{path[-1]}]: {model_of(field.annotation).__doc__.splitlines()[0]}"

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwright.config import RunConfig
 from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
@@ -19,6 +21,7 @@ from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
 from shardwright.training.worker import exit_code
+from shardwright.units import GiB, format_bytes, format_count
 
 _LOST_PEER_WAIT_S = 3.0
 
@@ -56,7 +59,7 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
     """Raises InputError for every problem that can be found without training; makes the folder of the run."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
-    _check(config)
+    _check(config, alone=place is None)
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -118,9 +121,35 @@ def _tell_torchrun(text: str) -> None:
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def _check(config: RunConfig) -> None:
-    """Raises InputError for data that does not fit the model, and for a folder that already holds a run."""
-    problems = missing_extras(config)
+_PROCESS_BYTES = 0.3 * GiB
+"""Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
+_STATE_BYTES = 16
+"""For each parameter, with AdamW in fp32: weights, gradients and two moments."""
+
+
+def _machine_problems(config: RunConfig) -> list[str]:
+    """Why this machine alone cannot run every rank: too few GPUs, or where there is none, too little memory."""
+    world_size = config.layout.layout().world_size
+    n_gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    if n_gpus:
+        few = f"the layout has {world_size} ranks and this machine {n_gpus} GPUs; start it with torchrun or srun on "
+        return [f"{few}several machines, or lower the degrees of layout.*"] if world_size > n_gpus else []
+    n_parameters = config.model.spec().n_parameters
+    needed = _STATE_BYTES * n_parameters + _PROCESS_BYTES * world_size
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed <= there:
+        return []
+    return [
+        f"{world_size} ranks of a model of {format_count(n_parameters)} parameters need {format_bytes(needed)} or more "
+        f"({_STATE_BYTES} bytes a parameter, 0.3 GiB a process), and this machine has {format_bytes(there)} and no GPU "
+        f"that is used; train it on a cluster with torchrun or srun, or a smaller model here"
+    ]
+
+
+def _check(config: RunConfig, alone: bool) -> None:
+    """Raises InputError for data that does not fit the model, for a folder that already holds a run, and if `alone`
+    is to start every rank, for a machine that cannot hold them."""
+    problems = missing_extras(config) + (_machine_problems(config) if alone else [])
     try:
         for name in ("train", "validation") if config.evaluation.samples else ("train",):
             open_samples(config, name)

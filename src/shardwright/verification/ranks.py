@@ -30,7 +30,7 @@ from shardwright.processes import Link, Worker
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["shardwright.verification.preload"])
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
