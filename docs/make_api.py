@@ -3,6 +3,7 @@
 python docs/make_api.py
 """
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ HEAD = """\
 This page is made from the docstrings. Do not edit it; run `python docs/make_api.py`. [Python](python.md) shows the
 functions in use. Names that are not on this page may change without notice.
 """
-ORDER = ("Layout", "plan", "verify", "train", "load_run", "Run", "parallelize", "DistributedModel", "extend")
+ORDER = ("Layout", "plan", "verify", "train", "load_run", "Run", "preset", "parallelize", "DistributedModel", "extend")
 """Functions before the classes that they return. ModelSpec and Transformer follow."""
 
 
@@ -32,6 +33,8 @@ def _entry(name: str, public: Any) -> str:
     if inspect.isfunction(public):
         lines.append(_signature(name, public))
     lines.append(f"{inspect.getdoc(public)}\n")
+    if dataclasses.is_dataclass(public) and (fields := [each for each in dataclasses.fields(public) if each.metadata]):
+        lines += ["| argument | default | meaning |", "| --- | --- | --- |", *map(_field, fields), ""]
     if inspect.isclass(public):
         for member, value in vars(public).items():
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
@@ -40,6 +43,13 @@ def _entry(name: str, public: Any) -> str:
                     lines.append(_signature(member, value))
                 lines.append(f"{inspect.getdoc(value)}\n")
     return "\n".join(lines)
+
+
+def _field(each: dataclasses.Field[Any]) -> str:
+    """A row of the table of a class's arguments: those that a run file has too say what they are."""
+    default = "-" if each.default is dataclasses.MISSING else f"`{each.default!r}`".replace("'", '"')
+    help = each.metadata["key"].help if "key" in each.metadata else each.metadata["help"]
+    return f"| `{each.name}` | {default} | {help.replace('|', chr(92) + '|')} |"
 
 
 def _signature(name: str, function: Any) -> str:

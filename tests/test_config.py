@@ -78,8 +78,12 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("ddp=true", "did you mean 'layout.zero=0 with layout.dp_replicate'?"),
         ("layout.fsdp=true", "did you mean 'layout.zero=3 with layout.dp_shard'?"),
         ("hsdp=true", "'layout.zero=3 with layout.dp_replicate and layout.dp_shard above 1'"),
-        ("gradient_accumulation_steps=4", "did you mean 'batch.global_batch'?"),
-        ("batch.gradient_accumulation_steps=4", "did you mean 'global_batch'?"),
+        (
+            "gradient_accumulation_steps=4",
+            "did you mean 'batch.global_batch = micro_batch x data ranks x accumulation'?",
+        ),
+        ("betas=[0.9,0.95]", "did you mean 'optimizer.beta1' or 'optimizer.beta2'?"),
+        ("parallelism.tensor_parallel_degree=2", "did you mean 'layout'?; tensor_parallel_degree is layout.tp here"),
         ("activation_checkpointing=true", "did you mean 'layout.recompute'?"),
         ("lr=1", "did you mean 'optimizer.lr'?"),
         ("learning_rate=1", "did you mean 'optimizer.lr'?"),
@@ -252,11 +256,12 @@ def test_a_type_that_is_not_supported_is_no_misspelling_of_another(tmp_path: Pat
 def test_another_name_of_the_field_stands_for_a_key_or_a_value_that_there_is():
     values = {*schedules(), *CP_METHODS, *OPTIMIZERS, "wsd", "fp16", "float32", "float64", "bfloat16"}
     values |= {"fp32", "bf16", "fp64", "validation", "evaluation"}
-    valid = values | {key.path for key in keys()}
+    paths = {key.path for key in keys()}
+    valid = values | paths | {path.partition(".")[0] for path in paths}
     for name, meant in SYNONYMS.items():
         for each in meant:
             for part in re.split(" with | and ", each.removesuffix(" above 1")):
-                assert part.partition("=")[0] in valid, (name, part)
+                assert part.partition("=")[0].strip() in valid, (name, part)
 
 
 def test_every_key_is_documented():

@@ -15,7 +15,7 @@ from shardwright.layout import Layout
 
 if TYPE_CHECKING:
     from shardwright.api.distributed import DistributedModel, parallelize
-    from shardwright.api.verbs import Run, extend, load_run, plan, train, verify
+    from shardwright.api.verbs import Run, extend, load_run, plan, preset, train, verify
     from shardwright.model.spec import ModelSpec
     from shardwright.model.transformer import Transformer
 
@@ -30,6 +30,7 @@ __all__ = [
     "load_run",
     "parallelize",
     "plan",
+    "preset",
     "train",
     "verify",
 ]
@@ -42,6 +43,7 @@ _FROM = {
     "load_run": "api.verbs",
     "parallelize": "api.distributed",
     "plan": "api.verbs",
+    "preset": "api.verbs",
     "train": "api.verbs",
     "verify": "api.verbs",
 }

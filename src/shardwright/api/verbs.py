@@ -26,6 +26,12 @@ def extend(name: str | Path) -> None:
     extensions.load([extensions.resolve(str(name))])
 
 
+def preset(name: str) -> ModelSpec:
+    """The sizes of a named model, such as "debug" or "llama-3.1-8b" (docs/run-file.md lists them); change some with
+    `dataclasses.replace`. Raises ConfigError, with the nearest name, for one that is not there."""
+    return resolve(name)
+
+
 def plan(
     model: ModelSpec | str,
     cluster: str,
