@@ -40,7 +40,7 @@ def parse(action: str) -> tuple[int, str, int]:
 def test_a_schedule_is_shown_as_text():
     result = schedule("--schedule", "1f1b", "--pp", 2, "--microbatches", 2)
     assert result.exit_code == 0, result.output
-    assert "1f1b: 2 ranks, 2 microbatches" in result.output
+    assert "1f1b: 2 ranks, 2 micro-batches" in result.output
     assert "rank 0 F0F1····B0  ··B1  \n" in result.output
     assert "rank 1 ··F0B0  F1B1  ····\n" in result.output
     assert "bubble 33.3%" in result.output

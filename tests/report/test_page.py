@@ -85,7 +85,7 @@ def test_a_pipeline_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
     html, page = page_of(usual_pipeline(tmp_path))
     text = " ".join(page.text)
     assert page.tags.count("svg") == 2
-    assert text.index("Planned: 1f1b, 2 ranks, 4 microbatches") < text.index("Measured: step 50")
+    assert text.index("Planned: 1f1b, 2 ranks, 4 micro-batches") < text.index("Measured: step 50")
     assert "In step 50 the ranks did nothing for 29.4% of the time" in text
     assert "leaves 20.0%" in text
     assert re.findall(r"<td>([^<]*)</td>", html)[:5] == ["0", "12,000.0", "20.0%", "29.4%", "2"]

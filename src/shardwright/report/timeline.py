@@ -87,7 +87,7 @@ class PipelineRecord:
     def timelines(self) -> list[Timeline]:
         """The planned one and the measured one, both in milliseconds."""
         told = self.numbers
-        name = f"{told.schedule}, {len(self.spans)} ranks, {told.n_microbatches} microbatches"
+        name = f"{told.schedule}, {len(self.spans)} ranks, {told.n_microbatches} micro-batches"
         return [
             self._timeline(
                 f"Planned: {name}",

@@ -112,7 +112,7 @@ def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) ->
     given = {"F": times.forward, "I": times.backward_input, "W": times.weight, "message": times.comm}
     words = ", ".join(f"{name} {time:g}" for name, time in given.items() if not isinstance(time, tuple) and time)
     return Timeline(
-        f"{schedule.name}: {_count(schedule.n_ranks, 'rank')}{stages}, {_count(schedule.n_microbatches, 'microbatch')}",
+        f"{schedule.name}: {_count(schedule.n_ranks, 'rank')}{stages}, {_count(schedule.n_microbatches, 'micro-batch')}",
         simulation.spans,
         schedule.n_stages,
         note=f"bubble {simulation.bubble_rate:.1%}, makespan {simulation.makespan:g}, "
@@ -326,7 +326,7 @@ def _shade_words(timelines: Iterable[Timeline]) -> str:
     shaded = [timeline for timeline in timelines if _is_shaded(timeline)]
     words = [
         *["a rank's later stage"] * any(not _both_ways(timeline) for timeline in shaded),
-        *["microbatches from the other end"] * any(_both_ways(timeline) for timeline in shaded),
+        *["micro-batches from the other end"] * any(_both_ways(timeline) for timeline in shaded),
     ]
     return f"dark: {', or '.join(words)}"
 

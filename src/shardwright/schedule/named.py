@@ -106,7 +106,7 @@ for _kind in (
     Kind(
         name="dualpipe",
         builder=dualpipe,
-        help="half of the microbatches enters at each end of the ranks; every stage is held by two ranks",
+        help="half of the micro-batches enters at each end of the ranks; every stage is held by two ranks",
         ways=from_both_ends,
         splits_backward=True,
         rules=_pairs,
