@@ -5,12 +5,13 @@ QUICKSTART ?=
 # One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help quickstart test prove lint bench clean
+.PHONY: help quickstart test prove commands lint bench clean
 
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
 	@echo "make test         install with the test tools and run the tests; 8 to 9 minutes on 2 cores"
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 25 minutes"
+	@echo "make commands     every command of README and docs, run as typed; about 15 minutes"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops; results in benchmarks/results"
 	@echo "make clean        remove .venv and what quickstart wrote"
@@ -32,11 +33,15 @@ quickstart: .venv/.base
 
 test: .venv/.dev
 	@echo "unit tests, one parity case a feature, each verb end to end: 8 to 9 minutes on 2 cores; the rest: make prove"
-	$(PYTEST) -m "not prove"
+	$(PYTEST) -m "not prove and not commands"
 
 prove: .venv/.dev
 	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 25 minutes on 2 cores"
 	$(PYTEST) -m prove
+
+commands: .venv/.dev
+	@echo "every command of README and docs, as typed, in copies of this checkout: about 15 minutes on 2 cores"
+	$(BIN)/pytest -m commands
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -14,16 +14,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from shardwright.data import prepare as module
-from tests.marks import prove
 from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
     r"\b(make|sbatch|squeue|scontrol|srun|node0|hf:|pytest|overhead\.py|gpu\.py|pip install|nccl-tests|mpirun"
     r"|nvidia-smi|git clone|source)\b|#SBATCH|--install-completion"
 )
-TIMEOUT_S = 280
+TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         run(command, folder)
     (folder / "llama").mkdir()
-    for name in ("llama/tokenizer.json", "mine.json"):
-        shutil.copyfile(folder / "data/python/tokenizer.json", folder / name)
+    tokenizer = Tokenizer.from_file(str(folder / "data/python/tokenizer.json"))
+    tokenizer.save(str(folder / "llama/tokenizer.json"))
+    tokenizer.add_special_tokens(["</doc>"])
+    tokenizer.save(str(folder / "mine.json"))
+    for path in (ROOT / "tests" / "extend").glob("[!_t]*.*"):
+        shutil.copyfile(path, folder / path.name)
     return folder
 
 
@@ -84,15 +88,15 @@ def commands(text: str) -> list[str]:
     """Of each `sh` block its commands, one a line but for loops, lines that go on and what runs in the background."""
     found = []
     for block in blocks(text, "sh"):
-        if block.startswith("#!") or "for " in block or re.search(r"&$", block, re.MULTILINE):
+        if block.startswith("#!") or "for " in block or "<<" in block or re.search(r"&$", block, re.MULTILINE):
             found.append(block + "\nwait" if "&" in block else block)
         else:
             found += block.replace("\\\n", " ").splitlines()
     return [command for command in found if command.strip() and not ELSEWHERE.search(command)]
 
 
-@prove
-@pytest.mark.timeout(1200)
+@pytest.mark.commands
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=name_of)
 def test_every_command_of_a_page_runs_as_typed(page: Path, checkout: Path, tmp_path: Path):
     folder = tmp_path / "shardwright"
@@ -114,7 +118,8 @@ SHOWN = re.compile(
 a test of its own."""
 
 
-@prove
+@pytest.mark.commands
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", [page for page in PAGES if SHOWN.search(page.read_text())], ids=name_of)
 def test_what_a_page_shows_of_an_output_is_printed(page: Path, checkout: Path):
     for command, shown in SHOWN.findall(page.read_text()):

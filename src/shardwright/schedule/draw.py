@@ -111,8 +111,9 @@ def planned(simulation: Simulation, kept_for_weight: float = KEPT_FOR_WEIGHT) ->
     times = simulation.times
     given = {"F": times.forward, "I": times.backward_input, "W": times.weight, "message": times.comm}
     words = ", ".join(f"{name} {time:g}" for name, time in given.items() if not isinstance(time, tuple) and time)
+    sizes = f"{_count(schedule.n_ranks, 'rank')}{stages}, {_count(schedule.n_microbatches, 'micro-batch')}"
     return Timeline(
-        f"{schedule.name}: {_count(schedule.n_ranks, 'rank')}{stages}, {_count(schedule.n_microbatches, 'micro-batch')}",
+        f"{schedule.name}: {sizes}",
         simulation.spans,
         schedule.n_stages,
         note=f"bubble {simulation.bubble_rate:.1%}, makespan {simulation.makespan:g}, "
