@@ -107,6 +107,7 @@ def test_an_own_loop_trains_as_plain_pytorch_does(layout: Layout, expected: Trai
         assert difference(found, expected) < 1e-12
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2)], ids=str)
 def test_the_values_of_a_model_that_is_given_are_taken(layout: Layout, expected: Trained):
     for found in run_ranks(own_loop, layout.world_size, DEEP, layout, (), True):

@@ -94,6 +94,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 TORCHRUN += ("--rdzv-endpoint", "localhost:0")
 
 
+@pytest.mark.prove
 def test_the_loop_of_the_example_learns_on_two_ranks():
     said = ran(*TORCHRUN, "examples/own_loop.py").splitlines()
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in said]

@@ -11,7 +11,7 @@ import pytest
 from shardwright.cost.calibration import LEFT_OUT
 from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS, Evaluation, Row, evaluate, report_lines
-from tests.marks import prove
+from tests.marks import prove, rest_prove
 from tests.planner.measured import DENSE, EXPERTS, PIPED, write
 
 
@@ -90,11 +90,13 @@ def test_a_source_that_the_constants_have_not_seen_is_predicted_too(published: E
     assert fmean(each.left_out or 0 for each in fitted) <= 2 * fmean(each.mean_absolute for each in fitted)
 
 
+@pytest.mark.prove
 def test_only_a_row_without_a_price_is_skipped(published: Evaluation):
     reasons = Counter(each.reason.split(" has no price")[0] for each in published.skipped)
     assert reasons == {"precision=mxfp8": 16, "precision=nvfp4": 4, "offload=activations:40": 5}
 
 
+@pytest.mark.prove
 def test_the_report_names_every_row_and_source(published: Evaluation):
     text = "\n".join(report_lines(published))
     for summary in published.summaries:
@@ -103,6 +105,7 @@ def test_the_report_names_every_row_and_source(published: Evaluation):
     assert "skipped (4 rows: 447, 451, 458, 464): precision=nvfp4 has no price" in text
 
 
+@pytest.mark.prove
 def test_the_table_in_the_documentation_is_what_is_printed(published: Evaluation):
     page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
     lines = list(report_lines(published))
@@ -111,6 +114,7 @@ def test_the_table_in_the_documentation_is_what_is_printed(published: Evaluation
     assert "\n".join(table) in page
 
 
+@pytest.mark.prove
 def test_the_answer_for_machines_has_a_prediction_for_each_measurement(published: Evaluation):
     answer = json.loads(json.dumps(published.as_json()))
     assert [row["row"] for row in answer["rows"]] == list(range(2, 491))
@@ -142,7 +146,7 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("base", [PIPED, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("base", rest_prove([PIPED, EXPERTS], EXPERTS), ids=["dense", "experts"])
 def test_no_cell_of_a_table_ends_it_with_a_traceback(tmp_path: Path, base: dict[str, str]):
     """Rows with one strange cell each: some are named as errors; without those, the others are predicted or skipped."""
     path = tmp_path / "runs.csv"

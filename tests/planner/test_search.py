@@ -175,6 +175,7 @@ def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_wor
         assert search(changed).best, what
 
 
+@pytest.mark.prove
 def test_a_remedy_is_the_least_of_its_kind():
     asked = job(resolve("llama-3.1-70b"), "h100:8", 64, 8192)
     assert search(asked).best == []
@@ -214,6 +215,7 @@ def test_what_another_layout_loses_is_what_it_takes_longer():
         assert abs(sum(every.values()) + sum(back.values()) - more) <= 0.2 * n_untold * more + 1e-8
 
 
+@pytest.mark.prove
 def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are_named():
     found = search(job(resolve("llama-3.1-70b"), "h100:64", 1024, 8192))
     assert len(found.best) == 10

@@ -153,6 +153,7 @@ def test_a_run_without_a_pipeline_has_no_such_numbers(tmp_path: Path) -> None:
     assert headline(run).pipeline is None
 
 
+@pytest.mark.prove
 def test_a_run_records_its_last_logged_steps_on_the_ranks_of_one_pipeline_and_again_when_resumed(
     tmp_path: Path,
 ) -> None:

@@ -61,7 +61,6 @@ def evaluated(layout: Layout) -> float:
         ],
         Layout(),
         Layout(dp_shard=2, zero=3),
-        Layout(cp=2, tp=2, sequence_parallel=True, zero=3),
         Layout(pp=2, pp_schedule="dualpipe"),
     ),
     ids=str,

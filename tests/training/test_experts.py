@@ -170,6 +170,7 @@ LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_di
 WITH_LATENT = replace(CASE, spec=replace(MODEL, n_kv_heads=4, latent_attention=LATENT))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "layout",
     rest_prove(

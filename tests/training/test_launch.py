@@ -218,6 +218,7 @@ def in_step_8(rank: int, what) -> None:
     Trainer.forward_backward = fail
 
 
+@pytest.mark.prove
 def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(run_file):
     run = train(run_file, "--resume", "--set", "steps=10", fault=is_killed_once, torchrun=True)
     assert "resumed from" in run.stdout

@@ -48,6 +48,7 @@ def test_bf16_is_for_products_and_fp32_for_what_lasts(name: str):
         }
 
 
+@pytest.mark.prove
 def test_a_layout_in_bf16_is_no_farther_from_float64_than_one_process_in_bf16():
     with Verifier() as verifier:
         for name, layout in LAYOUTS.items():
