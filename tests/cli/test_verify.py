@@ -63,6 +63,7 @@ def test_a_layout_that_is_equal_is_a_yes(run_file: Path):
     assert "layers.0" in result.output or "layers.1" in result.output
 
 
+@pytest.mark.prove
 def test_a_layout_that_is_not_is_a_no_with_the_culprit(run_file: Path, monkeypatch: pytest.MonkeyPatch):
     with_bug(monkeypatch, TWICE)
     result = verify(run_file, "--set", "layout.dp_shard=2", "--set", "layout.dp_replicate=2", "--json")

@@ -113,6 +113,7 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.prove
 def test_what_a_family_does_not_have_is_refused_in_its_own_words():
     said = shardwright("verify", RUN, "--set", "model.norm=rmsnorm", exit_code=2)
     assert "norm='rmsnorm' with family='parallel-block'; valid: 'layernorm'" in said

@@ -228,6 +228,7 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
     assert also_fast(found.best[0], [same]) == "zero=3"
 
 
+@pytest.mark.prove
 def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
     asked = job(resolve("llama-3.1-8b"), "h100:64", 64, 131073)
     assert search(asked).best == []

@@ -111,6 +111,7 @@ LATENT = LatentAttentionSpec(kv_rank=8, nope_dim=8, rope_dim=8, v_dim=16)
 EXPERTS = MoESpec(n_experts=6, top_k=2, d_ffn=20)
 
 
+@pytest.mark.prove
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 3, 4, 6, 8]),

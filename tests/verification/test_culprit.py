@@ -106,6 +106,7 @@ def test_what_fails_with_ep_on_any_axis_is_not_taken_for_a_fault_of_that_axis():
     )
 
 
+@pytest.mark.prove
 def test_weight_gradients_that_are_overwritten_are_found_to_need_a_split_backward_pass():
     wiped = Mutation(
         "shardwright.model.matmul:weight_gradient", "add_to.addmm_(dy_FN, x_ND)", "add_to.copy_(dy_FN @ x_ND)"
