@@ -23,10 +23,13 @@ from typing import Any
 
 from shardwright import extensions
 from shardwright.errors import ShardwrightError, WorkerError
+from shardwright.units import GiB
 
 _POLL_S = 0.25  # how often processes are looked at whose connections say nothing
 _LAST_WORDS_S = 1.0  # how long the reports of ranks that fail together are waited for
 _STACKS_S = 2.0  # how long ranks that hang are given to write down their stacks
+PROCESS_BYTES = 0.3 * GiB
+"""Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
 STACKS_SHOWN = 8
 """Of ranks that hang, so many tell where they stand: the others mostly stand in the same places."""
 _LOST_PEER = (

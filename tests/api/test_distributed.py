@@ -143,8 +143,8 @@ BUGS = {
     "the norm counts an embedding once for each rank of pp that holds it": (
         Layout(pp=2),
         Mutation(
-            "shardwright.api.distributed:DistributedModel.clip_grad_norm",
-            "self._model.holders",
+            "shardwright.training.step:ForwardBackward.clip",
+            "self.model.holders",
             "None",
         ),
     ),

@@ -1,5 +1,6 @@
 """What tests of checkpoints share: saving and loading as every rank of a world, and comparing bits."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def save_ranks(folder: Path, layout: Layout, steps: int = 1) -> Logical:
     progress = Progress(step=steps, samples=12 * steps, seed=SEED)
     save(CheckpointStore(folder, keep_last=9), trainer, progress, DATA, "steps = 1\n")
     return logical(trainer)
+
+
+def hop(
+    folder: Path, layout: Layout, step: int, spec: ModelSpec = SPEC, mutations: Sequence[Mutation] = ()
+) -> tuple[Logical | None, Logical]:
+    """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
+    with mutated(*mutations):
+        trainer, store = build(layout, torch.float32, spec), CheckpointStore(folder, keep_last=99)
+        loaded = None
+        if step:
+            assert load(store.path_of(step), trainer, DATA) == Progress(step, 12 * step, SEED)
+            loaded = logical(trainer)
+        take_step(trainer, layout, step)
+        save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
+        return loaded, logical(trainer)
 
 
 def load_ranks(

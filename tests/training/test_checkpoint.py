@@ -19,13 +19,24 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.training.checkpoint import state
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.state import save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import build_optimizer
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
-from tests.training.checkpoints import DATA, ONE, ZERO_3, Logical, equal, load_ranks, logical, save_ranks, take_step
+from tests.training.checkpoints import (
+    DATA,
+    ONE,
+    ZERO_3,
+    Logical,
+    equal,
+    hop,
+    load_ranks,
+    logical,
+    save_ranks,
+    take_step,
+)
 from tests.training.worlds import OPTIMIZER, SEED, SPEC, build, local_batch
 
 
@@ -77,18 +88,6 @@ DEALT_OUT = [
     Layout(dp_replicate=2, dp_shard=2, zero=3, ep=2),
     Layout(dp_shard=2, zero=3),
 ]
-
-
-def hop(folder: Path, layout: Layout, step: int, spec: ModelSpec = SPEC) -> tuple[Logical | None, Logical]:
-    """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
-    trainer, store = build(layout, torch.float32, spec), CheckpointStore(folder, keep_last=99)
-    loaded = None
-    if step:
-        assert load(store.path_of(step), trainer, DATA) == Progress(step, 12 * step, SEED)
-        loaded = logical(trainer)
-    take_step(trainer, layout, step)
-    save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
-    return loaded, logical(trainer)
 
 
 @pytest.mark.parametrize("n_layouts", rest_prove([3, len(LAYOUTS)], 3))

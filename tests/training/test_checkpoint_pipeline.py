@@ -19,8 +19,8 @@ from shardwright.training.checkpoint.state import load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from tests.distributed import run_ranks
 from tests.marks import prove
-from tests.mutation import Mutation, mutated
-from tests.training.checkpoints import DATA, ONE, ZERO_3, Logical, equal, load_ranks, logical, take_step
+from tests.mutation import Mutation
+from tests.training.checkpoints import DATA, ONE, ZERO_3, Logical, equal, hop, load_ranks, logical, take_step
 from tests.training.worlds import SEED, SPEC, build
 
 DEEP = replace(SPEC, n_layers=4, n_heads=4, n_kv_heads=2)
@@ -46,21 +46,6 @@ STAGED_AND_TIED = [
     Layout(pp=2, pp_schedule="zb-v"),
     ONE,
 ]
-
-
-def hop(
-    folder: Path, layout: Layout, step: int, spec: ModelSpec, mutations: Sequence[Mutation] = ()
-) -> tuple[Logical | None, Logical]:
-    """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
-    with mutated(*mutations):
-        trainer, store = build(layout, torch.float32, spec), CheckpointStore(folder, keep_last=99)
-        loaded = None
-        if step:
-            assert load(store.path_of(step), trainer, DATA) == Progress(step, 12 * step, SEED)
-            loaded = logical(trainer)
-        take_step(trainer, layout, step)
-        save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
-        return loaded, logical(trainer)
 
 
 def together(parts: Sequence[Logical]) -> Logical:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.data.batches import Batch
-from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
 from shardwright.model.modules import row_of
@@ -20,11 +19,10 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import local_box
-from shardwright.parallel.norm import clip_gradients, gradient_norm
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.training.optimizer import parameter_groups
-from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.training.ranks import Place, join, pick_device, place_from_environment
 from shardwright.training.step import ForwardBackward
 
 
@@ -46,6 +44,8 @@ class DistributedModel:
         self._work, self._model = work, work.model
         self.spec, self.layout, self.device = self._model.spec, self._model.layout, work.device
         self._steps = 0
+        self._checked: set[tuple[int, int, int]] = set()
+        """Numbers of sequences, of tokens and of sequences of a micro-batch that the layout can run."""
 
     @property
     def rank(self) -> int:
@@ -97,9 +97,7 @@ class DistributedModel:
     def clip_grad_norm(self, max_norm: float = float("inf")) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`. Returns the norm before that, a scalar,
         of the whole model and equal on every rank; `torch.nn.utils.clip_grad_norm_` would give that of a shard."""
-        norm = gradient_norm(self.parameters(), self._model.holders, self._model.groups.pp)
-        clip_gradients(self.parameters(), norm, max_norm)
-        return norm
+        return self._work.clip(max_norm)
 
     def evaluate(self, tokens: Tensor, targets: Tensor, *, micro_batch: int = 1) -> Tensor:
         """The loss per target token, without gradients and dropout; arguments and errors as in `forward_backward`."""
@@ -134,23 +132,23 @@ class DistributedModel:
                 f"(sequences, tokens of a sequence)"
             )
         n_sequences, seq_len = tokens.shape
-        accumulation, rest = divmod(n_sequences, micro_batch)
-        if rest or not accumulation:
+        if (n_sequences, seq_len, micro_batch) not in self._checked:
+            self._check(n_sequences, seq_len, micro_batch)
+        first = (self._steps * self.layout.data_ranks + self.data_rank) * n_sequences
+        return Batch.of(tokens, targets, torch.arange(first, first + n_sequences), micro_batch)
+
+    def _check(self, n_sequences: int, seq_len: int, micro_batch: int) -> None:
+        """Raises InputError or LayoutError for sizes that the layout cannot run."""
+        if not n_sequences or micro_batch < 1 or n_sequences % micro_batch:
             raise InputError(f"micro_batch={micro_batch} does not divide the {n_sequences} sequences of a rank")
-        wrong = split_problems(self.spec, self.layout, seq_len) + schedule_problems(self.layout, accumulation)
+        wrong = split_problems(self.spec, self.layout, seq_len) + schedule_problems(
+            self.layout, n_sequences // micro_batch
+        )
         if seq_len > self.spec.max_seq_len:
             wrong.append(f"sequences of {seq_len} tokens are longer than max_seq_len={self.spec.max_seq_len}")
         if wrong:
             raise LayoutError(*wrong)
-        first = (self._steps * self.layout.data_ranks + self.data_rank) * n_sequences
-        ids = torch.arange(first, first + n_sequences)
-        shape = (accumulation, micro_batch)
-        return Batch(
-            tokens.reshape(*shape, seq_len),
-            targets.reshape(*shape, seq_len),
-            ids.reshape(shape),
-            int((targets != IGNORE).sum()),
-        )
+        self._checked.add((n_sequences, seq_len, micro_batch))
 
 
 def parallelize(
@@ -188,7 +186,8 @@ def parallelize(
     layout.check_world(place.world_size)
     where = pick_device(device, place)
     if not dist.is_initialized():
-        _join(place, where)
+        join(place, where)
+        atexit.register(_leave)
     parallel = apply(
         spec,
         layout,
@@ -213,13 +212,6 @@ def _place() -> Place:
         rank = dist.get_rank()
         return Place(rank, int(os.environ.get("LOCAL_RANK", rank)), dist.get_world_size())
     return place_from_environment() or Place()
-
-
-def _join(place: Place, device: torch.device) -> None:
-    """Join the process group of all ranks, until the interpreter ends."""
-    group = process_group(place, device)
-    group.__enter__()
-    atexit.register(_leave)
 
 
 def _leave() -> None:

@@ -39,6 +39,17 @@ class Batch:
     sample_ids_AB: torch.Tensor
     n_targets: int
 
+    @staticmethod
+    def of(tokens_BT: torch.Tensor, targets_BT: torch.Tensor, ids_B: torch.Tensor, micro_batch: int) -> "Batch":
+        """The sequences of one data rank, in micro-batches that divide their number."""
+        shape_AB = (len(ids_B) // micro_batch, micro_batch)
+        return Batch(
+            tokens_BT.reshape(*shape_AB, -1),
+            targets_BT.reshape(*shape_AB, -1),
+            ids_B.reshape(shape_AB),
+            int((targets_BT != IGNORE).sum()),
+        )
+
 
 class Batches:
     """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on.

@@ -6,9 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.errors import InputError
 from shardwright.files import write_whole
-from shardwright.report.curves import SUFFIXES
+from shardwright.report.curves import kind_of
 from shardwright.report.frame import document, picture, table
 from shardwright.report.headline import headline, title_of
 from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean
@@ -77,11 +76,7 @@ def draw_losses(runs: Sequence[RunRecord], path: str | Path) -> None:
 
     Raises InputError for another suffix, and for a place that cannot be written.
     """
-    target = Path(path)
-    suffix = target.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise InputError(f"{target}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
-    write_whole(target, _render(runs, suffix[1:]))
+    write_whole(Path(path), _render(runs, kind_of(path)))
 
 
 def comparison_rows(runs: Sequence[RunRecord]) -> list[dict[str, str]]:

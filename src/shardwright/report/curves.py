@@ -46,11 +46,15 @@ def draw_curves(run: RunRecord, path: str | Path) -> None:
 
     Raises InputError for another suffix, and for a place that cannot be written.
     """
-    target = Path(path)
-    suffix = target.suffix.lower()
+    write_whole(Path(path), _render(run, kind_of(path)))
+
+
+def kind_of(path: str | Path) -> str:
+    """`png` or `svg`, by the suffix of a picture. Raises InputError for another."""
+    suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"{target}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
-    write_whole(target, _render(run, suffix[1:]))
+        raise InputError(f"{path}: a picture is named {' or '.join('*' + each for each in SUFFIXES)}")
+    return suffix[1:]
 
 
 def curves_svg(run: RunRecord) -> str:

@@ -116,10 +116,8 @@ def pick_device(wanted: str, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-@contextmanager
-def process_group(place: Place, device: torch.device) -> Iterator[None]:
-    """Join the group of all ranks, and leave it in order. The backend is gloo for tensors on the CPU, NCCL for
-    tensors on GPUs."""
+def join(place: Place, device: torch.device) -> None:
+    """Join the process group of all ranks. The backend is gloo for tensors on the CPU, NCCL for tensors on GPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -130,6 +128,12 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
         world_size=place.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
+
+
+@contextmanager
+def process_group(place: Place, device: torch.device) -> Iterator[None]:
+    """Join the group of all ranks, and leave it in order."""
+    join(place, device)
     yield
     # Only a run that ended well leaves in step with the others; after an error they may never come.
     # Live FSDP and optimizer objects abort the process at exit on gloo: they go first.

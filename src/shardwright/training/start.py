@@ -13,7 +13,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
-from shardwright.processes import formatted, is_lost_peer
+from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
@@ -21,7 +21,7 @@ from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
 from shardwright.training.worker import exit_code
-from shardwright.units import GiB, format_bytes, format_count
+from shardwright.units import format_bytes, format_count
 
 _LOST_PEER_WAIT_S = 3.0
 
@@ -122,12 +122,6 @@ def _tell_torchrun(text: str) -> None:
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-_PROCESS_BYTES = 0.3 * GiB
-"""Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
-_STATE_BYTES = 16
-"""For each parameter, with AdamW in fp32: weights, gradients and two moments."""
-
-
 def _machine_problems(config: RunConfig) -> list[str]:
     """Why this machine alone cannot run every rank: too few GPUs, or where there is none, too little memory."""
     world_size = config.layout.layout().world_size
@@ -136,14 +130,17 @@ def _machine_problems(config: RunConfig) -> list[str]:
         few = f"the layout has {world_size} ranks and this machine {n_gpus} GPUs; start it with torchrun or srun on "
         return [f"{few}several machines, or lower the degrees of layout.*"] if world_size > n_gpus else []
     n_parameters = config.model.spec().n_parameters
-    needed = _STATE_BYTES * n_parameters + _PROCESS_BYTES * world_size
+    element = 8 if config.precision.compute == "fp64" else 4
+    held = element * (2 + len(config.optimizer.kind.state))  # weights, gradients and the optimizer's states
+    needed = held * n_parameters + PROCESS_BYTES * world_size
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed <= there:
         return []
     return [
         f"{world_size} ranks of a model of {format_count(n_parameters)} parameters need {format_bytes(needed)} or more "
-        f"({_STATE_BYTES} bytes a parameter, 0.3 GiB a process), and this machine has {format_bytes(there)} and no GPU "
-        f"that is used; train it on a cluster with torchrun or srun, or a smaller model here"
+        f"({held} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine has "
+        f"{format_bytes(there)} and no GPU that is used; train it on a cluster with torchrun or srun, or a smaller "
+        f"model here"
     ]
 
 

@@ -5,6 +5,7 @@ first backward pass over every data rank and micro-batch. Gradients are then sum
 samples are distributed over data ranks and micro-batches. Nothing here reads a value back from the device.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +70,15 @@ class ForwardBackward:
         loss_part = self.model.runner.train(self._microbatches(batch, step), loss)
         self.model.complete_gradients()
         return loss_part, n_targets
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a global norm of at most `max_norm`; at 0 or infinity none is scaled. Returns the norm
+        before."""
+        parameters = self.model.named_parameters.values()
+        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp)
+        if 0 < max_norm < math.inf:
+            clip_gradients(parameters, norm, max_norm)
+        return norm
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
         """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device; for `step`, with
@@ -144,10 +154,7 @@ class Trainer(ForwardBackward):
 
     def update(self, rate: float) -> Tensor:
         """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
-        parameters = self.model.named_parameters.values()
-        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp)
-        if self.clip_norm:
-            clip_gradients(parameters, norm, self.clip_norm)
+        norm = self.clip(self.clip_norm)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self.model.learn_from_load()

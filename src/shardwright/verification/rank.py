@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from shardwright.data.batches import Batch
-from shardwright.data.samples import IGNORE
 from shardwright.layout import Layout
 from shardwright.parallel.apply import apply
 from shardwright.training.optimizer import build_optimizer
@@ -72,10 +71,4 @@ def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     block = case.global_batch // layout.data_ranks
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))
-    shape_AB = (case.accumulation(layout), case.micro_batch)
-    return Batch(
-        tokens_BT.reshape(*shape_AB, case.seq_len),
-        targets_BT.reshape(*shape_AB, case.seq_len),
-        ids_B.reshape(shape_AB),
-        int((targets_BT != IGNORE).sum()),
-    )
+    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch)

@@ -22,7 +22,7 @@ TrainRank = Callable[[Case, Layout, Path], RankTrace]
 
 TIMEOUT_S = 300.0
 MOST_RANKS = 64
-"""Every rank is a process of this machine, of 0.3 GiB and more."""
+"""Every rank is a process of this machine, of `processes.PROCESS_BYTES` and more."""
 
 
 class Verifier:
