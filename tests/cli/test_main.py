@@ -20,6 +20,11 @@ from shardwright.cli.main import app
         (["planx"], "error: no such command 'planx'"),
         (["data", "nope"], "error: no such command 'nope' ("),
         (["verify", "run.toml", "--sett", "steps=1"], "error: no such option: --sett"),
+        (
+            ["verify", "run.toml", "--zero-pp-gather", "step"],
+            "error: no such option: --zero-pp-gather; a key of the run file is given as "
+            "--set layout.zero_pp_gather=VALUE (",
+        ),
         (["verify", "run.toml", "--steps", "0"], "error: invalid value for '--steps'"),
         (["train"], "error: invalid value for RUN_FILE: name a run file"),
     ],

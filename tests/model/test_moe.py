@@ -188,6 +188,22 @@ def test_groups_go_by_their_best_expert_or_by_their_two_best(score: Any, best: i
     assert set((router.pick(scores_BTE) // 2).flatten().tolist()) == {best}
 
 
+def test_drawn_experts_are_a_function_of_key_and_position_and_their_weights_of_the_scores() -> None:
+    router = layer_of(replace(MOE, force_balance=True)).router
+    x_BTD, keys_B, positions_T = torch.randn(3, 500, 12, dtype=torch.float64), torch.arange(3), torch.arange(500)
+    drawn, other = router(x_BTD, keys_B, positions_T), router(x_BTD.flip(1), keys_B, positions_T)
+    assert torch.equal(drawn.experts_BTK, other.experts_BTK)
+    part = router(x_BTD[1:, 100:], keys_B[1:], positions_T[100:])
+    assert torch.equal(part.experts_BTK, drawn.experts_BTK[1:, 100:])
+    scores_BTE = F.linear(x_BTD, router.weight).softmax(-1)
+    picked_BTK = scores_BTE.gather(-1, drawn.experts_BTK)
+    torch.testing.assert_close(drawn.weights_BTK, picked_BTK / picked_BTK.sum(-1, keepdim=True))
+    assert drawn.experts_BTK[..., 0].ne(drawn.experts_BTK[..., 1]).all()
+    # 1500 tokens x 2 of 6 experts: 500 each, with a standard deviation of 18.
+    assert (drawn.given_E - 500).abs().max() < 5 * 18
+    assert not torch.equal(router(x_BTD).experts_BTK, drawn.experts_BTK)
+
+
 def test_scores_are_wide_whatever_the_weights_are() -> None:
     for dtype, wide in (
         (torch.bfloat16, torch.float32),

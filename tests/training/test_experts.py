@@ -88,8 +88,8 @@ def with_experts(**changes: Any) -> Case:
 def check(verifier: Verifier, case: Case, layout: Layout) -> None:
     report = verifier.parity(case, layout)
     assert report.equal, report.differing or report.worst
-    # Sums of at most 64 tokens, or of two choices each, in another order.
-    assert report.worst_error < 1e-12, report.worst
+    # Sums of at most 64 tokens, or of two choices each, in another order, through 64 matmuls: 1.8e-12.
+    assert report.worst_error < 1.8e-12, report.worst
 
 
 @pytest.mark.parametrize("layout", rest_prove(LAYOUTS, Layout(dp_shard=2, zero=3), SP, ZERO_BUBBLE), ids=str)
@@ -157,7 +157,12 @@ def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name:
 @pytest.mark.parametrize(
     "changes",
     rest_prove(
-        [{"capacity_factor": 1.0}, {"aux_scope": "sequence"}, {"capacity_factor": 0.5, "aux_scope": "sequence"}],
+        [
+            {"capacity_factor": 1.0},
+            {"aux_scope": "sequence"},
+            {"capacity_factor": 0.5, "aux_scope": "sequence"},
+            {"force_balance": True},
+        ],
         {"capacity_factor": 0.5, "aux_scope": "sequence"},
     ),
     ids=str,

@@ -97,8 +97,8 @@ BUGS = {
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
         Mutation(
             f"{STAGE}._forward",
-            "model(x, microbatch.positions_T, microbatch.dropout_keys_B)",
-            "(model.zero_grad(), model(x, microbatch.positions_T, microbatch.dropout_keys_B))[1]",
+            "model(x, microbatch.positions_T, microbatch.random_keys_B)",
+            "(model.zero_grad(), model(x, microbatch.positions_T, microbatch.random_keys_B))[1]",
         ),
         [PP, ZB],
     ),
@@ -269,7 +269,7 @@ BUGS = {
         spec={"dropout": 0.2},
     ),
     "16: different dropout on copies": Bug(
-        Mutation(f"{TRAINER}._dropout_keys", "self.seed", "torch.distributed.get_rank()"),
+        Mutation(f"{TRAINER}._random_keys", "self.seed", "torch.distributed.get_rank()"),
         [TP],
         spec={"dropout": 0.2},
     ),

@@ -51,6 +51,18 @@ def _with_whole_paragraphs(command: Any) -> Any:
     return command
 
 
+def _as_override(error: Any) -> str:
+    """How to write an option that there is not, but whose name a key of the run file has; empty otherwise."""
+    takes_overrides = error.ctx is not None and any("--set" in each.opts for each in error.ctx.command.params)
+    option = getattr(error, "option_name", None)
+    if not takes_overrides or option is None:
+        return ""
+    from shardwright.config import keys_named
+
+    keys = keys_named(option.removeprefix("--").replace("-", "_"))
+    return f"; a key of the run file is given as {' or '.join(f'--set {key}=VALUE' for key in keys)}" if keys else ""
+
+
 class _Commands(dict[str, Any]):
     """Name of a verb -> its command. The module of a verb is imported by `commands[name]`; `get` and `items` give its
     line of help alone."""
@@ -91,7 +103,7 @@ class Verbs(TyperGroup):
                 from shardwright.cli.common import fail
 
                 path = error.ctx.command_path if error.ctx else "shardwright"
-                fail(InputError(f"{said[0].lower()}{said[1:]} ({path} --help)"))
+                fail(InputError(f"{said[0].lower()}{said[1:]}{_as_override(error)} ({path} --help)"))
             sys.exit(InputError.exit_code)
         except typer.Abort:
             sys.exit(130)

@@ -18,7 +18,11 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="go on from the last good checkpoint; the same as --set checkpoint.resume=auto"),
+        typer.Option(
+            "--resume",
+            help="go on from the last good checkpoint of this run, as --set checkpoint.resume=auto does; from that of "
+            "another run: --set checkpoint.resume=PATH",
+        ),
     ] = False,
     list_keys: Annotated[
         bool, typer.Option("--keys", help="list every key a run file can have, with its default, and leave")

@@ -129,9 +129,14 @@ def _sentence(entry: Any) -> str:
 def _meant(path: Sequence[str]) -> str:
     """The key that was meant by one that does not exist: of the same section, or of that name in another."""
     *_, name = path
-    if called_here(name) is None and (elsewhere := [key for key in _paths(RunConfig) if key.split(".")[-1] == name]):
+    if called_here(name) is None and (elsewhere := keys_named(name)):
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"
     return nearest(name, _owner(path).model_fields)
+
+
+def keys_named(name: str) -> list[str]:
+    """Keys of a run file whose last part is `name`, with their sections: `tp` -> [`layout.tp`]."""
+    return [key for key in _paths(RunConfig) if key.split(".")[-1] == name]
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwright.model.balance import Load, Tally, attach, aux_loss, relative_load, update_bias, z_loss
 from shardwright.model.experts import build_experts, combine, dispatch, sort_rows
 from shardwright.model.feed_forward import FeedForward
+from shardwright.model.random import uniform
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 
@@ -58,13 +59,17 @@ class Router(nn.Module):
         # Load of the previous step, relative to the mean (`relative_load`).
         self.load = nn.Parameter(torch.ones(moe.n_experts), requires_grad=False) if moe.keeps_load else None
 
-    def forward(self, x_BTD: Tensor) -> Routing:
-        """Route every token of (B, T, D)."""
+    def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None = None, positions_T: Tensor | None = None) -> Routing:
+        """Route every token of (B, T, D). With keys and global positions the experts are drawn, else picked by score;
+        the weights are those of the scores in any case."""
         moe = self.moe
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         logits_BTE = F.linear(x_BTD.to(wide), self.weight.to(wide))
         scores_BTE = logits_BTE.softmax(-1) if moe.score == "softmax" else logits_BTE.sigmoid()
-        experts_BTK = self.pick(scores_BTE.detach())
+        if site_keys_B is not None and positions_T is not None:
+            experts_BTK = self.pick(uniform(site_keys_B, positions_T, moe.n_experts), biased=False)
+        else:
+            experts_BTK = self.pick(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if moe.normalise:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
@@ -78,10 +83,10 @@ class Router(nn.Module):
         aux, z = self.losses(scores_BTE, logits_BTE, asked_BE) if self.training else (None, None)
         return Routing(experts_BTK, weights_BTK, kept_BTK, asked_BE, given_E, aux, z)
 
-    def pick(self, scores_BTE: Tensor) -> Tensor:
+    def pick(self, scores_BTE: Tensor, biased: bool = True) -> Tensor:
         """The K different experts of every token, (B, T, K). The bias affects this choice, but not the weights."""
         moe = self.moe
-        ranked_BTE = scores_BTE if self.bias is None else scores_BTE + self.bias.to(scores_BTE.dtype)
+        ranked_BTE = scores_BTE + self.bias.to(scores_BTE.dtype) if biased and self.bias is not None else scores_BTE
         if moe.groups_per_token < moe.n_groups:
             ranked_BTGe = ranked_BTE.unflatten(-1, (moe.n_groups, -1))
             counted = 1 if moe.score == "softmax" else min(2, ranked_BTGe.shape[-1])
@@ -146,9 +151,14 @@ class MoE(nn.Module):
         self.last_load: Load | None = None
         """The load of the last forward pass."""
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        routing = self.router(x_BTD)
+    @property
+    def drawn(self) -> bool:
+        """Whether `forward` takes random keys and positions, by which experts are drawn."""
+        return self.router.moe.force_balance
+
+    def forward(self, x_BTD: Tensor, site_keys_B: Tensor | None = None, positions_T: Tensor | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D). Keys and positions as in `Router.forward`."""
+        routing = self.router(x_BTD, site_keys_B, positions_T)
         experts_NK, weights_NK = routing.experts_BTK.flatten(0, 1), routing.weights_BTK.flatten(0, 1)
         kept_NK = None if routing.kept_BTK is None else routing.kept_BTK.flatten(0, 1)
         rows = sort_rows(experts_NK, kept_NK, routing.asked_BE.shape[1])

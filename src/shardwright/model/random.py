@@ -1,7 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, name, element index), the same on every rank.
 
-Initial weights and dropout masks come from here. Each rank computes the values of its own shard, and every partition of
-a tensor, chunk size and vectorisation gives the same bits.
+Initial weights, dropout masks and drawn routing come from here. Each rank computes the values of its own shard, and
+every partition of a tensor, chunk size and vectorisation gives the same bits.
 
 The generator is splitmix64 (Steele, Lea, Flood, OOPSLA 2014): element i of a stream is mix(key + i * golden),
 where mix is a bijection of 64-bit words. Torch has no unsigned 64-bit arithmetic, so words are int64 that
@@ -117,7 +117,7 @@ def normal(
 
 
 def sample_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
-    """One int64 dropout key for each sequence of a step, from its int64 id in the data; shape (B,).
+    """One int64 random key for each sequence of a step, from its int64 id in the data; shape (B,).
 
     The key of a sequence does not depend on its rank or micro-batch.
     """
@@ -125,7 +125,8 @@ def sample_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
 
 
 def site_keys(keys_B: Tensor, first_site: int, n_sites: int) -> Tensor:
-    """Keys of `n_sites` dropout sites in the network, from those of the sequences; int64 (n_sites, B).
+    """Keys of `n_sites` sites in the network where random numbers are drawn, from those of the sequences; int64
+    (n_sites, B).
 
     They are computed outside of the block, so that one compiled block serves every layer.
     """
@@ -143,6 +144,14 @@ def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float) -> Ten
     groups_G = torch.arange(1, math.ceil(d / _LANES) + 1, device=positions_T.device) * _GOLDEN
     lanes_BTD = _mix(rows_BT[:, :, None] + groups_G).view(torch.int16)[:, :, :d]
     return lanes_BTD >= _dropped_lanes(p) - _LANE_VALUES // 2
+
+
+def uniform(site_keys_B: Tensor, positions_T: Tensor, n: int) -> Tensor:
+    """`n` numbers in [0, 1) for each token, float64 (B, T, n), a function of only key, GLOBAL position and index; not
+    those that `keep_mask` draws with the same key."""
+    rows_BT = _mix(_mix(site_keys_B + _GOLDEN)[:, None] + positions_T * _GOLDEN)
+    index_N = torch.arange(1, n + 1, device=positions_T.device) * _GOLDEN
+    return ((_mix(rows_BT[:, :, None] + index_N) >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 def keep_probability(p: float) -> float:

@@ -115,6 +115,14 @@ class MoESpec:
         },
     )
 
+    force_balance: bool = field(
+        default=False,
+        metadata={
+            "help": "In training the experts of a token are drawn at random, from seed, step, sample, layer and "
+            "position, and not picked by score: for benchmarks with an even load, and for verify in 16 bits."
+        },
+    )
+
     @property
     def keeps_load(self) -> bool:
         """Whether the balance loss needs the load of the previous step."""

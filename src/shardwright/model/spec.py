@@ -148,6 +148,11 @@ class ModelSpec:
         return 0 if self.moe is None else self.n_layers - self.moe.first_dense
 
     @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers, which takes random keys."""
+        return self.dropout > 0 or (self.moe is not None and self.moe.force_balance)
+
+    @property
     def qk_dim(self) -> int:
         """Width of a query or key head."""
         latent = self.latent_attention

@@ -24,7 +24,7 @@ from shardwright.model.random import site_keys
 from shardwright.model.rotary import rotary_table
 from shardwright.model.spec import ModelSpec
 
-# Dropout sites: one after the embedding, then two in each layer.
+# Sites where random numbers are drawn: one after the embedding, then two in each layer.
 _EMBEDDING_SITE = 0
 _SITES_PER_LAYER = 2
 
@@ -55,11 +55,14 @@ class Block(nn.Module):
         rotary_2TC: Tensor | None,
         site_keys_2B: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D) -> (B, T, D). `site_keys_2B` are the dropout keys of the two branches."""
+        """(B, T, D) -> (B, T, D). `site_keys_2B` are the random keys of the two branches."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
         attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_2TC)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
-        return x_BTD + self.dropout(self.ffn(self.ffn_norm(x_BTD)), ffn_keys_B, positions_T)
+        normed_BTD = self.ffn_norm(x_BTD)
+        drawn = isinstance(self.ffn, MoE) and self.ffn.drawn
+        y_BTD = self.ffn(normed_BTD, ffn_keys_B, positions_T) if drawn else self.ffn(normed_BTD)
+        return x_BTD + self.dropout(y_BTD, ffn_keys_B, positions_T)
 
 
 class Transformer(nn.Module):
@@ -82,18 +85,18 @@ class Transformer(nn.Module):
         self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
 
     def forward(
-        self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
+        self, tokens_BT: Tensor, positions_T: Tensor | None = None, random_keys_B: Tensor | None = None
     ) -> Tensor:
         """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
 
         `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given; the causal mask
-        follows the order in the tensor. `dropout_keys_B` come from `random.sample_keys`; without them, or in
+        follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them, or in
         evaluation, nothing is dropped. Raises InputError if T exceeds `max_seq_len`.
         """
-        return self.logits(self.hidden(tokens_BT, positions_T, dropout_keys_B))
+        return self.logits(self.hidden(tokens_BT, positions_T, random_keys_B))
 
     def hidden(
-        self, tokens_BT: Tensor, positions_T: Tensor | None = None, dropout_keys_B: Tensor | None = None
+        self, tokens_BT: Tensor, positions_T: Tensor | None = None, random_keys_B: Tensor | None = None
     ) -> Tensor:
         """The input of the head: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
         n_tokens = tokens_BT.shape[1]
@@ -104,24 +107,24 @@ class Transformer(nn.Module):
             )
         if positions_T is None:
             positions_T = torch.arange(n_tokens, device=tokens_BT.device)
-        x_BTD = self.embed(tokens_BT, positions_T, dropout_keys_B)
-        x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
+        x_BTD = self.embed(tokens_BT, positions_T, random_keys_B)
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B)
         return cast(Tensor, self.norm(x_BTD))
 
-    def embed(self, tokens_BT: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
+    def embed(self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None) -> Tensor:
         """The input of the first layer, (B, T, D)."""
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_T)
-        keys_B = None if dropout_keys_B is None else site_keys(dropout_keys_B, _EMBEDDING_SITE, 1)[0]
+        keys_B = None if random_keys_B is None else site_keys(random_keys_B, _EMBEDDING_SITE, 1)[0]
         return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
 
-    def run_layers(self, x_BTD: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None) -> Tensor:
+    def run_layers(self, x_BTD: Tensor, positions_T: Tensor, random_keys_B: Tensor | None) -> Tensor:
         """Run the layers one after another; (B, T, D) -> (B, T, D)."""
         uses_rope = self.spec.positions == "rope"
         rotary_2TC = rotary_table(self.spec, positions_T, x_BTD.dtype) if uses_rope else None
         for name, block in self.layers.items():
-            x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(dropout_keys_B, int(name)))
+            x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(random_keys_B, int(name)))
             # Outside of the block, which may be compiled or recomputed in the backward pass.
             for module in block.modules() if self.spec.moe and self.training else ():
                 if isinstance(module, MoE) and module.last_load is not None:
@@ -133,8 +136,8 @@ class Transformer(nn.Module):
         return linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
 
 
-def layer_site_keys(dropout_keys_B: Tensor | None, layer: int) -> Tensor | None:
-    """The dropout keys (2, B) of a layer's two branches; `layer` is its number in the whole model."""
-    if dropout_keys_B is None:
+def layer_site_keys(random_keys_B: Tensor | None, layer: int) -> Tensor | None:
+    """The random keys (2, B) of a layer's two branches; `layer` is its number in the whole model."""
+    if random_keys_B is None:
         return None
-    return site_keys(dropout_keys_B, _EMBEDDING_SITE + 1 + _SITES_PER_LAYER * layer, _SITES_PER_LAYER)
+    return site_keys(random_keys_B, _EMBEDDING_SITE + 1 + _SITES_PER_LAYER * layer, _SITES_PER_LAYER)

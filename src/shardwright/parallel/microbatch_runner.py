@@ -18,7 +18,7 @@ class Microbatch(NamedTuple):
     tokens_BT: Tensor
     targets_BT: Tensor
     positions_T: Tensor
-    dropout_keys_B: Tensor | None
+    random_keys_B: Tensor | None
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -69,6 +69,6 @@ class SequentialRunner:
 
     def _logits(self, microbatch: Microbatch) -> Tensor:
         logits_BTV: Tensor = self.model(
-            microbatch.tokens_BT, microbatch.positions_T, dropout_keys_B=microbatch.dropout_keys_B
+            microbatch.tokens_BT, microbatch.positions_T, random_keys_B=microbatch.random_keys_B
         )
         return logits_BTV

@@ -22,7 +22,8 @@ Shapes: B sequences, T tokens of each (local), E experts, P pieces of a sequence
 piece.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from shardwright.layout import Layout
 from shardwright.model.moe import Router, Routing, expert_layers, picked
 from shardwright.parallel.mesh import Groups
+from shardwright.parallel.tensor import TensorAxis
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import positions_of_rank
 
@@ -108,3 +110,11 @@ def shard_routers(model: nn.Module, layout: Layout, groups: Groups) -> None:
         pieces = [piece for span in held for piece in span]
         for layer in expert_layers(model).values():
             layer.router = ShardedRouter(layer.router, sharing, pieces, n_pieces)
+            if layer.drawn and layout.token_shards and groups.tp is not None:
+                own_tokens = TensorAxis(groups.tp, token_shards=True).own_tokens
+                layer.router.register_forward_pre_hook(partial(_narrow_positions, own_tokens))
+
+
+def _narrow_positions(own_tokens: Callable[[Tensor], Tensor], router: nn.Module, inputs: Any) -> Any:
+    """Positions of all tokens, the third argument of a router on token shards, become those of the own tokens."""
+    return (*inputs[:2], own_tokens(inputs[2])) if inputs[2] is not None else inputs

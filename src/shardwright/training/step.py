@@ -82,7 +82,7 @@ class ForwardBackward:
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
         """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device; for `step`, with
-        keys to drop by."""
+        random keys."""
         n_tokens = batch.tokens_ABT.shape[-1]
         positions_T = self.model.positions(n_tokens)
         tokens_ABT, targets_ABT = batch.tokens_ABT, batch.targets_ABT
@@ -94,7 +94,7 @@ class ForwardBackward:
                 tokens_BT.to(self.device, non_blocking=True),
                 targets_BT.to(self.device, non_blocking=True),
                 positions_T,
-                None if step is None else self._dropout_keys(step, ids_B),
+                None if step is None else self._random_keys(step, ids_B),
             )
             for tokens_BT, targets_BT, ids_B in zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
         ]
@@ -106,8 +106,8 @@ class ForwardBackward:
             return partial(vocabulary_loss_sum, rows=self.model.vocabulary, group=tp, ignore=IGNORE)
         return torch.compile(loss_sum) if compiled else loss_sum
 
-    def _dropout_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
-        if not self.model.spec.dropout:
+    def _random_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
+        if not self.model.spec.draws:
             return None
         return sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))
 

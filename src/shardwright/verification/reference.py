@@ -34,10 +34,10 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             tokens_BT, targets_BT, ids_B = case.batch(step)
-            keys_B = sample_keys(case.seed, step, ids_B) if case.spec.dropout else None
+            keys_B = sample_keys(case.seed, step, ids_B) if case.spec.draws else None
             # What is not trained (a router's bias) is added to what has more digits than `compute`.
             weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
-            logits_BTV = functional_call(model, weights, (tokens_BT,), {"dropout_keys_B": keys_B})
+            logits_BTV = functional_call(model, weights, (tokens_BT,), {"random_keys_B": keys_B})
             loss = F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
             loss.backward()
             recorder.scalar(Quantity("loss", training, step + 1), loss.detach())

@@ -39,11 +39,11 @@ class StageModel(Transformer):
         self.norm = whole.norm if self.last else None  # type: ignore[assignment]
         self.head = whole.head if self.last else None
 
-    def forward(self, x: Tensor, positions_T: Tensor, dropout_keys_B: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, positions_T: Tensor, random_keys_B: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Run the stage. `x`: token ids (B, T) in the first stage, else the output of the previous stage, (B, T, D) or
         a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V)."""
-        x_BTD = self.embed(x, positions_T, dropout_keys_B) if self.first else x
-        x_BTD = self.run_layers(x_BTD, positions_T, dropout_keys_B)
+        x_BTD = self.embed(x, positions_T, random_keys_B) if self.first else x
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B)
         return self.logits(self.norm(x_BTD)) if self.last else x_BTD
 
 
