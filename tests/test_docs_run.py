@@ -21,7 +21,7 @@ from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
     r"\b(make|sbatch|squeue|scontrol|srun|node0|hf:|pytest|overhead\.py|gpu\.py|pip install|nccl-tests|mpirun"
-    r"|nvidia-smi|git clone|source)\b|#SBATCH|--install-completion"
+    r"|nvidia-smi|all_reduce_perf|git clone|source)\b|#SBATCH|--install-completion"
 )
 TIMEOUT_S = 900
 
@@ -65,7 +65,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
     """What a command prints that bash runs in `folder`; an assertion fails if it fails.
 
-    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not. A page may show an error: `shown`.
+    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not; so is that of `verify` with a bug.
+    A page may show an error: `shown`.
     """
     environment = {
         **os.environ,
@@ -79,7 +80,7 @@ def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
         ["bash", "-e", "-o", "pipefail", "-c", command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
-    answered = done.returncode == 1 and command.startswith("shardwright plan")
+    answered = done.returncode == 1 and ("shardwright plan" in command or "verify_with_bug" in command)
     assert done.returncode == 0 or answered or "error:" in shown, f"$ {command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
@@ -105,10 +106,19 @@ def test_every_command_of_a_page_runs_as_typed(page: Path, checkout: Path, tmp_p
     typed = commands(page.read_text())
     if any("--out data/python" in command for command in typed):
         shutil.rmtree(folder / "data/python")  # this reader makes it
+    for name, program in SAVED.findall(page.read_text()):
+        (folder / name).write_text(program)
     shown = {" ".join(command.replace("\\\n", " ").split()) for command, _ in SHOWN.findall(page.read_text())}
+    refused = dict(REFUSED.findall(page.read_text()))
     for command in typed:
         if " ".join(command.split()) not in shown:
-            run(command, folder)
+            printed = run(command, folder, refused.get(command, ""))
+            assert _words(refused.get(command, "")) in _words(printed)
+
+
+SAVED = re.compile(r"Save this as `([^`]+)`.*?^```python\n(.*?)^```$", re.M | re.S)
+REFUSED = re.compile(r"^```sh\n([^\n]+)\n```\n\s*```text\n(error:.*?)^```$", re.M | re.S)
+"""A command that is refused, and the errors that the page shows below it."""
 
 
 SHOWN = re.compile(
