@@ -50,7 +50,7 @@ STEPS, SEED, SEQ_LEN, GLOBAL_BATCH = 11, 3, 16, 8
 LR, WEIGHT_DECAY, BETA1, BETA2, EPS, CLIP_NORM = 0.02, 0.3, 0.85, 0.97, 1e-7, 1.0
 WARMUP, DECAY, FINAL_FRACTION = 3, 6, 0.1
 EVALUATED_EVERY, EVALUATED_SAMPLES = 4, 7
-STOPPED_IN = 4  # a signal that comes in this step, counted from 0, ends the run when two more have been taken
+STOPPED_STEPS = 6
 TOLERANCE = 1e-10
 LOGGED = ("loss", "grad_norm", "lr", "target_tokens")
 
@@ -63,13 +63,25 @@ batch = {{ seq_len = {SEQ_LEN}, global_batch = {GLOBAL_BATCH}, micro_batch = 2 }
 optimizer = {{ lr = {LR}, weight_decay = {WEIGHT_DECAY}, clip_norm = {CLIP_NORM}, beta1 = {BETA1}, beta2 = {BETA2}, \
 eps = {EPS} }}
 precision = {{ compute = "fp64" }}
-metrics = {{ every = 1 }}
 evaluation = {{ every = {EVALUATED_EVERY}, samples = {EVALUATED_SAMPLES} }}
 """
 SCHEDULES = {
     "cosine": f'{{ shape = "cosine", warmup_steps = {WARMUP}, final_fraction = {FINAL_FRACTION} }}',
     "wsd": f'{{ shape = "wsd", warmup_steps = {WARMUP}, decay_steps = {DECAY}, final_fraction = {FINAL_FRACTION} }}',
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: its layout, and another in which it is resumed if it is to be stopped; the shape of its learning rate; the
+    steps between logged lines."""
+
+    layouts: tuple[str, ...] = ("",)
+    shape: str = "cosine"
+    logged_every: int = 1
+
+    def __str__(self) -> str:
+        return ", then ".join(layout or "one process" for layout in self.layouts) + f": {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -81,16 +93,16 @@ class Trajectory:
 
 
 def differences(found: Trajectory, expected: Trajectory) -> dict[str, float]:
-    """By quantity the largest relative error of its numbers, infinite where only one side has a number; of the weights
-    the largest difference of two elements, which are about 0.1."""
+    """By quantity the largest relative error of its numbers, infinite where only one side has a finite number; of the
+    weights the largest difference of two elements, which are about 0.1."""
     errors = dict.fromkeys([quantity for quantity, _ in expected.numbers], 0.0)
     for key in found.numbers.keys() | expected.numbers.keys():
         here, there = (side.numbers.get(key, math.inf) for side in (found, expected))
         error = abs(here - there) / abs(there) if math.isfinite(here) and math.isfinite(there) else math.inf
         errors[key[0]] = max(errors[key[0]], error)
     assert found.weights.keys() == expected.weights.keys()
-    pairs = [(found.weights[name], weight) for name, weight in expected.weights.items()]
-    return errors | {"weights": max(float((here - there).abs().max()) for here, there in pairs)}
+    apart = [(found.weights[name] - weight).abs().max() for name, weight in expected.weights.items()]
+    return errors | {"weights": float(torch.stack(apart).nan_to_num(math.inf).max())}
 
 
 @pytest.fixture(scope="module")
@@ -178,33 +190,34 @@ STAYING = ExitStack()
 
 
 def disturb(bugs: tuple[Mutation, ...], stopped: bool, rank: int) -> None:
-    """Put bugs into the code of this rank; if `stopped`, rank 0 gets SIGTERM in step STOPPED_IN."""
+    """Put bugs into the code of this rank; if `stopped`, rank 0 gets SIGTERM in time to stop after STOPPED_STEPS."""
     from shardwright.training.step import Trainer
 
     STAYING.enter_context(mutated(*bugs))
     step = Trainer.step
 
     def signalled(self, batch, number, rate):
-        if stopped and rank == 0 and number == STOPPED_IN:
+        # The ranks know of a signal one step after that in which it comes.
+        if stopped and rank == 0 and number + 2 == STOPPED_STEPS:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batch, number, rate)
 
     Trainer.step = signalled
 
 
-def trained(folder: Path, tokens: Path, shape: str, layouts: tuple[str, ...], *bugs: Mutation) -> Trajectory:
-    """What `shardwright train` comes to on the first of `layouts`; with a second one it is stopped by a signal after
-    STOPPED_IN + 2 steps, and resumed there. Fails if a run fails."""
+def trained(folder: Path, tokens: Path, case: Case, *bugs: Mutation) -> Trajectory:
+    """What `shardwright train` comes to. With a second layout a signal stops it after STOPPED_STEPS steps in the first,
+    and it is resumed in the second. Fails if a run fails."""
     run_file = folder / "run.toml"
     data = f'data = {{ path = "{tokens}", sequences = "documents" }}'
-    run_file.write_text(f'out = "{folder / "out"}"\n{data}\nlr_schedule = {SCHEDULES[shape]}\n{RUN_FILE}')
-    for number, layout in enumerate(layouts):
+    schedule = f"lr_schedule = {SCHEDULES[case.shape]}\nmetrics = {{ every = {case.logged_every} }}"
+    run_file.write_text(f'out = "{folder / "out"}"\n{data}\n{schedule}\n{RUN_FILE}')
+    for number, layout in enumerate(case.layouts):
         settings = [argument for key in layout.split() for argument in ("--set", f"layout.{key}")]
-        stopped = number + 1 < len(layouts)
+        stopped = number + 1 < len(case.layouts)
         fault = functools.partial(disturb, bugs, stopped)
         train(run_file, *settings, *["--resume"] * number, fault=fault, expect=os.EX_TEMPFAIL if stopped else 0)
-        steps = STOPPED_IN + 2 if stopped else STEPS
-        assert checkpoints(run_file)[-1] == f"step-{steps:08d}"
+        assert checkpoints(run_file)[-1] == f"step-{STOPPED_STEPS if stopped else STEPS:08d}"
     numbers: dict[tuple[str, int], float] = {}
     for record in records(run_file):
         named = {"validation loss": "loss"} if record["kind"] == "evaluation" else {name: name for name in LOGGED}
@@ -214,21 +227,215 @@ def trained(folder: Path, tokens: Path, shape: str, layouts: tuple[str, ...], *b
     return Trajectory(numbers, weights_of(restore(newest_checkpoint(folder / "out"))))
 
 
+def expected(tokens: Path, case: Case) -> Trajectory:
+    """What the plain loop comes to, of the steps that a run of the case logs."""
+    plain = plain_training(tokens, case.shape)
+    last = {STEPS} if len(case.layouts) == 1 else {STOPPED_STEPS, STEPS}
+    numbers = {
+        (quantity, step): number
+        for (quantity, step), number in plain.numbers.items()
+        if quantity not in LOGGED or step % case.logged_every == 0 or step in last
+    }
+    return Trajectory(numbers, plain.weights)
+
+
+ONE, WSD, STOPPED, SPARSE = Case(), Case(shape="wsd"), Case(("", ""), "wsd"), Case(("", ""), "cosine", 4)
+SHARDED, TENSORS, STAGES = Case(("dp_shard=2 zero=3",)), Case(("tp=2",)), Case(("pp=2",))
 CASES = [
-    ("cosine", ("",)),
-    ("wsd", ("", "")),
-    ("cosine", ("", "")),
-    ("cosine", ("dp_shard=2 zero=3", "dp_shard=2 zero=3")),
-    ("wsd", ("tp=2", "tp=2")),
-    ("cosine", ("pp=2", "pp=2")),
-    ("wsd", ("pp=2", "dp_replicate=2 tp=2")),
+    ONE,
+    STOPPED,
+    SPARSE,
+    Case(2 * SHARDED.layouts),
+    Case(2 * TENSORS.layouts, "wsd"),
+    Case(2 * STAGES.layouts),
+    Case(("pp=2", "dp_replicate=2 tp=2"), "wsd"),
 ]
 
 
-@pytest.mark.parametrize(("shape", "layouts"), rest_prove(CASES, CASES[1]), ids=str)
-def test_a_run_takes_the_steps_of_a_plain_loop(shape, layouts, tokens, tmp_path):
-    expected = plain_training(tokens, shape)
-    norms = [number for (quantity, _), number in expected.numbers.items() if quantity == "grad_norm"]
-    assert min(norms) < 0.8 * CLIP_NORM < 1.2 * CLIP_NORM < max(norms), "some steps are clipped and some are not"
-    found = differences(trained(tmp_path, tokens, shape, layouts), expected)
-    assert max(found.values()) <= TOLERANCE, found
+@pytest.mark.parametrize("case", rest_prove(CASES, STOPPED), ids=str)
+def test_a_run_takes_the_steps_of_a_plain_loop(case, tokens, tmp_path):
+    plain = plain_training(tokens, case.shape).numbers
+    norms = [number for (quantity, _), number in plain.items() if quantity == "grad_norm"]
+    assert min(norms) < 0.8 * CLIP_NORM < 1.2 * CLIP_NORM < max(norms), "some steps are clipped, and some are not"
+    errors = differences(trained(tmp_path, tokens, case), expected(tokens, case))
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+LOOP, STEP, OPTIMIZER = (f"shardwright.training.{name}" for name in ("loop", "step", "optimizer"))
+TAKE, EVALUATE, LOG = (f"{LOOP}:_Run.{name}" for name in ("_steps", "_evaluate", "_log"))
+UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STEP}:set_learning_rate"
+PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluate"
+CLIP = "max_norm / (norm + 1e-6)"
+TAKEN = "result = trainer.step(batch, step, rate)"
+DUE = "_due(step, config.evaluation.every) or last"
+RATE_OF_STEP = "learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)"
+DATA_RANK = "self.layout.data_rank(self.place.rank)"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """Code changed, the quantity that has to differ from the plain loop's, and the run in which it has to."""
+
+    mutations: list[Mutation]
+    quantity: str
+    case: Case = ONE
+
+
+def forgotten(state: str) -> Mutation:
+    """A state of the optimizer is neither saved nor loaded."""
+    before = "optimizer.state.get(parameter, {}).items()"
+    after = f"[(kind, tensor) for kind, tensor in {before} if kind != '{state}']"
+    return Mutation("shardwright.training.checkpoint.state:named_state", before, after)
+
+
+BUGS = {
+    "clip_norm is not handed to the trainer": Bug(
+        [Mutation(f"{LOOP}:_Run.__init__", "config.optimizer.clip_norm", "0.0")], "weights"
+    ),
+    "the norm is logged after clipping": Bug(
+        [Mutation(f"{STEP}:ForwardBackward.clip", "return norm", "return norm.clamp(max=max_norm)")], "grad_norm"
+    ),
+    "gradients below clip_norm are scaled up to it": Bug(
+        [Mutation(f"{STEP}:clip_gradients", f"({CLIP}).clamp(max=1.0)", CLIP)], "weights"
+    ),
+    "every rank trains on the samples of data rank 0": Bug(
+        [Mutation(f"{LOOP}:_Run.go", DATA_RANK, "0")], "loss", SHARDED
+    ),
+    "every rank evaluates the samples of data rank 0": Bug(
+        [Mutation(EVALUATE, DATA_RANK, "0")], "validation loss", SHARDED
+    ),
+    "one sample less is evaluated": Bug(
+        [Mutation(EVALUATE, "config.evaluation.samples", "config.evaluation.samples - 1")], "validation loss"
+    ),
+    "evaluation comes before the step": Bug(
+        [
+            Mutation(
+                TAKE,
+                TAKEN,
+                "if _due(step + 1, config.evaluation.every) or step + 1 == config.steps:\n"
+                f"    self._evaluate(step + 1, writers)\n{TAKEN}",
+            ),
+            Mutation(TAKE, DUE, "False"),
+        ],
+        "validation loss",
+        STAGES,
+    ),
+    "dropout is on in evaluation": Bug(
+        [
+            Mutation(VALIDATE, "self.model.train(False)", "self.model.train(True)"),
+            Mutation(VALIDATE, "self._microbatches(batch, None)", "self._microbatches(batch, 0)"),
+        ],
+        "validation loss",
+    ),
+    "dropout stays off after an evaluation": Bug([Mutation(PASSES, "self.model.train()", "None")], "loss"),
+    "the last step is not evaluated": Bug([Mutation(TAKE, DUE, DUE.removesuffix(" or last"))], "validation loss"),
+    "no update in each fifth step": Bug(
+        [
+            Mutation(
+                UPDATE,
+                "self.optimizer.step()",
+                "self.taken = getattr(self, 'taken', 0) + 1\nif self.taken % 5:\n    self.optimizer.step()",
+            )
+        ],
+        "weights",
+        TENSORS,
+    ),
+    "no update in the last step": Bug(
+        [Mutation(TAKE, TAKEN, f"if step + 1 == config.steps:\n    trainer.optimizer.step = lambda: None\n{TAKEN}")],
+        "weights",
+    ),
+    "gradients of a step are added to those of the next": Bug(
+        [Mutation(UPDATE, "self.model.forget_gradients()", "None")], "grad_norm"
+    ),
+    "one micro-batch less is accumulated": Bug(
+        [Mutation(PASSES, "self._microbatches(batch, step)", "self._microbatches(batch, step)[:-1]")], "loss"
+    ),
+    "only the first group of parameters follows the schedule": Bug(
+        [Mutation(FOLLOW, "optimizer.param_groups", "optimizer.param_groups[:1]")], "weights"
+    ),
+    "the optimizer takes the rate of the step before": Bug(
+        [
+            Mutation(
+                UPDATE,
+                "set_learning_rate(self.optimizer, rate)\nself.optimizer.step()",
+                "self.optimizer.step()\nset_learning_rate(self.optimizer, rate)",
+            )
+        ],
+        "weights",
+    ),
+    "weight decay does not follow the schedule": Bug(
+        [
+            Mutation(
+                FOLLOW,
+                "group['lr'] = rate",
+                "group['weight_decay'] *= group['lr'] / rate\ngroup['lr'] = rate",
+            )
+        ],
+        "weights",
+    ),
+    "norms and biases decay": Bug(
+        [Mutation(f"{OPTIMIZER}:parameter_groups", "weight_decay if row.decays else 0.0", "weight_decay")], "weights"
+    ),
+    "weight_decay is not handed to the optimizer": Bug(
+        [Mutation(f"{LOOP}:build_optimizer", "config.weight_decay", "0.1")], "weights"
+    ),
+    "beta2 is not handed to the optimizer": Bug(
+        [Mutation(f"{OPTIMIZER}:adamw", "options['beta2']", "0.95")], "weights"
+    ),
+    "eps is not handed to the optimizer": Bug([Mutation(f"{OPTIMIZER}:adamw", "options['eps']", "1e-8")], "weights"),
+    "the warm-up is a step late": Bug([Mutation(RATE, "step + 1", "step")], "lr"),
+    "the cosine ends a step late": Bug(
+        [Mutation(RATE, "steps - 1 - schedule.warmup_steps", "steps - schedule.warmup_steps")], "lr"
+    ),
+    "the linear fall ends a step late": Bug([Mutation(RATE, "steps - 1 - step", "steps - step")], "lr", WSD),
+    "the rate that is logged is that of the next step": Bug(
+        [Mutation(LOG, "rate", RATE_OF_STEP.replace("config", "self.config"))], "lr"
+    ),
+    "the last step is not logged": Bug(
+        [Mutation(TAKE, "step % config.metrics.every == 0 or last", "step % config.metrics.every == 0")], "loss", SPARSE
+    ),
+    "the step of a stop is not logged": Bug([Mutation(TAKE, "logged < step", "False")], "loss", SPARSE),
+    "after a resume the rate is a step ahead": Bug(
+        [Mutation(TAKE, RATE_OF_STEP, RATE_OF_STEP.replace("(step", "(step + (start.step > 0)"))], "lr", STOPPED
+    ),
+    "after a resume a batch comes again": Bug(
+        [Mutation(f"{LOOP}:_Run._load", "progress.samples", "progress.samples - self.config.batch.global_batch")],
+        "loss",
+        STOPPED,
+    ),
+    "after a resume a batch is left out": Bug(
+        [Mutation(f"{LOOP}:_Run._load", "progress.samples", "progress.samples + self.config.batch.global_batch")],
+        "loss",
+        STOPPED,
+    ),
+    "after a resume the last step is taken again": Bug(
+        [
+            Mutation(
+                f"{LOOP}:_Run._load",
+                "Start(progress.step, progress.samples, path)",
+                "Start(progress.step - 1, progress.samples - self.config.batch.global_batch, path)",
+            )
+        ],
+        "loss",
+        STOPPED,
+    ),
+    "after a resume the keys of dropout begin anew": Bug(
+        [Mutation(TAKE, TAKEN, TAKEN.replace("step, rate", "step - start.step, rate"))], "loss", STOPPED
+    ),
+    "after a resume the optimizer's counters of steps begin anew": Bug([forgotten("step")], "weights", STOPPED),
+    "after a resume the second moments begin anew": Bug([forgotten("exp_avg_sq")], "weights", STOPPED),
+}
+
+
+@pytest.mark.parametrize("name", rest_prove(BUGS, "only the first group of parameters follows the schedule"))
+def test_a_bug_of_the_loop_shows_as_a_number(name, tokens, tmp_path):
+    bug = BUGS[name]
+    found = trained(tmp_path, tokens, bug.case, *bug.mutations)
+    errors = differences(found, expected(tokens, bug.case))
+    assert errors[bug.quantity] > 1e4 * TOLERANCE, errors
+
+
+def test_every_bug_can_still_be_put_in():
+    for bug in BUGS.values():
+        with mutated(*bug.mutations):
+            pass
