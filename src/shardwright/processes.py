@@ -214,13 +214,18 @@ def end(workers: Iterable[Worker]) -> None:
     """Kill what still runs, with its children: without all ranks no collective completes, so nothing is waited for."""
     workers = list(workers)
     for worker in workers:
-        if worker.exit_code() is None:
-            with suppress(ProcessLookupError):
-                # A rank that has only just been forked leads no group yet.
-                (os.killpg if os.getpgid(worker.pid) == worker.pid else os.kill)(worker.pid, signal.SIGKILL)
+        kill(worker)
     for worker in workers:
         worker.wait()
         worker.link.close()
+
+
+def kill(worker: Worker) -> None:
+    """Kill a rank that still runs, with its children."""
+    if worker.exit_code() is None:
+        with suppress(ProcessLookupError):
+            # A rank that has only just been forked leads no group yet.
+            (os.killpg if os.getpgid(worker.pid) == worker.pid else os.kill)(worker.pid, signal.SIGKILL)
 
 
 def _failures(told: dict[int, Any]) -> dict[int, Failure]:

@@ -96,8 +96,8 @@ def test_the_stages_of_a_pipeline_are_cut_with_the_model(run_file: Path):
     stages = ("--set", "model.n_layers=32", "--set", "layout.pp=2", "--set", "layout.stage_layers=[12,20]")
     result = verify(run_file, *stages, "--set", "layout.pp_schedule=zb-h1")
     assert result.exit_code == 0, result.output
-    assert "pp 2, pp_schedule zb-h1, stage_layers 1+2 against one process" in result.output
-    assert "reduced to 3 layers" in result.output
+    assert "pp 2, pp_schedule zb-h1, stage_layers 1+10 against one process" in result.output
+    assert "reduced to 11 layers" in result.output
 
 
 @prove

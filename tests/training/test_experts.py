@@ -24,7 +24,6 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.transformer import Transformer
 from shardwright.verification import Case, Verifier, case_of, cut
 from shardwright.verification.rank import build_trainer, local_batch
-from shardwright.verification.reference import SGD_RATE
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.training.worlds import OPTIMIZER, SPEC
@@ -245,6 +244,7 @@ def test_there_were_experts_without_a_token_and_one_that_got_all():
     assert any((counts_LE[1:] == tokens).any() for counts_LE, _, _ in all_to_one)
 
 
+SGD_RATE = 0.01
 Loads = list[tuple[Tensor, Tensor, Tensor]]
 """Of each step, what `ExpertLoad` holds."""
 

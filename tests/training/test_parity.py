@@ -65,7 +65,7 @@ def test_every_parameter_gradient_and_copy_is_compared_in_each_step(verifier: Ve
     layout = LAYOUTS["zero 2 on 2 x 2"]
     report = verifier.parity(case(layout, 3), layout)
     n_parameters = 21
-    per_training = n_parameters * (3 + 1) + 3 + 3  # gradients, parameters in the end; losses and norms
+    per_training = n_parameters * (3 + 1) + 3 + 3 + 1  # gradients, parameters in the end; losses, norms, an evaluation
     assert len(report.rows) == n_parameters + 2 * per_training
     # Every shard is on two ranks; on some tensors (31 rows in two parts) there are two shards, and never fewer.
     assert report.n_replicated >= 2 * per_training

@@ -88,10 +88,7 @@ def one_process(dtype: torch.dtype) -> Outcome:
         gradients = [Quantity("gradient", "adamw", step) for step in steps]
         return Outcome(
             [trace.scalars[Quantity("loss", "adamw", step)] for step in steps],
-            [
-                {name: found for name in trace.shapes() if (found := trace.tensor(g, name)) is not None}
-                for g in gradients
-            ],
+            [{name: found for name in trace.shapes if (found := trace.tensor(g, name)) is not None} for g in gradients],
         )
 
 

@@ -2,7 +2,9 @@
 split in the ways in which the true ones can."""
 
 import itertools
+import math
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.config import RunConfig, parse
+from shardwright.config import OptimizerSection, RunConfig, parse
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
@@ -19,8 +21,11 @@ from shardwright.model.sections import MoESpec
 from shardwright.split import stages
 from shardwright.split.rules import problems
 from shardwright.verification import Case, Verifier, case_of, cut
-from shardwright.verification.case import cut_layout, cut_spec
+from shardwright.verification.case import cut_each, cut_layout, cut_spec
 from shardwright.verification.matrix import layouts
+from shardwright.verification.reference import train_alone
+from shardwright.verification.trace import Quantity
+from tests.distributed import run_ranks
 from tests.training.worlds import SPEC
 
 
@@ -162,15 +167,16 @@ def test_a_run_without_accumulation_is_compared_with_it_where_the_batch_allows()
 @pytest.mark.parametrize(
     ("layout", "n_layers", "accumulation"),
     [
-        (Layout(pp=2), 3, 3),
-        (Layout(pp=4, dp_shard=2, zero=2), 5, 5),
-        (Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=3), 7, 7),
-        (Layout(pp=4, pp_schedule="zb-v"), 9, 9),
-        (Layout(pp=4, pp_schedule="dualpipe"), 5, 6),  # half of them enter at each end
+        (Layout(pp=2), 11, 3),
+        (Layout(pp=4, dp_shard=2, zero=2), 11, 5),
+        (Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=3), 11, 7),
+        (Layout(pp=4, pp_schedule="zb-v"), 11, 9),
+        (Layout(pp=8, pp_schedule="zb-v"), 17, 17),
+        (Layout(pp=4, pp_schedule="dualpipe"), 11, 6),  # half of them enter at each end
     ],
     ids=str,
 )
-def test_a_pipeline_has_uneven_stages_and_is_filled(layout: Layout, n_layers: int, accumulation: int):
+def test_a_pipeline_has_a_layer_10_and_uneven_stages_and_is_filled(layout: Layout, n_layers: int, accumulation: int):
     case = cut(case_of(config()), [layout])
     assert (case.spec.n_layers, case.accumulation(layout)) == (n_layers, accumulation)
     assert not problems(case.spec, layout, case.seq_len)
@@ -212,15 +218,15 @@ def cut_stage_layers(*given: tuple[int, ...]) -> list[tuple[int, ...] | None]:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ([(8, 8, 8, 8)], [(1, 1, 1, 1)]),
-        ([(6, 8, 10, 8)], [(1, 2, 3, 2)]),
-        ([(30, 2)], [(2, 1)]),
-        ([(3, 1), (1, 3)], [(2, 1), (1, 2)]),
+        ([(8, 8, 8, 8)], [(3, 3, 3, 3)]),
+        ([(6, 8, 10, 8)], [(1, 2, 6, 2)]),
+        ([(30, 2)], [(10, 1)]),
+        ([(3, 1), (1, 3)], [(3, 1), (1, 3)]),  # of four layers there are no eleven
         ([(2, 2), (1, 3)], [(2, 2), (1, 3)]),
-        ([(16, 16), (20, 12), (8, 8, 8, 8)], [(2, 2), (3, 1), (1, 1, 1, 1)]),
+        ([(16, 16), (20, 12), (8, 8, 8, 8)], [(6, 6), (11, 1), (3, 3, 3, 3)]),
     ],
 )
-def test_stage_layers_are_cut_to_the_fewest_in_the_same_order(given: list, found: list):
+def test_stage_layers_are_cut_to_few_in_the_same_order(given: list, found: list):
     assert cut_stage_layers(*given) == found
 
 
@@ -247,3 +253,41 @@ def test_stage_layers_that_are_not_those_of_the_model_are_refused_and_not_mended
 def test_an_unknown_dtype_names_the_nearest():
     with pytest.raises(InputError, match="did you mean 'bfloat16'"):
         Case(SPEC, seq_len=10, global_batch=2, dtype="bf16")
+
+
+def test_gradients_are_clipped_to_just_below_their_norm_to_more_and_to_far_less(tmp_path: Path):
+    (trace,) = run_ranks(train_alone, 1, Case(SPEC, seq_len=10, global_batch=4), tmp_path)
+    for training in ("sgd", "adamw"):
+        norms = [trace.scalars[Quantity("grad norm", training, step)] for step in (1, 2, 3)]
+        shares = [limit / norm for limit, norm in zip(trace.clip_norms[training], norms, strict=True)]
+        assert shares == pytest.approx([0.7, 2.0, 0.1])
+    # With SGD the limits are a thousand times larger, and smaller, than in runs.
+    assert trace.clip_norms["sgd"][0] > 1000
+    assert trace.clip_norms["sgd"][2] < 0.001
+
+
+def test_a_run_without_clipping_is_verified_without(tmp_path: Path):
+    case = Case(SPEC, seq_len=10, global_batch=4, optimizer=OptimizerSection(clip_norm=0.0))
+    (trace,) = run_ranks(train_alone, 1, case, tmp_path)
+    assert set(trace.clip_norms["sgd"] + trace.clip_norms["adamw"]) == {math.inf}
+
+
+def test_rates_are_those_of_the_schedule_shortened():
+    whole = parse(
+        {
+            "out": "x",
+            "steps": 1000,
+            "data": {"path": "x"},
+            "model": {"preset": "debug"},
+            "batch": {"seq_len": 32, "global_batch": 8},
+            "optimizer": {"lr": 1.0},
+            "lr_schedule": {"shape": "wsd", "warmup_steps": 200, "decay_steps": 300, "final_fraction": 0.0},
+        }
+    )
+    assert case_of(whole, steps=10, lr_schedule=True).rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
+    assert case_of(whole, steps=10).rates == ()
+
+
+def test_a_matrix_has_many_layers_only_where_there_are_stages():
+    pairs = cut_each(case_of(config()), [Layout(dp_replicate=2), Layout(pp=2), Layout(tp=2)])
+    assert [case.spec.n_layers for case, _ in pairs] == [2, 11, 2]

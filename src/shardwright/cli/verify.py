@@ -1,5 +1,6 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,19 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import (
-    AsJson,
-    Overrides,
-    columns,
-    console,
-    error_console,
-    print_json,
-    print_table,
-    say,
-    verb,
-)
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, verb
+from shardwright.cli.verify_text import MatrixLines, print_report, sizes
 from shardwright.config import RunConfig, load
-from shardwright.errors import InputError, nearest
+from shardwright.errors import InputError, WorkerError, nearest
+from shardwright.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
@@ -61,6 +54,20 @@ class Options:
     full: Annotated[
         bool, typer.Option("--full", help="the true sizes of model and batch, not reduced to test size")
     ] = False
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate/--no-evaluate", help="compare the loss of an evaluation between two steps, too")
+    ] = True
+    compile: Annotated[
+        bool, typer.Option("--compile", help="compile the layout's blocks and loss, as precision.compile does")
+    ] = False
+    lr_schedule: Annotated[
+        bool,
+        typer.Option(
+            "--lr-schedule",
+            help="learning rates of the run file's [lr_schedule], shortened from its steps to --steps; by default lr, "
+            "lr / 2 and 3/4 lr in turn",
+        ),
+    ] = False
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0
     json: AsJson = False
 
@@ -87,43 +94,61 @@ def verify(options: Options) -> None:
     configs = _configs(options)
     from shardwright.verification import Verifier
 
-    cases, chosen = _cases(configs, options)
     with Verifier(timeout_s=options.timeout_s) as verifier:
         if options.matrix is not None:
-            _matrix(verifier, cases[0], chosen, options.json)
+            _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options.json)
         else:
-            sides = list(zip(cases, chosen, strict=True))
+            sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
-            _one(verifier, *sides[0], second, options.json, _sizes(configs[0], cases[0]))
+            _one(verifier, *sides[0], second, options.json, sizes(configs[0], sides[0][0]))
 
 
-def _cases(configs: Sequence[RunConfig], options: Options) -> "tuple[list[Case], list[Layout]]":
-    """What is trained, for each run file, and the layouts that are verified: one for each run file, or the matrix."""
-    from shardwright.verification import cut
-    from shardwright.verification.case import case_of, cut_layout
+def _of_matrix(config: RunConfig, world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
+    """What is trained with each layout of so many ranks."""
+    from shardwright.verification.case import cut_each
     from shardwright.verification.matrix import layouts
 
-    config, full, matrix = configs[0], options.full, options.matrix
+    chosen, true = layouts(config.model.spec(), world_size, config.batch.seq_len), _true_case(config, options)
+    if options.full:
+        chosen = [each for each in chosen if true.shares(each)]
+    if not chosen:
+        raise InputError(
+            f"--matrix {world_size}: no layout of {world_size} ranks fits this model and batch; try another N"
+        )
+    return [(true, layout) for layout in chosen] if options.full else cut_each(true, chosen)
+
+
+def _sides(configs: Sequence[RunConfig], options: Options) -> "list[tuple[Case, Layout]]":
+    """What is trained and the layout that is verified, for each run file."""
+    from shardwright.verification.case import cut, cut_layout
+
     chosen = [each.layout.layout() for each in configs]
-    if matrix is not None:
-        chosen = layouts(config.model.spec(), matrix, config.batch.seq_len)
-        if full:
-            true_case = case_of(config)
-            chosen = [each for each in chosen if true_case.shares(each)]
-        if not chosen:
-            raise InputError(f"--matrix {matrix}: no layout of {matrix} ranks fits this model and batch; try another N")
-    steps, dtype = options.steps, options.dtype
     # Both sides train on one global batch: it is reduced for the side with the larger micro-batches.
-    coarse = max(configs, key=lambda each: each.batch.micro_batch)
-    true = case_of(coarse, steps=steps, dtype=dtype)
-    case = true if full else cut(true, chosen)
+    true = _true_case(max(configs, key=lambda each: each.batch.micro_batch), options)
+    case = true if options.full else cut(true, chosen)
     cases = [
-        replace(case, micro_batch=each.batch.micro_batch if full else min(each.batch.micro_batch, case.micro_batch))
+        replace(
+            case,
+            micro_batch=each.batch.micro_batch if options.full else min(each.batch.micro_batch, case.micro_batch),
+        )
         for each in configs
     ]
-    if not full:
+    if not options.full:
         chosen = [cut_layout(layout, true, case) for layout in chosen]
-    return cases, chosen
+    return list(zip(cases, chosen, strict=True))
+
+
+def _true_case(config: RunConfig, options: Options) -> "Case":
+    from shardwright.verification.case import case_of
+
+    return case_of(
+        config,
+        steps=options.steps,
+        dtype=options.dtype,
+        evaluate=options.evaluate,
+        compiled=options.compile,
+        lr_schedule=options.lr_schedule,
+    )
 
 
 def _configs(options: Options) -> list[RunConfig]:
@@ -185,99 +210,28 @@ def _one(
     if json:
         print_json(report.document())
     else:
-        _print(report, sizes)
+        print_report(report, sizes)
     if not report.equal:
         raise typer.Exit(1)
 
 
-def _matrix(verifier: "Verifier", case: "Case", chosen: Sequence["Layout"], json: bool) -> None:
+def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", json: bool) -> None:
     reports: list[Report] = []
-    with error_console.status("") as status:
-        for number, layout in enumerate(chosen, 1):
-            status.update(f"{number} of {len(chosen)}: {layout}")
-            reports.append(verifier.parity(case, layout))
-    unequal = [report for report in reports if not report.equal]
-    if json:
-        print_json({"equal": not unequal, "layouts": [report.document() for report in reports]})
+    lines = None if json else MatrixLines([layout for _, layout in pairs])
+    began_s = time.monotonic()
+    with error_console.status(f"0 of {len(pairs)}") as status:
+        for report in verifier.parities(pairs):
+            reports.append(report)
+            if lines is not None:
+                lines.add(report)
+            left_s = (time.monotonic() - began_s) / len(reports) * (len(pairs) - len(reports))
+            status.update(f"{len(reports)} of {len(pairs)}, {format_seconds(left_s)} left")
+    if lines is None:
+        equal = all(report.equal for report in reports)
+        print_json({"equal": equal, "layouts": [report.document() for report in reports]})
     else:
-        if unequal:
-            console.print(f"[bold red]not equal:[/] {len(unequal)} of {len(reports)} layouts")
-            for report in unequal:
-                say(f"  {report.layout}")
-            say("for the culprit, verify one of them by its own --set layout...")
-        else:
-            console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {chosen[0].world_size} ranks")
-        console.print()
-        _print_matrix(reports)
-    if unequal:
+        lines.end(reports)
+    if any(report.crash for report in reports):
+        raise typer.Exit(WorkerError.exit_code)
+    if not all(report.equal for report in reports):
         raise typer.Exit(1)
-
-
-def _sizes(config: RunConfig, case: "Case") -> str:
-    spec, whole = case.spec, config.model.spec()
-    sizes = (
-        f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
-        f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
-        f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
-    )
-    return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
-
-
-def _print(report: "Report", sizes: str) -> None:
-    """The verdict and the culprit, and then what was compared."""
-    failing = sorted((row for row in report.rows if not row.equal), key=lambda row: -row.excess)
-    said, count = "losses, norms, gradients and parameters", len(report.rows)
-    if report.equal:
-        console.print(f"[bold green]equal:[/] {count} {said}", soft_wrap=True)
-    else:
-        replicas = f", and {len(report.differing)} of {report.n_replicated} replicas" if report.differing else ""
-        console.print(f"[bold red]not equal:[/] {len(failing)} of {count} {said}{replicas}", soft_wrap=True)
-        say(f"culprit: {report.culprit}")
-    console.print()
-    console.print(f"[bold]{report.layout}[/] against [bold]{report.against}[/]", soft_wrap=True)
-    say(sizes)
-    console.print()
-    table = columns("compared", "worst at", "step", "error", "tolerance", "equal", left=2)
-    table.columns[-1].justify = "left"
-    shown = report.worst_of_each()
-    for row in shown + [row for row in failing if row not in shown][:8]:
-        table.add_row(
-            f"{row.quantity.kind}, {row.quantity.training}",
-            row.name or "-",
-            str(row.quantity.step),
-            f"{row.error:.1e}",
-            f"{row.tolerance:.1e}",
-            "yes" if row.equal else "[bold red]no[/]",
-        )
-    print_table(table)
-    if (hidden := len([row for row in failing if row not in shown]) - 8) > 0:
-        console.print(f"and {hidden} more that are not equal; all of them with --json")
-    console.print()
-    if report.differing:
-        console.print(f"[bold red]{len(report.differing)} of {report.n_replicated} replicas differ between ranks[/]")
-        for line in report.differing[:8]:
-            say(f"  {line}")
-    elif report.n_replicated:
-        say(f"{report.n_replicated} tensors and numbers that several ranks hold: the same bits on all of them")
-    for reason in dict.fromkeys(row.reason for row in report.rows):
-        say(f"tolerance: {reason}")
-    say("error: ||a - b|| / ||b|| of a tensor, |a - b| / |b| of a number, b the reference")
-
-
-def _print_matrix(reports: Sequence["Report"]) -> None:
-    table = columns("layout", "worst at", "error", "tolerance", "replicas", "", left=2)
-    table.columns[-1].justify = "left"
-    for report in reports:
-        worst = report.worst
-        replicas = f"{len(report.differing)} differ" if report.differing else f"{report.n_replicated}"
-        table.add_row(
-            str(report.layout),
-            f"{worst.quantity.kind} {worst.name}".strip(),
-            f"{worst.error:.1e}",
-            f"{worst.tolerance:.1e}",
-            replicas,
-            "equal" if report.equal else "[bold red]not equal[/]",
-        )
-    print_table(table)
-    for reason in dict.fromkeys(row.reason for report in reports for row in report.rows):
-        say(f"tolerance: {reason}")

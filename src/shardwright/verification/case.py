@@ -24,6 +24,7 @@ from shardwright.layout import Layout, accumulation
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
+from shardwright.training.schedule import learning_rate
 
 DType = Literal["float64", "float32", "bfloat16"]
 # Type of parameters, gradients and optimizer states, and type of matmuls.
@@ -35,6 +36,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
 
 _HEAD_DIM = 8
 _LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
+_LAYERS_OF_PIPELINES = 11  # at least; so that the order of their numbers is not that of their names, 10 before 2
 _FFN = 24  # at least
 _TOKENS = 12  # at least
 _EXPERT_FFN = 16  # at least; so is it a multiple of what grouped matmuls ask for, where the true one is
@@ -44,6 +46,17 @@ _LATENT = 12  # of keys and values; that of queries is narrower, to be told from
 _NOPE_DIM, _ROPE_DIM = 8, 4
 _VOCABULARY = 61  # prime, so that no degree divides it
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
+_SGD_RATE = 0.01
+_RATES = (1.0, 0.5, 0.75)
+"""The learning rate of each step, in turn, as a share of that of the run: a group of parameters that does not follow
+is seen."""
+_CLIPPED = (0.7, 2.0, 0.1)
+"""The largest norm that gradients are clipped to in each step, in turn, as a share of the reference's norm: just below
+it, above it, and far below."""
+_SCALES = (2.0**12, 1.0, 2.0**-12)
+"""With SGD the gradients of each step are multiplied by this before they are clipped, in turn, and the rate is divided
+by it: clipping that depends on how large the norm is, and not on whether it is above the limit, is seen. Powers of 2
+change no digit."""
 # With 0.02 and so few tokens, gradients of the first layers are a thousandth of those of the last. With 0.3 rounding
 # grows from layer to layer: of 17, bfloat16 has nothing of a gradient right in the third step (0.2: 95 % of it).
 _INIT_STD = 0.2
@@ -65,6 +78,14 @@ class Case:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     steps: int = 3
     dtype: str = "float64"
+    rates: tuple[float, ...] = ()
+    """Learning rates of the run's optimizer, one a step; if not given, its `lr` times `_RATES`."""
+    clip_norms: tuple[tuple[float, ...], ...] = ()
+    """For each training the norms that its steps are clipped to; if not given, those of `_CLIPPED`."""
+    evaluate: bool = True
+    """Whether the loss of another batch is evaluated after the first step."""
+    compiled: bool = False
+    """Whether the layout's blocks and loss are compiled; the reference is not."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -77,6 +98,25 @@ class Case:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
         which AdamW divides out; then that of the run."""
         return "sgd", self.optimizer.name
+
+    def rate(self, training: str, step: int) -> float:
+        """The learning rate of a step (0-based)."""
+        if training != "sgd" and self.rates:
+            return self.rates[step]
+        return (_SGD_RATE if training == "sgd" else self.optimizer.lr) * _RATES[step % len(_RATES)]
+
+    def scale(self, training: str, step: int) -> float:
+        """What the gradients of a step are multiplied by before they are clipped."""
+        return _SCALES[step % len(_SCALES)] if training == "sgd" else 1.0
+
+    def clip_norm(self, training: str, step: int, norm: float = math.nan) -> float:
+        """What the global norm of the gradients of a step is clipped to; infinite if the run does not clip. `norm` is
+        that of the reference, which is asked for where `clip_norms` are not given."""
+        if not self.optimizer.clip_norm:
+            return math.inf
+        if self.clip_norms:
+            return self.clip_norms[self.trainings.index(training)][step]
+        return _CLIPPED[step % len(_CLIPPED)] * norm
 
     def accumulation(self, layout: Layout) -> int:
         """Micro-batches of a step on each rank. Raises LayoutError where that is not a whole number."""
@@ -112,8 +152,17 @@ class Case:
         return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
 
 
-def case_of(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Case:
-    """The case of a run file with its true sizes."""
+def case_of(
+    config: RunConfig,
+    *,
+    steps: int = 3,
+    dtype: str = "float64",
+    evaluate: bool = True,
+    compiled: bool = False,
+    lr_schedule: bool = False,
+) -> Case:
+    """The case of a run file with its true sizes; `lr_schedule`: with the learning rates of its schedule, shortened to
+    `steps`."""
     return Case(
         spec=config.model.spec(),
         seq_len=config.batch.seq_len,
@@ -123,7 +172,30 @@ def case_of(config: RunConfig, *, steps: int = 3, dtype: str = "float64") -> Cas
         optimizer=config.optimizer,
         steps=steps,
         dtype=dtype,
+        rates=_rates(config, steps) if lr_schedule else (),
+        evaluate=evaluate,
+        compiled=compiled,
     )
+
+
+def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
+    """The learning rates of a run that is shortened to `steps`, with its warm-up and decay."""
+    schedule = config.lr_schedule
+    shortened = schedule.model_copy(
+        update={
+            name: math.ceil(getattr(schedule, name) * steps / config.steps) for name in ("warmup_steps", "decay_steps")
+        }
+    )
+    return tuple(learning_rate(step, steps, config.optimizer.lr, shortened) for step in range(steps))
+
+
+def with_drawn_experts(case: Case) -> Case:
+    """In 32 and 16 bits, the case with experts that are drawn and not picked by their scores: where two scores are
+    nearly equal, rounding would decide which one computes a token, and whole rows of gradients with it."""
+    moe = case.spec.moe
+    if moe is None or case.dtype == "float64":
+        return case
+    return replace(case, spec=replace(case.spec, moe=replace(moe, force_balance=True)))
 
 
 def cut(case: Case, layouts: Iterable[Layout]) -> Case:
@@ -145,6 +217,18 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
         global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch),
         micro_batch=micro_batch,
     )
+
+
+def cut_each(case: Case, layouts: Iterable[Layout]) -> list[tuple[Case, Layout]]:
+    """A case at test size for each layout: one for those without a pipeline, one with more layers for the others."""
+    layouts = list(layouts)
+    cases = {
+        piped: cut(case, some)
+        for piped in (False, True)
+        if (some := [layout for layout in layouts if (layout.pp > 1) == piped])
+    }
+    found = [(cases[layout.pp > 1], layout) for layout in layouts]
+    return [(small, cut_layout(layout, case, small)) for small, layout in found]
 
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
@@ -223,7 +307,8 @@ def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
     """The fewest layers with which every pipeline has uneven stages, or those in the order that it says."""
     ordered = [layout for layout in layouts if layout.stage_layers]
     uneven = [layout for layout in layouts if layout.pp > 1 and not layout.stage_layers]
-    least = max([_LAYERS, *(layout.n_stages for layout in ordered), *(layout.n_stages + 1 for layout in uneven)])
+    some = _LAYERS_OF_PIPELINES if uneven or ordered else _LAYERS
+    least = max([some, *(layout.n_stages for layout in ordered), *(layout.n_stages + 1 for layout in uneven)])
     enough = (n for n in range(least, spec.n_layers) if all(_cut_stages(each, spec.n_layers, n) for each in ordered))
     return next(enough, spec.n_layers)
 

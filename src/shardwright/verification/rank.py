@@ -11,28 +11,36 @@ import torch.distributed as dist
 from shardwright.data.batches import Batch
 from shardwright.layout import Layout
 from shardwright.parallel.apply import apply
+from shardwright.parallel.norm import local_part
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
 from shardwright.verification.case import DTYPES, Case
-from shardwright.verification.reference import SGD_RATE
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
 
 def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, as one rank of a layout."""
-    recorder = Recorder(folder)
+    recorder, rank = Recorder(folder), dist.get_rank()
     for training in case.trainings:
         trainer = build_trainer(case, layout, training)
         parameters = trainer.model.named_parameters
-        rate = SGD_RATE if training == "sgd" else case.optimizer.lr
         if training == "sgd":
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
-            loss_part, _ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), step), step)
+            loss_part, _ = trainer.forward_backward(local_batch(case, layout, rank, step), step)
             recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(loss_part))
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
-            recorder.scalar(Quantity("grad norm", training, step + 1), trainer.update(rate))
+            scale = case.scale(training, step)
+            for parameter in parameters.values():
+                if parameter.grad is not None and scale != 1:
+                    local_part(parameter.grad).mul_(scale)
+            trainer.clip_norm = case.clip_norm(training, step)
+            norm = trainer.update(case.rate(training, step) / scale)
+            recorder.scalar(Quantity("grad norm", training, step + 1), norm)
+            if case.evaluate and step == 0:
+                loss = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
+                recorder.scalar(Quantity("evaluation", training, 1), loss)
         recorder.tensors(Quantity("parameter", training, case.steps), parameters)
         del trainer, parameters, gradients
     return recorder.trace
@@ -49,12 +57,13 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         seed=case.seed,
         param_dtype=kept,
         compute_dtype=compute,
+        compile_blocks=case.compiled,
         seq_len=case.seq_len,
     )
     optimizer: torch.optim.Optimizer
     if training == "sgd":
         # One at a time: parameters on different meshes cannot go through one fused call.
-        optimizer = torch.optim.SGD(model.named_parameters.values(), lr=SGD_RATE, foreach=False)
+        optimizer = torch.optim.SGD(model.named_parameters.values(), foreach=False)
     else:
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
     return Trainer(
@@ -63,6 +72,7 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         device=device,
         seed=case.seed,
         clip_norm=case.optimizer.clip_norm,
+        compile_loss=case.compiled,
     )
 
 

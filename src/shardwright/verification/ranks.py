@@ -10,11 +10,13 @@ every equal mesh, with the names of the first one's process groups. In another w
 
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,9 +34,21 @@ context.set_forkserver_preload(["shardwright.verification.preload"])
 
 TIMEOUT_S = 200.0
 
+_starting = threading.Lock()
+_running: dict[int, list[Worker]] = {}
+"""The ranks of the worlds that run now, by a number of the world; several threads may each run one."""
+_numbers = itertools.count()
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """`[function(*args) on rank 0, on rank 1, ...]`; inside, torch.distributed is set up on gloo and CPU.
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    n_threads: int | None = None,
+) -> list[Any]:
+    """`[function(*args) on rank 0, on rank 1, ...]`; inside, torch.distributed is set up on gloo and CPU. A rank has
+    `n_threads`, by default OMP_NUM_THREADS, or its share of the cores.
 
     What a rank raises on purpose (a ShardwrightError) is raised here as it is. Raises WorkerError, which names the
     rank, for any other exception, for a rank that dies, and for ranks that are not done within `timeout_s` seconds.
@@ -42,8 +56,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
         workers: list[Worker] = []
+        number = next(_numbers)
+        _running[number] = workers
         try:
-            with _undisturbed():
+            with _starting, _undisturbed():
                 for rank in range(world_size):
                     ours, theirs = multiprocessing.Pipe()
                     with theirs:
@@ -51,10 +67,18 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                         process.start()
                     workers.append(Worker(rank, process, ours, stack=_stack_file(folder, rank)))
             for worker in workers:
-                worker.send((function, args, world_size, timeout_s))
+                worker.send((function, args, world_size, timeout_s, n_threads))
             return processes.results(workers, timeout_s)
         finally:
             processes.end(workers)
+            del _running[number]
+
+
+def end_all() -> None:
+    """Kill the ranks of every world that runs; the threads that wait for them get a WorkerError."""
+    for workers in list(_running.values()):
+        for worker in list(workers):
+            processes.kill(worker)
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -90,8 +114,8 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     faulthandler.register(signal.SIGUSR1, file=file)
     os.rename(file.name, stack)  # from now on the signal is answered
     try:
-        function, args, world_size, timeout_s = link.next_task()
-        torch.set_num_threads(processes.threads_of_a_rank(world_size))
+        function, args, world_size, timeout_s, n_threads = link.next_task()
+        torch.set_num_threads(n_threads or processes.threads_of_a_rank(world_size))
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(os.path.join(folder, "store"), world_size),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwright.data.samples import IGNORE
@@ -16,8 +16,6 @@ from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer
 from shardwright.verification.case import DTYPES, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
-
-SGD_RATE = 0.01
 
 
 def train_alone(case: Case, folder: Path) -> RankTrace:
@@ -43,18 +41,40 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             recorder.scalar(Quantity("loss", training, step + 1), loss.detach())
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
-            norm = nn.utils.clip_grad_norm_(parameters.values(), case.optimizer.clip_norm or float("inf"))
+            scale = case.scale(training, step)
+            for p in parameters.values():
+                p.grad = None if p.grad is None else p.grad * scale
+            norm = nn.utils.get_total_norm(p.grad for p in parameters.values() if p.grad is not None)
             recorder.scalar(Quantity("grad norm", training, step + 1), norm)
+            limit = case.clip_norm(training, step, float(norm))
+            recorder.trace.clip_norms.setdefault(training, []).append(limit)
+            nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
+            for group in optimizer.param_groups:
+                group["lr"] = case.rate(training, step) / scale
             optimizer.step()
             optimizer.zero_grad()
             learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
+            if case.evaluate and step == 0:
+                recorder.scalar(Quantity("evaluation", training, 1), _evaluate(model, case, parameters))
         recorder.tensors(Quantity("parameter", training, case.steps), parameters)
     return recorder.trace
 
 
+@torch.no_grad()
+def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> Tensor:
+    """The loss of the batch that comes after those of the training steps, without dropout."""
+    kept, compute = DTYPES[case.dtype]
+    tokens_BT, targets_BT, _ = case.batch(case.steps)
+    model.eval()
+    weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
+    logits_BTV = functional_call(model, weights, (tokens_BT,))
+    model.train()
+    return F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
+
+
 def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -> torch.optim.Optimizer:
     if training == "sgd":
-        return torch.optim.SGD(parameters.values(), lr=SGD_RATE)
+        return torch.optim.SGD(parameters.values())
     config = case.optimizer
     groups = [
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.weight_decay},

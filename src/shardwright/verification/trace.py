@@ -8,6 +8,7 @@ time, by offsets alone: nothing of what is being verified is asked to gather the
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ class Quantity(NamedTuple):
     """Something a training computes in a step; step 0 is what there is before the first."""
 
     kind: str
-    """`initial`, `loss`, `grad norm`, `gradient` or `parameter`."""
+    """`initial`, `loss`, `grad norm`, `gradient`, `parameter`, or `evaluation`: the loss without gradients, in
+    evaluation mode."""
     training: str
     """Name of the optimizer of this training, as there are two."""
     step: int
@@ -51,6 +53,8 @@ class RankTrace:
     scalars: dict[Quantity, float] = field(default_factory=dict)
     pieces: dict[Quantity, dict[str, Piece]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    clip_norms: dict[str, list[float]] = field(default_factory=dict)
+    """Only of a reference: for each training the norms that it has clipped the gradients of its steps to."""
 
 
 class Recorder:
@@ -100,13 +104,14 @@ class Trace:
         self.quantities = list(ranks[0].pieces)
         self._files: dict[tuple[Quantity, int], Any] = {}
 
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every whole tensor."""
         return {name: shape for rank in self.ranks for name, shape in rank.shapes.items()}
 
     def tensor(self, quantity: Quantity, name: str) -> Tensor | None:
         """The whole tensor, or None where the pieces do not cover each element of it exactly once."""
-        shape = self.shapes()[name]
+        shape = self.shapes[name]
         pieces = [(rank, found) for rank, trace in enumerate(self.ranks) if (found := trace.pieces[quantity].get(name))]
         written = [(rank, piece.box) for rank, piece in pieces if piece.written]
         if sum(prod(extent) for _, (_, extent) in written) != prod(shape):

@@ -1,26 +1,39 @@
 """Runs a layout and its reference, and compares their traces."""
 
+import os
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import LayoutError
+from shardwright.errors import LayoutError, WorkerError
 from shardwright.layout import Layout
 from shardwright.split import rules, stages
 from shardwright.verification import compare
-from shardwright.verification.case import Case
-from shardwright.verification.compare import Errors, Report
+from shardwright.verification.case import Case, with_drawn_experts
+from shardwright.verification.compare import Errors, Report, Row
 from shardwright.verification.rank import train_rank
-from shardwright.verification.ranks import run_ranks
+from shardwright.verification.ranks import end_all, run_ranks
 from shardwright.verification.reference import train_alone
-from shardwright.verification.trace import RankTrace, Trace
+from shardwright.verification.tolerance import (
+    Tolerance,
+    of_float64,
+    of_one_process,
+    of_partition,
+    of_sums,
+    rounding_alone,
+    with_adams_noise,
+)
+from shardwright.verification.trace import Quantity, RankTrace, Trace
 
 TrainRank = Callable[[Case, Layout, Path], RankTrace]
 
 TIMEOUT_S = 300.0
+_SMALL = 10_000_000  # parameters
 MOST_RANKS = 64
 """Every rank is a process of this machine, of `processes.PROCESS_BYTES` and more."""
 
@@ -35,6 +48,7 @@ class Verifier:
         self.timeout_s = timeout_s
         self._stack = ExitStack()
         self._kept: dict[Any, Trace] = {}
+        self._keeping = threading.Lock()
         self._alone_errors: dict[Case, Errors] = {}
         self._noise: dict[Trace, frozenset[str]] = {}
 
@@ -52,62 +66,116 @@ class Verifier:
         Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
         """
         _check(case, layout)
+        case = with_drawn_experts(case)
+        ours = self._prepared(case)
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
-            found = self._run(self.train, layout.world_size, Path(folder), case, layout)
+            found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
             if against is None:
-                expected, sides, name = self._alone(replace(case, dtype="float64")), 1, "one process"
+                expected, sides, name = self._exact(case), 1, "one process"
             else:
-                expected = self._keep(against, self.train, against[1].world_size, *against)
+                other = replace(ours, micro_batch=against[0].micro_batch)
+                expected = self._keep((other, against[1]), self.train, against[1].world_size, other, against[1])
                 sides, name = 2, str(against[1])
-            tolerance = compare.with_routing(self._tolerance(case, sides), case)
-            tolerance = compare.with_adams_noise(tolerance, case, self._noise_of(expected))
-            rows = compare.rows(compare.errors(found, expected), tolerance)
-            if case.dtype == "bfloat16" and layout.data_ranks > 1:
-                rows += self._one_data_rank(case, layout, found)
+            tolerance = self._tolerance(case, sides)
+            tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
+            rows = tolerance.rows(compare.errors(found, expected))
+            if case.dtype == "bfloat16":
+                rows += self._in_16_bits(ours, layout, found)
             n_replicated, differing = compare.differing_replicas(found)
             return Report(case, layout, name, rows, n_replicated, differing)
 
-    def _one_data_rank(self, case: Case, layout: Layout, found: Trace) -> list[compare.Row]:
-        """In 16 bits the first gradient is compared with that of the same layout with one data rank, which is far
-        nearer than float64 is: the error of a reduction in 16 bits would be lost in that of the matmuls in 16 bits.
+    def parities(self, pairs: Sequence[tuple[Case, Layout]]) -> Iterator[Report]:
+        """`parity` of each case and layout with one process, in their order, as they come; several run at once. Where a
+        rank crashes or hangs the report says so and the others go on."""
+        world_size = max(layout.world_size for _, layout in pairs)
+        # While some ranks wait for each other, or this process compares, those of another world run.
+        at_once = max(1, min(4, 2 * (os.cpu_count() or 1) // world_size + 1))
+        with ThreadPoolExecutor(at_once) as threads:
+            try:
+                yield from threads.map(self._parity_or_crash, pairs)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                end_all()
+                raise
 
-        Not the gradients of experts under ep, whose matmuls are over the tokens of several data ranks at once.
+    def _parity_or_crash(self, pair: tuple[Case, Layout]) -> Report:
+        try:
+            return self.parity(*pair)
+        except WorkerError as error:
+            return Report(*pair, "one process", [], 0, crash=str(error))
+
+    def _prepared(self, case: Case) -> Case:
+        """The case with the norms that its reference clips to."""
+        found = self._exact(case).ranks[0].clip_norms
+        return replace(case, clip_norms=tuple(tuple(found[training]) for training in case.trainings))
+
+    def _in_16_bits(self, case: Case, layout: Layout, found: Trace) -> list[Row]:
+        """The errors of reductions in 16 bits, which would be lost in those of the matmuls in 16 bits.
+
+        The first gradient is compared with that of the same layout with one data rank, which is far nearer than
+        float64 is; not the gradients of experts under ep, whose matmuls are over the tokens of several data ranks at
+        once. And sums must not have been rounded to 16 bits: neither the gradients, nor, where they are reduced for
+        each micro-batch, those of one micro-batch.
         """
-        single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
-        expected = self._keep((case, single), self.train, single.world_size, case, single)
-        tolerance = compare.of_partition(case.global_batch // case.micro_batch)
-        errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
-        if layout.ep > 1:
-            errors = {(quantity, name): error for (quantity, name), error in errors.items() if ".experts." not in name}
-        return compare.rows(errors, tolerance, kind="gradient vs one data rank")
+        rows: list[Row] = []
+        if layout.data_ranks > 1:
+            single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
+            expected = self._keep((case, single), self.train, single.world_size, case, single)
+            errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
+            if layout.ep > 1:
+                errors = {key: error for key, error in errors.items() if ".experts." not in key[1]}
+            microbatches = case.global_batch // case.micro_batch
+            rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
+        first = Quantity("gradient", "sgd", 1)
+        terms = layout.data_ranks * layout.cp * case.accumulation(layout)
+        if terms > 1:
+            rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")
+        if layout.zero > 1 and layout.cp > 1 and layout.pp == 1 and case.accumulation(layout) > 1:
+            whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1)
+            once = self._keep((whole, layout), self.train, layout.world_size, whole, layout)
+            ranks = layout.data_ranks * layout.cp
+            shares = compare.share_of_bfloat16(once, first)
+            rows += of_sums(ranks).rows(shares, kind="bfloat16 share, one micro-batch")
+        return rows
 
-    def _tolerance(self, case: Case, sides: int = 1) -> compare.Tolerance:
+    def _tolerance(self, case: Case, sides: int = 1) -> Tolerance:
         if case.dtype == "float64":
-            return compare.of_float64(case)
-        multiple = compare.MULTIPLE_WITH_EXPERTS if case.spec.moe else compare.MULTIPLE
+            return of_float64(case)
         plain = replace(case, micro_batch=1)
         if plain not in self._alone_errors:
-            exact = self._alone(replace(case, dtype="float64"))
-            self._alone_errors[plain] = compare.errors(self._alone(case), exact)
-        return compare.of_one_process(case, self._alone_errors[plain], sides * multiple)
+            alone = self._alone(self._prepared(case))
+            self._alone_errors[plain] = compare.errors(alone, self._exact(case))
+        return of_one_process(case, self._alone_errors[plain], sides)
 
     def _noise_of(self, expected: Trace) -> frozenset[str]:
         if expected not in self._noise:
-            self._noise[expected] = compare.rounding_alone(expected)
+            self._noise[expected] = rounding_alone(expected)
         return self._noise[expected]
 
+    def _exact(self, case: Case) -> Trace:
+        """The reference in float64."""
+        return self._alone(replace(case, dtype="float64"))
+
     def _alone(self, case: Case) -> Trace:
-        case = replace(case, micro_batch=1)  # the reference has no micro-batches
+        case = replace(case, micro_batch=1, compiled=False)  # the reference has no micro-batches
         return self._keep(case, train_alone, 1, case)
 
-    def _keep(self, key: Any, function: Callable[..., RankTrace], world_size: int, *args: Any) -> Trace:
-        if key not in self._kept:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwright-verify-")))
-            self._kept[key] = self._run(function, world_size, folder, *args)
-        return self._kept[key]
+    def _keep(
+        self, key: Any, function: Callable[..., RankTrace], world_size: int, case: Case, *layout: Layout
+    ) -> Trace:
+        with self._keeping:
+            if key not in self._kept:
+                folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="shardwright-verify-")))
+                self._kept[key] = self._run(function, world_size, folder, case, *layout)
+            return self._kept[key]
 
-    def _run(self, function: Callable[..., RankTrace], world_size: int, folder: Path, *args: Any) -> Trace:
-        return Trace(folder, run_ranks(function, world_size, *args, folder, timeout_s=self.timeout_s))
+    def _run(
+        self, function: Callable[..., RankTrace], world_size: int, folder: Path, case: Case, *layout: Layout
+    ) -> Trace:
+        # Threads that share out a small matmul wait for each other longer than they work, above all on a busy machine.
+        n_threads = 1 if case.spec.n_parameters < _SMALL else None
+        ranks = run_ranks(function, world_size, case, *layout, folder, timeout_s=self.timeout_s, n_threads=n_threads)
+        return Trace(folder, ranks)
 
 
 def _check(case: Case, layout: Layout) -> None:

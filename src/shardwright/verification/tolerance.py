@@ -1,0 +1,173 @@
+"""How large an error may be: bounds on rounding, and what they come from."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.verification.case import Case
+from shardwright.verification.compare import FLOORS, Errors, Row
+from shardwright.verification.trace import Quantity, Trace
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
+FLOAT64_LIMIT = 1e-10
+MULTIPLE = 4.0
+"""How much farther from float64 a layout may be than one process in the same dtype. Measured: MEASURED."""
+_OF_COUNTS = 8.0
+"""Roundings of what is computed from counts."""
+MOST = 0.45
+"""The largest error that is allowed in 32 and 16 bits."""
+MOST_BFLOAT16 = 0.98
+"""The largest share of a gradient's elements that may be bfloat16 numbers after a sum in float32. Measured: MEASURED.
+"""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How large the error of something may be, and why."""
+
+    limit: Callable[[Quantity, str], float]
+    reason: str
+
+    def rows(self, errors: Errors, kind: str | None = None) -> list[Row]:
+        """Errors beside their limits; `kind` replaces that of the quantities."""
+        return [
+            Row(
+                quantity._replace(kind=kind or quantity.kind),
+                name,
+                error,
+                self.limit(quantity, name),
+                self.reason,
+            )
+            for (quantity, name), error in errors.items()
+        ]
+
+
+def of_float64(case: Case) -> Tolerance:
+    """The bound on the rounding of sums taken in another order."""
+    terms, chain = _longest_sum(case), _matmuls(case)
+    bound = EPS["float64"] * terms * chain
+    limit = max(FLOAT64_LIMIT, bound)
+    reason = (
+        f"float64: {EPS['float64']:.1e} a rounding x {terms} terms of the longest sum x {chain} matmuls one after "
+        f"another = {bound:.1e}, " + (f"under {limit:g}" if bound < limit else "which is the tolerance")
+    )
+    return Tolerance(lambda quantity, name: limit, reason)
+
+
+def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
+    """A multiple of the error `alone` that one process in the same dtype has against float64, for each of the `sides`
+    of a comparison that are in that dtype.
+
+    Of a tensor: of its own error there, or, where that came out small by luck, of the middle one of its kind and step.
+    Of a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of one that is
+    mostly rounding: of the largest of its kind and step. Of a number (loss, norm, evaluation), which is often right by
+    luck: of the largest error of its kind in any step.
+    Initial values are those of float64, rounded once. Gradients are never allowed `MOST` or more, at which one that is
+    missing, or twice as large, would pass.
+    """
+    multiple = MULTIPLE * sides
+    tensors: dict[Quantity, list[float]] = {}
+    numbers: dict[str, float] = {}
+    for (quantity, name), error in alone.items():
+        if name:
+            tensors.setdefault(quantity, []).append(error)
+        else:
+            kind = _number(quantity)
+            numbers[kind] = max(numbers.get(kind, 0.0), error)
+    middle = {quantity: sorted(errors)[len(errors) // 2] for quantity, errors in tensors.items()}
+    largest = {quantity: max(errors) for quantity, errors in tensors.items()}
+
+    def limit(quantity: Quantity, name: str) -> float:
+        if quantity.kind == "initial":
+            return EPS["float32"]
+        if _follows_load(name):
+            return _OF_COUNTS * EPS["float32"]
+        if not name:
+            base = numbers[_number(quantity)]
+        elif quantity.kind == "parameter" and quantity.training != "sgd":
+            base = largest[quantity]
+        else:
+            base = max(alone.get((quantity, name), 0.0), middle[quantity])
+        return min(MOST, multiple * max(base, EPS["float32"]))
+
+    reason = (
+        f"{case.dtype}: {multiple:g} x the error that one process in {case.dtype} has against float64, and {MOST:g} at "
+        f"most"
+    )
+    if case.spec.moe:
+        reason += "; experts are drawn and not picked, since rounding would pick others where two are nearly equal"
+    return Tolerance(limit, reason)
+
+
+def _follows_load(name: str) -> bool:
+    """Whether a tensor has no gradient and is updated from the counts of tokens, which are exact where experts are
+    drawn."""
+    return name.endswith((".router.bias", ".router.load"))
+
+
+def _number(quantity: Quantity) -> str:
+    return "loss" if quantity.kind == "evaluation" else quantity.kind
+
+
+def of_partition(microbatches: int) -> Tolerance:
+    """In 16 bits: micro-batches have the same matmuls on whichever rank they run; only their sum is in another order,
+    and it is in float32."""
+    limit = 8 * EPS["float32"] * microbatches
+    reason = (
+        f"the same {microbatches} micro-batches on one data rank: the same bfloat16 matmuls, summed in float32; "
+        f"8 x {EPS['float32']:.1e} x {microbatches} = {limit:.1e}"
+    )
+    return Tolerance(lambda quantity, name: limit, reason)
+
+
+def of_sums(terms: int) -> Tolerance:
+    """In 16 bits: sums of `terms` gradients in float32 are not all bfloat16 numbers."""
+    reason = f"share of a gradient's elements that are bfloat16 numbers: sums of {terms} terms in float32 seldom are"
+    return Tolerance(lambda quantity, name: MOST_BFLOAT16, reason)
+
+
+def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) -> Tolerance:
+    """The same, but where a parameter's gradient is zero by mathematics, as that of a key's bias: those of `noise`.
+
+    Adam divides such a gradient, which is rounding and nothing else, by its own size, and so makes steps of it that no
+    two summation orders share. They are bounded by the rate; gradients and SGD are held to `tolerance` as all are.
+    """
+    if not noise:
+        return tolerance
+    # Two parameters that differ by 2 lr more after each step, over the floor of the error.
+    bound = 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
+
+    def limit(quantity: Quantity, name: str) -> float:
+        steps_of_noise = quantity.kind == "parameter" and quantity.training != "sgd" and name in noise
+        return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
+
+    reason = (
+        f"{tolerance.reason}; for {len(noise)} parameters whose gradient is zero but for rounding, AdamW's steps of "
+        f"it: 2 x lr {case.optimizer.lr:g} x {case.steps} steps over the floor = {bound:.1e}"
+    )
+    return Tolerance(limit, reason)
+
+
+def rounding_alone(trace: Trace) -> frozenset[str]:
+    """Names of parameters whose gradient is nowhere more than a billionth of what it would be at the mean square of
+    all."""
+    found = {name for name in trace.shapes if not _follows_load(name)}
+    for quantity in trace.quantities:
+        if quantity.kind == "gradient" and found:
+            tensors = {name: trace.tensor(quantity, name) for name in trace.shapes}
+            norms = {name: (float(t.double().norm()), t.numel()) for name, t in tensors.items() if t is not None}
+            mean_square = sum(norm**2 for norm, _ in norms.values()) / max(sum(n for _, n in norms.values()), 1)
+            found &= {name for name, (norm, n) in norms.items() if norm <= 1e-9 * math.sqrt(mean_square * n)}
+    return frozenset(found)
+
+
+def _longest_sum(case: Case) -> int:
+    spec = case.spec
+    picks = spec.moe.top_k if spec.moe else 1
+    return max(picks * case.global_batch * case.seq_len, spec.d_ffn, spec.vocab_size, spec.n_heads * spec.head_dim)
+
+
+def _matmuls(case: Case) -> int:
+    """Matmuls that an input of the first step goes through until the last update: q k^T, times v, the output
+    projection and two of the network in every layer, and the head; forward and backward, each step."""
+    return 2 * (5 * case.spec.n_layers + 1) * case.steps
