@@ -109,6 +109,14 @@ def test_a_pipeline_is_among_what_is_switched_off(run_file: Path, monkeypatch: p
     assert "differs: dp_shard 2, zero 1 (2 ranks)" in json.loads(result.stdout)["culprit"]
 
 
+def test_a_layout_of_many_ranks_is_reduced_and_says_so(run_file: Path):
+    large = ("--set", "layout.dp_shard=64", "--set", "batch.global_batch=64", "--set", "layout.tp=2")
+    result = verify(run_file, *large, "--steps", "1")
+    assert result.exit_code == 0, result.output
+    assert "the layout has 128 ranks and this machine holds" in result.output
+    assert "dp_shard 64 to 2" in result.output
+
+
 def test_two_layouts_are_compared_with_each_other(run_file: Path):
     result = verify(run_file, "--set", "layout.dp_shard=2", "--set-b", "layout.zero=1", "--json")
     assert result.exit_code == 0, result.output
@@ -174,9 +182,10 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
         (["--steps", "0"], ["--steps"]),
         (["--full", "--set", "layout.dp_shard=8", "--set", "layout.tp=3"], ["tp=3"]),
         (
-            ["--set", "layout.dp_shard=128", "--set", "batch.global_batch=128"],
+            ["--full", "--set", "layout.dp_shard=128", "--set", "batch.global_batch=128"],
             ["128 ranks", "at most 64", "lower their degrees"],
         ),
+        (["--full", "--set", "model.preset=llama-3.1-405b"], ["406B parameters", "TiB", "--steps"]),
     ],
 )
 def test_bad_input_is_refused(run_file: Path, arguments: list[str], said: list[str]):

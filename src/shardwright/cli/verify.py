@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, verb
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb
 from shardwright.cli.verify_text import MatrixLines, print_report, sizes
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError, WorkerError, nearest
@@ -17,6 +17,9 @@ from shardwright.units import format_seconds
 if TYPE_CHECKING:
     from shardwright.layout import Layout
     from shardwright.verification import Case, Report, Verifier
+
+
+_DAY_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ class Options:
             "lr / 2 and 3/4 lr in turn",
         ),
     ] = False
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds a layout may take")] = 300.0
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", min=1, help="seconds a layout may take; if not given, 300, and with --full a day"),
+    ] = None
     json: AsJson = False
 
 
@@ -93,14 +99,37 @@ def verify(options: Options) -> None:
     """
     configs = _configs(options)
     from shardwright.verification import Verifier
+    from shardwright.verification.verifier import TIMEOUT_S
 
-    with Verifier(timeout_s=options.timeout_s) as verifier:
+    with Verifier(timeout_s=options.timeout_s or (_DAY_S if options.full else TIMEOUT_S)) as verifier:
         if options.matrix is not None:
             _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options.json)
+        elif _is_too_large(configs, options):
+            _reduced(verifier, configs[0], options)
         else:
             sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
             _one(verifier, *sides[0], second, options.json, sizes(configs[0], sides[0][0]))
+
+
+def _is_too_large(configs: Sequence[RunConfig], options: Options) -> bool:
+    """Whether one layout is verified that has more ranks than this machine can hold."""
+    from shardwright.verification.reduce import most_ranks
+
+    return len(configs) == 1 and not options.full and configs[0].layout.layout().world_size > most_ranks()
+
+
+def _reduced(verifier: "Verifier", config: RunConfig, options: Options) -> None:
+    """Verify the layout with fewer ranks of each axis."""
+    from shardwright.verification.reduce import most_ranks, reduced
+
+    pairs, why = reduced(_true_case(config, options), config.layout.layout(), most_ranks())
+    if len(pairs) == 1:
+        _one(verifier, *pairs[0], None, options.json, f"{why}\n{sizes(config, pairs[0][0])}")
+        return
+    if not options.json:
+        say(why)
+    _matrix(verifier, pairs, options.json)
 
 
 def _of_matrix(config: RunConfig, world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
@@ -202,7 +231,8 @@ def _one(
 ) -> None:
     from shardwright.verification.culprit import find_culprit
 
-    with error_console.status(f"running {layout.world_size} ranks and the reference"):
+    with error_console.status(f"running {layout.world_size} ranks and the reference") as status:
+        verifier.tell = status.update
         report = verifier.parity(case, layout, against)
     if not report.equal:
         with error_console.status("looking for the culprit") as status:

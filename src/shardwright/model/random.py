@@ -116,6 +116,10 @@ def normal(
     return out
 
 
+EVALUATION = -1
+"""The step of the random keys of an evaluation."""
+
+
 def sample_keys(seed: int, step: int, sample_ids_B: Tensor) -> Tensor:
     """One int64 random key for each sequence of a step, from its int64 id in the data; shape (B,).
 

@@ -118,8 +118,8 @@ class MoESpec:
     force_balance: bool = field(
         default=False,
         metadata={
-            "help": "In training the experts of a token are drawn at random, from seed, step, sample, layer and "
-            "position, and not picked by score: for benchmarks with an even load, and for verify in 16 bits."
+            "help": "The experts of a token are drawn at random, from seed, step, sample, layer and position, and not "
+            "picked by score: for benchmarks with an even load, and for verify in 16 bits."
         },
     )
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardwright.data.batches import Batch
 from shardwright.data.samples import IGNORE
-from shardwright.model.random import sample_keys
+from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import vocabulary_loss_sum
 from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.parallel.model import ParallelModel
@@ -81,8 +81,8 @@ class ForwardBackward:
         return norm
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
-        """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device; for `step`, with
-        random keys."""
+        """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device, with random keys
+        where the model draws; `step` is None in evaluation."""
         n_tokens = batch.tokens_ABT.shape[-1]
         positions_T = self.model.positions(n_tokens)
         tokens_ABT, targets_ABT = batch.tokens_ABT, batch.targets_ABT
@@ -94,7 +94,7 @@ class ForwardBackward:
                 tokens_BT.to(self.device, non_blocking=True),
                 targets_BT.to(self.device, non_blocking=True),
                 positions_T,
-                None if step is None else self._random_keys(step, ids_B),
+                self._random_keys(step, ids_B),
             )
             for tokens_BT, targets_BT, ids_B in zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
         ]
@@ -106,10 +106,13 @@ class ForwardBackward:
             return partial(vocabulary_loss_sum, rows=self.model.vocabulary, group=tp, ignore=IGNORE)
         return torch.compile(loss_sum) if compiled else loss_sum
 
-    def _random_keys(self, step: int, sample_ids_B: Tensor) -> Tensor | None:
+    def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:
+        """What training draws from; in evaluation, which has no step, only drawn experts do."""
         if not self.model.spec.draws:
             return None
-        return sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))
+        return sample_keys(
+            self.seed, EVALUATION if step is None else step, sample_ids_B.to(self.device, non_blocking=True)
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:

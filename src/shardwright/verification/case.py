@@ -46,6 +46,7 @@ _LATENT = 12  # of keys and values; that of queries is narrower, to be told from
 _NOPE_DIM, _ROPE_DIM = 8, 4
 _VOCABULARY = 61  # prime, so that no degree divides it
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
+_ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
 _SGD_RATE = 0.01
 _RATES = (1.0, 0.5, 0.75)
 """The learning rate of each step, in turn, as a share of that of the run: a group of parameters that does not follow
@@ -98,6 +99,12 @@ class Case:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
         which AdamW divides out; then that of the run."""
         return "sgd", self.optimizer.name
+
+    @property
+    def n_records(self) -> int:
+        """How often a run records every tensor: the initial parameters, and in each training the gradients of each step
+        and the parameters in the end."""
+        return 1 + len(self.trainings) * (self.steps + 1)
 
     def rate(self, training: str, step: int) -> float:
         """The learning rate of a step (0-based)."""
@@ -209,12 +216,13 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
     seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
     each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
+    fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
     micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
     return replace(
         case,
         spec=replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len),
         seq_len=seq_len,
-        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch),
+        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
         micro_batch=micro_batch,
     )
 
@@ -342,13 +350,13 @@ def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
             yield (times, *others)
 
 
-def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int) -> int:
-    """Micro-batches for each of `data_ranks`, their number a multiple of that of every layout: enough for each layout,
-    up to one sequence a micro-batch, and an even number where a schedule has to halve them."""
+def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int, fewest: int) -> int:
+    """Micro-batches, `fewest` at least, for each of `data_ranks`, their number a multiple of that of every layout:
+    enough for each layout, up to one sequence a micro-batch, and an even number where a schedule has to halve them."""
 
     def enough(n: int, layout: Layout) -> bool:
         microbatches = n * data_ranks // layout.data_ranks
-        wanted = layout.n_stages + 1 if layout.pp > 1 else _ACCUMULATION
+        wanted = max(fewest, layout.n_stages + 1 if layout.pp > 1 else 1)
         possible = not schedule_problems(layout, microbatches)
         return possible and microbatches >= min(wanted, max(1, global_batch // layout.data_ranks))
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from shardwright.data.samples import IGNORE
 from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
-from shardwright.model.random import sample_keys
+from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer
 from shardwright.verification.case import DTYPES, Case
@@ -64,10 +64,11 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
 def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> Tensor:
     """The loss of the batch that comes after those of the training steps, without dropout."""
     kept, compute = DTYPES[case.dtype]
-    tokens_BT, targets_BT, _ = case.batch(case.steps)
+    tokens_BT, targets_BT, ids_B = case.batch(case.steps)
+    keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
     model.eval()
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
-    logits_BTV = functional_call(model, weights, (tokens_BT,))
+    logits_BTV = functional_call(model, weights, (tokens_BT,), {"random_keys_B": keys_B})
     model.train()
     return F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
 

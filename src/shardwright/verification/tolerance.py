@@ -11,14 +11,19 @@ from shardwright.verification.trace import Quantity, Trace
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23}
 FLOAT64_LIMIT = 1e-10
 MULTIPLE = 4.0
-"""How much farther from float64 a layout may be than one process in the same dtype. Measured: MEASURED."""
+"""How much farther from float64 a layout may be than one process in the same dtype. Measured over 7 models and 30
+seeds: up to 2.5 times in bfloat16, 3.0 times in float32."""
+MULTIPLE_OF_NUMBERS = 6.0
+"""The same for a loss or a norm, of which there are fewer to find the largest error among. Measured: up to 4 times."""
+_NOISE = 0.01
+"""The share of a parameter's elements whose gradient may be mostly rounding."""
 _OF_COUNTS = 8.0
 """Roundings of what is computed from counts."""
 MOST = 0.45
 """The largest error that is allowed in 32 and 16 bits."""
 MOST_BFLOAT16 = 0.98
-"""The largest share of a gradient's elements that may be bfloat16 numbers after a sum in float32. Measured: MEASURED.
-"""
+"""The largest share of a gradient's elements that may be bfloat16 numbers after a sum in float32. Measured: up to
+0.64."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,9 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
     of a comparison that are in that dtype.
 
     Of a tensor: of its own error there, or, where that came out small by luck, of the middle one of its kind and step.
-    Of a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of one that is
-    mostly rounding: of the largest of its kind and step. Of a number (loss, norm, evaluation), which is often right by
+    Of a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of an element
+    that is mostly rounding: of the largest of its kind and step, or what `_NOISE` of the elements come to that step the
+    other way. Of a number (loss, norm, evaluation), which is often right by
     luck: of the largest error of its kind in any step.
     Initial values are those of float64, rounded once. Gradients are never allowed `MOST` or more, at which one that is
     missing, or twice as large, would pass.
@@ -85,18 +91,25 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
         if not name:
             base = numbers[_number(quantity)]
         elif quantity.kind == "parameter" and quantity.training != "sgd":
-            base = largest[quantity]
+            return min(MOST, max(multiple * largest[quantity], math.sqrt(_NOISE) * _all_steps(case)))
         else:
             base = max(alone.get((quantity, name), 0.0), middle[quantity])
-        return min(MOST, multiple * max(base, EPS["float32"]))
+        factor = multiple if name else MULTIPLE_OF_NUMBERS * sides
+        return min(MOST, factor * max(base, EPS["float32"]))
 
     reason = (
-        f"{case.dtype}: {multiple:g} x the error that one process in {case.dtype} has against float64, and {MOST:g} at "
-        f"most"
+        f"{case.dtype}: {multiple:g} x the error that one process in {case.dtype} has against float64, of a loss or "
+        f"norm {MULTIPLE_OF_NUMBERS * sides:g} x, and {MOST:g} at most"
     )
     if case.spec.moe:
         reason += "; experts are drawn and not picked, since rounding would pick others where two are nearly equal"
     return Tolerance(limit, reason)
+
+
+def _all_steps(case: Case) -> float:
+    """The error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, over the
+    floor of the error."""
+    return 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
 
 def _follows_load(name: str) -> bool:
@@ -134,8 +147,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
     """
     if not noise:
         return tolerance
-    # Two parameters that differ by 2 lr more after each step, over the floor of the error.
-    bound = 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
+    bound = _all_steps(case)
 
     def limit(quantity: Quantity, name: str) -> float:
         steps_of_noise = quantity.kind == "parameter" and quantity.training != "sgd" and name in noise

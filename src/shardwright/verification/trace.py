@@ -6,7 +6,7 @@ time, by offsets alone: nothing of what is being verified is asked to gather the
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwright.parallel.initialise import local_box
 from shardwright.training.checkpoint.storage import sha256_of
+from shardwright.units import MiB
 
 
 class Quantity(NamedTuple):
@@ -43,7 +44,8 @@ class Piece(NamedTuple):
 
     box: Box
     digest: str
-    written: bool
+    file: int | None
+    """Number of the rank's file of this quantity that its bytes are in; None if another rank has written them."""
 
 
 @dataclass
@@ -80,18 +82,41 @@ class Recorder:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, boxes)
         rank = dist.get_rank()
-        written = {
-            name: prod(box[1]) > 0 and not any(before.get(name) == box for before in everyone[:rank])
+        written = [
+            name
             for name, box in boxes.items()
-        }
+            if prod(box[1]) > 0 and not any(before.get(name) == box for before in everyone[:rank])
+        ]
+        files: dict[str, int] = {}
+        for number, names in enumerate(_in_groups(written, local)):
+            save_file({name: local[name] for name in names}, _file(self.folder, quantity, rank, number))
+            files |= dict.fromkeys(names, number)
         self.trace.pieces[quantity] = {
-            name: Piece(box, sha256_of(local[name]), written[name]) for name, box in boxes.items()
+            name: Piece(box, sha256_of(local[name]), files.get(name)) for name, box in boxes.items()
         }
-        save_file({name: part for name, part in local.items() if written[name]}, _file(self.folder, quantity, rank))
 
 
-def _file(folder: Path, quantity: Quantity, rank: int) -> Path:
-    return folder / f"{'-'.join(map(str, quantity)).replace(' ', '-')}-{rank}.safetensors"
+_FILE_BYTES = 64 * MiB
+"""Tensors that are saved together: saving copies them, which a model near the machine's memory leaves no room for."""
+
+
+def _in_groups(names: Iterable[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of tensors that are saved in one file: as many as `_FILE_BYTES` hold, or a larger one alone."""
+    group: list[str] = []
+    held = 0
+    for name in names:
+        size = tensors[name].nbytes
+        if group and held + size > _FILE_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group
+
+
+def _file(folder: Path, quantity: Quantity, rank: int, number: int) -> Path:
+    return folder / f"{'-'.join(map(str, quantity)).replace(' ', '-')}-{rank}-{number}.safetensors"
 
 
 class Trace:
@@ -102,7 +127,7 @@ class Trace:
         self.ranks = ranks
         self.scalars = ranks[0].scalars
         self.quantities = list(ranks[0].pieces)
-        self._files: dict[tuple[Quantity, int], Any] = {}
+        self._files: dict[tuple[Quantity, int, int], Any] = {}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -113,23 +138,24 @@ class Trace:
         """The whole tensor, or None where the pieces do not cover each element of it exactly once."""
         shape = self.shapes[name]
         pieces = [(rank, found) for rank, trace in enumerate(self.ranks) if (found := trace.pieces[quantity].get(name))]
-        written = [(rank, piece.box) for rank, piece in pieces if piece.written]
-        if sum(prod(extent) for _, (_, extent) in written) != prod(shape):
+        written = [(rank, piece.file, piece.box) for rank, piece in pieces if piece.file is not None]
+        if sum(prod(extent) for *_, (_, extent) in written) != prod(shape):
             return None
         whole: Tensor | None = None
         covered = torch.zeros(shape, dtype=torch.bool)
-        for rank, (offsets, extent) in written:
-            part = self._open(quantity, rank).get_tensor(name)
+        for rank, number, (offsets, extent) in written:
+            part = self._open(quantity, rank, number).get_tensor(name)
             whole = torch.empty(shape, dtype=part.dtype) if whole is None else whole
             box = tuple(slice(first, first + size) for first, size in zip(offsets, extent, strict=True))
             whole[box] = part
             covered[box] = True
         return whole if bool(covered.all()) else None
 
-    def _open(self, quantity: Quantity, rank: int) -> Any:
-        if (quantity, rank) not in self._files:
-            self._files[quantity, rank] = safe_open(_file(self.folder, quantity, rank), framework="pt")
-        return self._files[quantity, rank]
+    def _open(self, quantity: Quantity, rank: int, number: int) -> Any:
+        key = (quantity, rank, number)
+        if key not in self._files:
+            self._files[key] = safe_open(_file(self.folder, *key), framework="pt")
+        return self._files[key]
 
     def replicas(self) -> Iterator[tuple[Quantity, str, list[list[int]]]]:
         """Everything that more than one rank holds: what, and those ranks, grouped by the bits they hold."""

@@ -1,11 +1,12 @@
 """Runs a layout and its reference, and compares their traces."""
 
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 from shardwright.errors import LayoutError, WorkerError
 from shardwright.layout import Layout
 from shardwright.split import rules, stages
+from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
 from shardwright.verification.case import Case, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
+from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
 from shardwright.verification.reference import train_alone
@@ -34,6 +37,9 @@ TrainRank = Callable[[Case, Layout, Path], RankTrace]
 
 TIMEOUT_S = 300.0
 _SMALL = 10_000_000  # parameters
+_ENOUGH_TERMS = 4
+"""Micro-batches and ranks of which two at least have a gradient in every tensor: that of a query is zero where the only
+target is the first token."""
 MOST_RANKS = 64
 """Every rank is a process of this machine, of `processes.PROCESS_BYTES` and more."""
 
@@ -46,6 +52,8 @@ class Verifier:
         top level of a module."""
         self.train = train
         self.timeout_s = timeout_s
+        self.tell: Tell = lambda line: None
+        """Is told how far the ranks are where the model is large."""
         self._stack = ExitStack()
         self._kept: dict[Any, Trace] = {}
         self._keeping = threading.Lock()
@@ -128,7 +136,7 @@ class Verifier:
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
         first = Quantity("gradient", "sgd", 1)
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
-        if terms > 1:
+        if terms >= _ENOUGH_TERMS:
             rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")
         if layout.zero > 1 and layout.cp > 1 and layout.pp == 1 and case.accumulation(layout) > 1:
             whole = replace(case, micro_batch=case.global_batch // layout.data_ranks, steps=1)
@@ -173,8 +181,18 @@ class Verifier:
         self, function: Callable[..., RankTrace], world_size: int, folder: Path, case: Case, *layout: Layout
     ) -> Trace:
         # Threads that share out a small matmul wait for each other longer than they work, above all on a busy machine.
-        n_threads = 1 if case.spec.n_parameters < _SMALL else None
-        ranks = run_ranks(function, world_size, case, *layout, folder, timeout_s=self.timeout_s, n_threads=n_threads)
+        small = case.spec.n_parameters < _SMALL
+        who = f"{f'{world_size} ranks' if layout else 'one process'} in {case.dtype}"
+        with nullcontext() if small else told(self.tell, who, folder, case.n_records):
+            ranks = run_ranks(
+                function,
+                world_size,
+                case,
+                *layout,
+                folder,
+                timeout_s=self.timeout_s,
+                n_threads=1 if small else None,
+            )
         return Trace(folder, ranks)
 
 
@@ -184,6 +202,15 @@ def _check(case: Case, layout: Layout) -> None:
             f"the layout has {layout.world_size} ranks ({layout}), and each would be a process of "
             f"this machine; at most {MOST_RANKS}: keep the axes and lower their degrees, as in --set "
             f"layout.dp_shard=2, since what can be wrong with an axis is wrong with 2 ranks of it"
+        )
+    # The layout and its reference in float64; in fewer bits the layout and one process, which take half, and that.
+    bytes_ = 2 * 8 * case.n_records * case.spec.n_parameters
+    there = shutil.disk_usage(tempfile.gettempdir()).free
+    if bytes_ > there:
+        raise LayoutError(
+            f"comparing a model of {format_count(case.spec.n_parameters)} parameters for {case.steps} steps writes up "
+            f"to {format_bytes(bytes_)} of gradients and parameters to {tempfile.gettempdir()}, which has "
+            f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
     problems = stages.schedule_problems(layout, case.accumulation(layout))
     if problems := problems + rules.problems(case.spec, layout, case.seq_len):

@@ -1,0 +1,134 @@
+"""Layouts of more ranks than this machine can hold: the same axes with fewer ranks each.
+
+What can be wrong with an axis (a sum that is missing, a shard at the wrong place, a message in the wrong order) is
+wrong with two ranks of it. So every degree becomes its smallest prime factor, from the largest degree on, until the
+ranks are few enough; where even two ranks of each axis are too many, one axis after another is left out, so that any
+two of them still meet in one of the layouts.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from shardwright.errors import LayoutError
+from shardwright.layout import DENSE_AXES, Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.processes import PROCESS_BYTES
+from shardwright.split import rules
+from shardwright.verification.case import Case, cut_each
+
+_RANKS_OF_A_CORE = 8
+"""With more than these a comparison takes minutes."""
+_AT_LEAST = 8
+
+
+def most_ranks() -> int:
+    """Ranks of one layout that this machine can hold and run in about a minute."""
+    held = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.8 / PROCESS_BYTES)
+    return max(1, min(held, max(_AT_LEAST, _RANKS_OF_A_CORE * (os.cpu_count() or 1))))
+
+
+def reduced(case: Case, layout: Layout, most: int) -> tuple[list[tuple[Case, Layout]], str]:
+    """Cases at test size with layouts of at most `most` ranks that have every axis and choice of `layout` between them,
+    and a sentence that says what was reduced. `case` has the true sizes.
+
+    Raises LayoutError for a layout that the model cannot have, and where `most` is too small for any two axes.
+    """
+    if wrong := rules.problems(case.spec, layout, case.seq_len):
+        raise LayoutError(*wrong)
+    degrees = {axis: layout.degree(axis) for axis in DENSE_AXES}
+    least = {axis: _least(layout, axis) for axis in DENSE_AXES}
+    smaller = _lowered(degrees, least, most)
+    if prod(smaller.values()) <= most:
+        chosen = [smaller]
+    else:
+        chosen = [_lowered({**least, axis: 1}, {**least, axis: 1}, most) for axis in DENSE_AXES if least[axis] > 1]
+        if any(prod(each.values()) > most for each in chosen):
+            raise LayoutError(
+                f"{layout}: {layout.world_size} ranks, and {prod(least.values())} with the fewest of each axis; this "
+                f"machine holds {most}: verify a layout with fewer axes, or on a larger machine"
+            )
+    pairs = []
+    for each in chosen:
+        few = _with_degrees(layout, each)
+        spec = _alike(case.spec, layout, few)
+        pairs += cut_each(replace(case, spec=spec), [few])
+    return pairs, _sentence(layout, degrees, chosen, most)
+
+
+def _least(layout: Layout, axis: str) -> int:
+    """The smallest degree of an axis that has what its degree in `layout` has."""
+    degree = layout.degree(axis)
+    if axis == "cp" and layout.cp_method == "usp":
+        return _prime(layout.ulysses_degree) * _prime(layout.cp // layout.ulysses_degree)
+    return _prime(degree)
+
+
+def _prime(n: int) -> int:
+    """The smallest prime factor of a number; 1 of 1."""
+    return next((d for d in range(2, n + 1) if n % d == 0), 1)
+
+
+def _lowered(degrees: dict[str, int], least: dict[str, int], most: int) -> dict[str, int]:
+    """Lower the largest degree that can be lowered, to its least, until there are few enough ranks."""
+    found = dict(degrees)
+    while prod(found.values()) > most:
+        over = [axis for axis in found if found[axis] > least[axis]]
+        if not over:
+            break
+        largest = max(over, key=lambda axis: found[axis])
+        found[largest] = least[largest]
+    return found
+
+
+def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
+    """The layout with other degrees of its axes, and what follows from them: as many experts on a rank as divides, some
+    ranks that shard the same experts where there were, and the stages of a smaller pipeline."""
+    changes: dict[str, object] = dict(degrees)
+    fold, whole = degrees["dp_shard"] * degrees["cp"] * degrees["tp"], layout.dp_shard * layout.cp * layout.tp
+    if layout.ep > 1 and fold > 1:
+        divisors = [n for n in range(2, fold + 1) if fold % n == 0 and (n < fold or layout.ep == whole or fold == 2)]
+        changes["ep"] = max(n for n in divisors or [fold])
+    if layout.cp_method == "usp" and degrees["cp"] > 1:
+        changes["ulysses_degree"] = _prime(layout.ulysses_degree)
+    if layout.kind.virtual_stages_tried and degrees["pp"] > 1 and not layout.stage_layers:
+        changes["virtual_stages"] = min(layout.virtual_stages, 2)  # a rank runs three stages by the same code as two
+    if layout.stage_layers and degrees["pp"] != layout.pp:
+        n_stages = layout.n_stages // layout.pp * degrees["pp"]
+        counts = layout.stage_layers
+        step = (len(counts) - 1) / max(1, n_stages - 1)
+        changes["stage_layers"] = tuple(counts[round(i * step)] for i in range(n_stages)) if degrees["pp"] > 1 else None
+    return layout.changed(**changes)
+
+
+def _alike(spec: ModelSpec, layout: Layout, few: Layout) -> ModelSpec:
+    """The model with as many layers as the stages now have, and one kv head where kv heads were replicated, so that
+    they still are."""
+    if few.stage_layers:
+        spec = replace(spec, n_layers=sum(few.stage_layers))
+    replicated = layout.tp * layout.cp_ulysses > spec.n_kv_heads
+    if replicated and few.tp * few.cp_ulysses <= spec.n_kv_heads and spec.latent_attention is None:
+        spec = replace(spec, n_kv_heads=1)
+    if spec.moe is not None and few.ep > 1 and spec.moe.n_experts % few.ep:
+        raise LayoutError(
+            f"{few}: ep={few.ep} does not divide {spec.moe.n_experts} experts; verify it by its own --set"
+        )
+    return spec
+
+
+def _sentence(layout: Layout, degrees: dict[str, int], chosen: list[dict[str, int]], most: int) -> str:
+    def changes(each: dict[str, int]) -> Iterator[str]:
+        for axis, degree in degrees.items():
+            if each[axis] != degree:
+                yield f"{axis} {degree} to {each[axis]}"
+
+    what = (
+        ", ".join(changes(chosen[0]))
+        if len(chosen) == 1
+        else f"each axis to as few ranks as it can have, in {len(chosen)} layouts, each without one axis"
+    )
+    return (
+        f"the layout has {layout.world_size} ranks and this machine holds {most}, so it is reduced: {what}; what can "
+        f"be wrong with an axis is wrong with 2 ranks of it"
+    )
