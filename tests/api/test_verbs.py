@@ -127,3 +127,9 @@ def test_the_culprit_is_named_where_a_layout_is_not_equal(monkeypatch: pytest.Mo
     assert not report.equal
     assert "dp_shard 2, zero 1 (2 ranks)" in report.culprit
     assert report.culprit in str(report)
+
+
+def test_a_layout_of_more_ranks_than_this_machine_holds_is_reduced():
+    report = shardwright.verify(shardwright.Layout(dp_shard=64, tp=2), global_batch=64, steps=1)
+    assert report.equal
+    assert (report.layout.dp_shard, report.layout.tp, report.layout.zero) == (2, 2, 3)

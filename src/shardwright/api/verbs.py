@@ -87,7 +87,8 @@ def verify(
     gradient and every parameter of a few steps, and what several ranks hold, bit for bit.
 
     `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, in the
-    place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU.
+    place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU; a
+    layout of more ranks than it can hold is reduced to fewer ranks of each axis.
 
     Returns a Report: `equal`, `worst_error`, `rows`, a comparison each, and where the layout is not equal, `culprit`:
     the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
@@ -96,15 +97,20 @@ def verify(
     from shardwright.verification import Case, Verifier
     from shardwright.verification.case import cut, cut_layout
     from shardwright.verification.culprit import find_culprit
+    from shardwright.verification.reduce import most_ranks, reduced
 
     spec = resolve(model) if isinstance(model, str) else model
-    case = true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
+    true = Case(spec, seq_len, global_batch, micro_batch, seed, steps=steps, dtype=dtype)
     sides = [layout] if against is None else [layout, against]
-    if not full:
-        case = cut(true, sides)
-        sides = [cut_layout(each, true, case) for each in sides]
     with Verifier(timeout_s=timeout_s) as verifier:
-        report = verifier.parity(case, sides[0], None if against is None else (case, sides[1]))
+        if full or against is not None or layout.world_size <= most_ranks():
+            case = true if full else cut(true, sides)
+            first, *second = sides if full else [cut_layout(each, true, case) for each in sides]
+            report = verifier.parity(case, first, (case, second[0]) if second else None)
+        else:
+            pairs, _ = reduced(true, layout, most_ranks())
+            reports = [verifier.parity(*pair) for pair in pairs]
+            report = next((each for each in reports if not each.equal), reports[0])
         return report if report.equal else replace(report, culprit=find_culprit(verifier, report))
 
 

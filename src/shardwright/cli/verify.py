@@ -10,11 +10,11 @@ import typer
 
 from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb
 from shardwright.cli.verify_text import MatrixLines, print_report, sizes
-from shardwright.config import RunConfig, load
 from shardwright.errors import InputError, WorkerError, nearest
 from shardwright.units import format_seconds
 
 if TYPE_CHECKING:
+    from shardwright.config import RunConfig
     from shardwright.layout import Layout
     from shardwright.verification import Case, Report, Verifier
 
@@ -112,14 +112,14 @@ def verify(options: Options) -> None:
             _one(verifier, *sides[0], second, options.json, sizes(configs[0], sides[0][0]))
 
 
-def _is_too_large(configs: Sequence[RunConfig], options: Options) -> bool:
+def _is_too_large(configs: "Sequence[RunConfig]", options: Options) -> bool:
     """Whether one layout is verified that has more ranks than this machine can hold."""
     from shardwright.verification.reduce import most_ranks
 
     return len(configs) == 1 and not options.full and configs[0].layout.layout().world_size > most_ranks()
 
 
-def _reduced(verifier: "Verifier", config: RunConfig, options: Options) -> None:
+def _reduced(verifier: "Verifier", config: "RunConfig", options: Options) -> None:
     """Verify the layout with fewer ranks of each axis."""
     from shardwright.verification.reduce import most_ranks, reduced
 
@@ -132,7 +132,7 @@ def _reduced(verifier: "Verifier", config: RunConfig, options: Options) -> None:
     _matrix(verifier, pairs, options.json)
 
 
-def _of_matrix(config: RunConfig, world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
+def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
     """What is trained with each layout of so many ranks."""
     from shardwright.verification.case import cut_each
     from shardwright.verification.matrix import layouts
@@ -147,7 +147,7 @@ def _of_matrix(config: RunConfig, world_size: int, options: Options) -> "list[tu
     return [(true, layout) for layout in chosen] if options.full else cut_each(true, chosen)
 
 
-def _sides(configs: Sequence[RunConfig], options: Options) -> "list[tuple[Case, Layout]]":
+def _sides(configs: "Sequence[RunConfig]", options: Options) -> "list[tuple[Case, Layout]]":
     """What is trained and the layout that is verified, for each run file."""
     from shardwright.verification.case import cut, cut_layout
 
@@ -167,7 +167,7 @@ def _sides(configs: Sequence[RunConfig], options: Options) -> "list[tuple[Case, 
     return list(zip(cases, chosen, strict=True))
 
 
-def _true_case(config: RunConfig, options: Options) -> "Case":
+def _true_case(config: "RunConfig", options: Options) -> "Case":
     from shardwright.verification.case import case_of
 
     return case_of(
@@ -180,9 +180,10 @@ def _true_case(config: RunConfig, options: Options) -> "Case":
     )
 
 
-def _configs(options: Options) -> list[RunConfig]:
+def _configs(options: Options) -> "list[RunConfig]":
     """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
     options and with the run file."""
+    from shardwright.config import load
     from shardwright.verification.case import DTYPES
 
     overrides, overrides_b = options.overrides or [], options.overrides_b

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, print_table, say
-from shardwright.config import RunConfig
 
 if TYPE_CHECKING:
+    from shardwright.config import RunConfig
     from shardwright.layout import Layout
     from shardwright.verification import Case, Report
 
 
-def sizes(config: RunConfig, case: "Case") -> str:
+def sizes(config: "RunConfig", case: "Case") -> str:
     spec, whole = case.spec, config.model.spec()
     sizes = (
         f"{spec.n_layers} layers, d_model {spec.d_model}, {spec.n_heads} query and {spec.n_kv_heads} kv heads, "
