@@ -1,0 +1,135 @@
+"""Write docs/mutations.md, the table of the known bugs that tests put into our code and see, from tests/training/bugs.
+
+python docs/make_mutations.py
+"""
+
+import inspect
+import re
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from shardwright.layout import Layout
+from shardwright.verification import Case
+from shardwright.verification.matrix import layouts
+
+PAGE = Path(__file__).with_name("mutations.md")
+
+HEAD = """\
+# Known bugs that are caught
+
+This page is made from `tests/training/bugs`. Do not edit it; run `python docs/make_mutations.py`.
+
+{total} bugs are caught by a number: `shardwright verify`, a resume or a unit test shows something that is not equal.{crashing}
+
+{families}
+
+Each is put into our own code by a test, one at a time, as a change of one or a few expressions
+(`tests/mutation.py:Mutation`). Many shipped in well-known systems; all are of a kind that does: a wrong group, a swapped
+axis, a forgotten term, a type. `tests/training/test_mutations.py:test_verify_sees_the_bug` requires that a number is off
+by a hundred tolerances, or that the bits of replicas differ, and
+`tests/training/test_mutations.py:test_verify_reports_nothing_on_healthy_code` that the same layouts are equal without
+the bug. A bug in the model itself is put into the reference of `verify` too, which runs the same model: what both sides
+compute wrongly only a unit test can see.
+
+| caught by | meaning |
+| --- | --- |
+| `verify` | `shardwright verify RUN.toml` with default options, on a run file that has the layout |
+| `--matrix 2`, `--matrix 4` | that layout is one of those that the matrix of so many ranks runs |
+| `--dtype` | it shows in that type only, or is looked for in it; without one it shows in float64, the default |
+| with ... | what the model of the run file has to have |
+| a test | the test of that file fails, or puts the bug in and sees it |
+| a resume | a run that is stopped and taken up is not equal to one with healthy code (`tests/training/test_mutations.py:test_a_run_that_is_taken_up_shows_the_bug`) |
+| crash | a rank raises or hangs; counted apart |
+
+| family | file | what is wrong | caught by |
+| --- | --- | --- | --- |
+"""
+FEATURES = {
+    "dropout": "dropout",
+    "moe": "experts",
+    "tied_embedding": "a tied embedding",
+    "latent_attention": "latent attention",
+    "n_layers": "{} layers",
+    "n_kv_heads": "{} kv heads",
+    "bias": "biases",
+    "qk_norm": "norms of queries and keys",
+    "positions": "{} positions",
+}
+"""What a run file has to have, by the key of `ModelSpec` that a bug changes."""
+
+
+def page() -> str:
+    """The whole page."""
+    sys.path[:0] = [str(PAGE.parents[1])]  # of the tests, which are no package that is installed
+    try:
+        from tests.training.bugs import FAMILIES
+    finally:
+        del sys.path[0]
+    rows = [(family, name, bug) for family, bugs in FAMILIES.items() for name, bug in bugs.items()]
+    numbers = Counter(family for family, _, bug in rows if not bug.crashes)
+    crashes = sum(bug.crashes for _, _, bug in rows)
+    lines = ["| family | bugs |", "| --- | --- |", *(f"| {family} | {n} |" for family, n in numbers.items())]
+    head = HEAD.format(
+        total=numbers.total(),
+        families="\n".join(lines),
+        crashing=f" {crashes} more are caught by a crash alone." if crashes else "",
+    )
+    return head + "".join(
+        f"| {family} | `{_room(bug)}` | {re.sub(r'^[0-9]+: ', '', name)} | {_caught_by(bug)} |\n"
+        for family, name, bug in rows
+    )
+
+
+def _room(bug: Any) -> str:
+    """The file that holds the code which is changed."""
+    found = inspect.unwrap(resolve_name(bug.mutation.function))
+    module = found.__module__.replace(".", "/")
+    return f"src/{module}.py"
+
+
+def _caught_by(bug: Any) -> str:
+    if hasattr(bug, "test"):
+        way = f"`{bug.test}`"
+    elif hasattr(bug, "dtype"):
+        way = _by_verify(bug)
+    else:
+        way = "a resume" + _with([_feature(bug.spec)])
+    return f"crash: {way}" if bug.crashes else way
+
+
+def _by_verify(bug: Any) -> str:
+    sizes = {layout.world_size for layout in bug.layouts if _in_matrix(bug.case(layout), layout)}
+    ways = ["`verify`", *(f"`--matrix {n}`" for n in sorted(sizes))]
+    if bug.dtype != "float64":
+        ways.append(f"`--dtype {bug.dtype}`")
+    changed = {key: value for key, value in bug.spec.items() if key not in FOLLOWING.get(tuple(bug.spec), ())}
+    names = [FEATURES[key].format(value) for key, value in changed.items()]
+    if any(layout.recompute == "full" for layout in bug.layouts):
+        names.append("recomputation")
+    return ", ".join(ways) + _with(names)
+
+
+def _in_matrix(case: Case, layout: Layout) -> bool:
+    return layout.world_size > 1 and layout in _matrix(case, layout.world_size)
+
+
+@cache
+def _matrix(case: Case, world_size: int) -> frozenset[Layout]:
+    return frozenset(layouts(case.spec, world_size, case.seq_len))
+
+
+def _feature(spec: Any) -> str:
+    return "experts" if spec.moe else "a tied embedding" if spec.tied_embedding else ""
+
+
+def _with(names: list[str]) -> str:
+    found = ", ".join(filter(None, names))
+    return f"; with {found}" if found else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
