@@ -23,27 +23,35 @@ HEAD = """\
 
 This page is made from `tests/training/bugs`. Do not edit it; run `python docs/make_mutations.py`.
 
-{total} bugs are caught by a number: `shardwright verify`, a resume or a unit test shows something that is not equal.{crashing}
+{total} bugs are caught by a number: `shardwright verify`, a resume or a unit test shows something that is not equal.
+{crashing} are caught by a crash alone, and are not counted here:
 
 {families}
 
 Each is put into our own code by a test, one at a time, as a change of one or a few expressions
-(`tests/mutation.py:Mutation`). Many shipped in well-known systems; all are of a kind that does: a wrong group, a swapped
-axis, a forgotten term, a type. `tests/training/test_mutations.py:test_verify_sees_the_bug` requires that a number is off
-by a hundred tolerances, or that the bits of replicas differ, and
-`tests/training/test_mutations.py:test_verify_reports_nothing_on_healthy_code` that the same layouts are equal without
-the bug. A bug in the model itself is put into the reference of `verify` too, which runs the same model: what both sides
-compute wrongly only a unit test can see.
+(`tests/mutation.py:Mutation`). Some shipped in well-known systems and trained on there without an error; the others are
+slips of the same kind: a wrong group, a swapped axis, a forgotten term, a wrong type.
+
+- `tests/training/test_mutations.py:test_verify_sees_the_bug` requires that a number is off by a hundred tolerances,
+  that a sum is one that was rounded to bfloat16, or that the bits of replicas differ.
+- `tests/training/test_mutations.py:test_verify_reports_nothing_on_healthy_code` requires that the same layouts are
+  equal without the bug.
+- `tests/training/test_mutations.py:test_a_run_that_is_taken_up_shows_the_bug` saves a checkpoint, takes it up, and
+  compares the parameters after the next step with those of healthy code.
+- `tests/training/test_mutations.py:test_a_unit_test_sees_the_bug` requires that a test of another file fails.
+
+A bug is put into the reference of `verify` too, which runs the same model: what both sides compute wrongly only a unit
+test can see.
 
 | caught by | meaning |
 | --- | --- |
-| `verify` | `shardwright verify RUN.toml` with default options, on a run file that has the layout |
-| `--matrix 2`, `--matrix 4` | that layout is one of those that the matrix of so many ranks runs |
-| `--dtype` | it shows in that type only, or is looked for in it; without one it shows in float64, the default |
-| with ... | what the model of the run file has to have |
-| a test | the test of that file fails, or puts the bug in and sees it |
-| a resume | a run that is stopped and taken up is not equal to one with healthy code (`tests/training/test_mutations.py:test_a_run_that_is_taken_up_shows_the_bug`) |
-| crash | a rank raises or hangs; counted apart |
+| `verify` | `shardwright verify` with default options, on a run file that has the layout |
+| `--matrix 2`, `--matrix 4` | the layout is one of those that the matrix of so many ranks runs |
+| `--dtype` | the type in which the bug is looked for; float64, the default, where none is given |
+| with ... | what the run file has to have |
+| resume | a run that is stopped and taken up |
+| a test | the test that fails, or that puts the bug in itself and sees it |
+| crash | a rank raises or hangs, and no number is wrong |
 
 | family | file | what is wrong | caught by |
 | --- | --- | --- | --- |
@@ -54,7 +62,7 @@ FEATURES = {
     "tied_embedding": "a tied embedding",
     "latent_attention": "latent attention",
     "n_layers": "{} layers",
-    "n_kv_heads": "{} kv heads",
+    "n_kv_heads": "{} key-value head",
     "bias": "biases",
     "qk_norm": "norms of queries and keys",
     "positions": "{} positions",
@@ -71,13 +79,9 @@ def page() -> str:
         del sys.path[0]
     rows = [(family, name, bug) for family, bugs in FAMILIES.items() for name, bug in bugs.items()]
     numbers = Counter(family for family, _, bug in rows if not bug.crashes)
-    crashes = sum(bug.crashes for _, _, bug in rows)
     lines = ["| family | bugs |", "| --- | --- |", *(f"| {family} | {n} |" for family, n in numbers.items())]
-    head = HEAD.format(
-        total=numbers.total(),
-        families="\n".join(lines),
-        crashing=f" {crashes} more are caught by a crash alone." if crashes else "",
-    )
+    crashes = sum(bug.crashes for _, _, bug in rows)
+    head = HEAD.format(total=numbers.total(), crashing=crashes, families="\n".join(lines))
     return head + "".join(
         f"| {family} | `{_room(bug)}` | {re.sub(r'^[0-9]+: ', '', name)} | {_caught_by(bug)} |\n"
         for family, name, bug in rows
@@ -97,7 +101,7 @@ def _caught_by(bug: Any) -> str:
     elif hasattr(bug, "dtype"):
         way = _by_verify(bug)
     else:
-        way = "a resume" + _with([_feature(bug.spec)])
+        way = "resume" + _with([_feature(bug.spec)])
     return f"crash: {way}" if bug.crashes else way
 
 
@@ -106,7 +110,10 @@ def _by_verify(bug: Any) -> str:
     ways = ["`verify`", *(f"`--matrix {n}`" for n in sorted(sizes))]
     if bug.dtype != "float64":
         ways.append(f"`--dtype {bug.dtype}`")
-    changed = {key: value for key, value in bug.spec.items() if key not in FOLLOWING.get(tuple(bug.spec), ())}
+    # Latent attention has as many key-value heads as query heads.
+    changed = {
+        key: value for key, value in bug.spec.items() if key != "n_kv_heads" or "latent_attention" not in bug.spec
+    }
     names = [FEATURES[key].format(value) for key, value in changed.items()]
     if any(layout.recompute == "full" for layout in bug.layouts):
         names.append("recomputation")

@@ -7,20 +7,15 @@ from tests.training.bugs.bug import (
     DATA,
     DUALPIPE,
     EP,
-    EP_OF_4,
     EXPERTS,
     HYBRID,
-    LOSS,
     NORM,
-    ON_RING,
     ONE,
     PP,
     REPLICAS,
-    RING,
     SEQUENTIAL,
     SP,
     STAGE,
-    STEP,
     TENSOR,
     TP,
     ZERO_0,
@@ -38,22 +33,6 @@ REDUCED_IN_BF16 = Mutation(
     "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)",
     "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype, cast_forward_inputs=False)",
 )
-GROUP = """fully_shard(
-    module,
-    mesh=along[replicas, shards] if replicated else along[shards],
-    mp_policy={},
-    reshard_after_forward=reshard,
-    shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
-    ignored_params=untrained,
-)"""
-EXPERTS_IN_BF16 = Mutation(
-    f"{APPLY}:shard",
-    GROUP.format("policy"),
-    GROUP.format(
-        "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype if prefix else param_dtype, cast_forward_inputs=False)"
-    ),
-)
-
 BUGS: dict[str, AnyBug] = {
     "20: gradients are reduced in bf16": Bug(
         REDUCED_IN_BF16,
@@ -98,16 +77,6 @@ BUGS: dict[str, AnyBug] = {
         dtype="bfloat16",
         spec={"n_kv_heads": 1},
     ),
-    "gradients of a tied embedding are rounded to bf16 before their sum": Bug(
-        Mutation(
-            "shardwright.parallel.pipeline.tied:sum_together",
-            "torch.cat([part.flatten() for part in parts])",
-            "torch.cat([part.flatten() for part in parts]).bfloat16()",
-        ),
-        [PP],
-        dtype="bfloat16",
-        spec={"tied_embedding": True},
-    ),
     "gradients of replicas of a stage are rounded to bf16 before their sum": Bug(
         Mutation(
             "shardwright.parallel.pipeline.tied:sum_together",
@@ -131,17 +100,14 @@ BUGS: dict[str, AnyBug] = {
         [ZERO_0, ZIGZAG],
         dtype="float32",
     ),
-    "gradients of experts are reduced in bf16, sharded over dp": Bug(
-        EXPERTS_IN_BF16, [EP_OF_4], dtype="bfloat16", spec={"moe": EXPERTS}
-    ),
-    "gradients of experts are reduced in bf16, sharded over tp": Bug(
-        EXPERTS_IN_BF16, [SP], dtype="bfloat16", spec={"moe": EXPERTS}
-    ),
     "gradients of micro-batches are added up in bf16": Bug(
         Mutation(
             f"{SEQUENTIAL}.train",
             "self.engine.after_gradients(split=False, last=last)",
-            "self.engine.after_gradients(split=False, last=last)\nfor each in self.model.parameters():\n    if each.grad is not None:\n        each.grad = each.grad.bfloat16().to(each.grad.dtype)",
+            "self.engine.after_gradients(split=False, last=last)\n"
+            "for each in self.model.parameters():\n"
+            "    if each.grad is not None:\n"
+            "        each.grad = each.grad.bfloat16().to(each.grad.dtype)",
         ),
         [ONE, ZERO_3],
         dtype="bfloat16",
@@ -150,28 +116,12 @@ BUGS: dict[str, AnyBug] = {
         Mutation(
             f"{SEQUENTIAL}.train",
             "self.engine.after_gradients(split=False, last=last)",
-            "self.engine.after_gradients(split=False, last=last)\nfor each in self.model.parameters():\n    if each.grad is not None and not last:\n        each.grad = each.grad.bfloat16().to(each.grad.dtype)",
+            "self.engine.after_gradients(split=False, last=last)\n"
+            "for each in self.model.parameters():\n"
+            "    if each.grad is not None and not last:\n"
+            "        each.grad = each.grad.bfloat16().to(each.grad.dtype)",
         ),
         [ZERO_3],
-        dtype="bfloat16",
-    ),
-    "the loss of vocabulary shards is computed in bf16": Bug(
-        Mutation(f"{LOSS}.forward", "torch.promote_types(logits_BTv.dtype, torch.float32)", "logits_BTv.dtype"),
-        [TP],
-        dtype="bfloat16",
-    ),
-    "the loss is computed in bf16": Bug(
-        Mutation(f"{STEP}:loss_sum", "torch.promote_types(logits_BTV.dtype, torch.float32)", "logits_BTV.dtype"),
-        [ONE],
-        dtype="bfloat16",
-    ),
-    "one over the number of targets is rounded to bf16": Bug(
-        Mutation(
-            f"{LOSS}.backward",
-            "gradient_BTv.to(dtotal.dtype).mul_(dtotal).to(gradient_BTv.dtype)",
-            "gradient_BTv * dtotal.to(gradient_BTv.dtype)",
-        ),
-        [TP],
         dtype="bfloat16",
     ),
     "the norm of the gradients is computed in bf16": Bug(
@@ -202,11 +152,6 @@ BUGS: dict[str, AnyBug] = {
         ),
         [EP],
         spec={"moe": EXPERTS},
-    ),
-    "gradients of keys and values are summed over a ring in bf16": Bug(
-        Mutation(f"{RING}:RingAttention.backward", "accumulator_dtype(q_BHTC.dtype)", "q_BTHC.dtype"),
-        [ON_RING],
-        dtype="bfloat16",
     ),
     "the partial sums of a row-parallel linear are added in bf16": Bug(
         Mutation(

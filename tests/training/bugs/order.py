@@ -2,8 +2,8 @@
 
 from tests.mutation import Mutation
 from tests.training.bugs.bug import (
-    APPLY,
     ALLGATHER,
+    APPLY,
     CONTEXT,
     DUALPIPE,
     EP,
@@ -73,7 +73,8 @@ BUGS: dict[str, AnyBug] = {
         Mutation(
             f"{APPLY}:cut_stages",
             "StageModel(whole, number, held, len(layers))",
-            "StageModel(whole, number, [int(name) for name in sorted(whole.layers)][held.start : held.stop], len(layers))",
+            "StageModel(whole, number, [int(name) for name in sorted(whole.layers)][slice(held.start, held.stop)], "
+            "len(layers))",
         ),
         [PP],
         spec={"n_layers": 11},
