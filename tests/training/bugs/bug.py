@@ -87,7 +87,7 @@ class ResumeBug:
     mutation: Mutation
     layouts: tuple[Layout, Layout]
     spec: ModelSpec = SPEC
-    crashes: bool = False
+    crashes = False
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:
@@ -107,7 +107,7 @@ class UnitBug:
     """The arguments of that test."""
     put_in_there: bool = False
     """Whether that test puts the bug in itself, and passes when it has seen it."""
-    crashes: bool = False
+    crashes = False
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:

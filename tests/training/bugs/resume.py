@@ -20,6 +20,8 @@ from tests.training.bugs.bug import (
 )
 from tests.training.worlds import SPEC
 
+LOAD = "tests.training.checkpoints:load"
+
 BUGS: dict[str, AnyBug] = {
     "22: layers are numbered from the start of their stage": Bug(
         Mutation(
@@ -31,7 +33,7 @@ BUGS: dict[str, AnyBug] = {
     ),
     "the moments of the optimizer are not taken up": ResumeBug(
         Mutation(
-            f"{STATE}:load",
+            LOAD,
             "read_into(folder, manifest, tensors)",
             "read_into(folder, manifest, {name: each for name, each in tensors.items() if name.startswith('model/')})",
         ),
@@ -69,7 +71,7 @@ BUGS: dict[str, AnyBug] = {
         (ONE, ONE),
     ),
     "the duplicate of a tied embedding keeps its initial values": ResumeBug(
-        Mutation(f"{STATE}:load", "trainer.model.after_change()", "pass"),
+        Mutation(LOAD, "trainer.model.after_change()", "pass"),
         (ZB_V, ZB_V),
         replace(SPEC, n_layers=4, tied_embedding=True),
     ),
