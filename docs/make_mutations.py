@@ -24,7 +24,7 @@ HEAD = """\
 This page is made from `tests/training/bugs`. Do not edit it; run `python docs/make_mutations.py`.
 
 {total} bugs are caught by a number: `shardwright verify`, a resume or a unit test shows something that is not equal.
-{crashing} are caught by a crash alone, and are not counted here:
+Caught by a crash alone, and not counted here: {crashing}.
 
 {families}
 

@@ -72,7 +72,7 @@ BUGS: dict[str, Bug] = {
         [ONE],
         spec={"dropout": 0.2},
     ),
-    "a token that begins a piece counts for the piece before it": Bug(
+    "a piece of a sequence counts its own tokens twice for the capacity": Bug(
         Mutation(f"{ROUTER}.places", "self.sum(counts_BPE).cumsum(1) - counts_BPE", "self.sum(counts_BPE).cumsum(1)"),
         [ZIGZAG],
         spec={"moe": FEW_PLACES},

@@ -141,7 +141,7 @@ BUGS: dict[str, AnyBug] = {
     "gathered chunks of other ranks are not in the order of the sequence": Bug(
         Mutation(f"{CONTEXT}:_others", "early + late", "late + early"), [ALLGATHER]
     ),
-    "dropped tokens take the places of those before them": Bug(
+    "places at an expert are counted from the end of the sequence": Bug(
         Mutation(
             f"{ROUTER}.places",
             "self.sum(counts_BPE).cumsum(1) - counts_BPE",
