@@ -48,7 +48,7 @@ BUGS: dict[str, AnyBug] = {
         Mutation(
             f"{STAGE}._forward",
             "self.results[stage + 1, 'F', i] = output.detach()",
-            "self.results[stage + 1, 'F', i] = self.kept[min(self.kept)][1].detach()",
+            "self.results[stage + 1, 'F', i] = (self.kept[min(self.kept)][1] if self.kept else output).detach()",
         ),
         [PP, ZB],
     ),
