@@ -206,13 +206,15 @@ def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(save
     assert "is not a checkpoint: there is no such folder" in str(run_ranks(load_ranks, 1, saved / "no", ONE)[0])
 
 
+CAST_IN_LOADING = Mutation(
+    "shardwright.training.checkpoint.state:_differences", "(saved.shape, saved.dtype)", "(saved.shape, dtype)"
+)
+
+
 @prove
 def test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen(saved):
     # The check mutated away, float32 goes into float64 in silence; so it is the check that refuses.
-    bug = Mutation(
-        "shardwright.training.checkpoint.state:_differences", "(saved.shape, saved.dtype)", "(saved.shape, dtype)"
-    )
-    for found in run_ranks(load_ranks, 2, saved, ZERO_3, (bug,), torch.float64):
+    for found in run_ranks(load_ranks, 2, saved, ZERO_3, (CAST_IN_LOADING,), torch.float64):
         assert isinstance(found, dict)
         assert {tensor.dtype for name, tensor in found.items() if "/step/" not in name} == {torch.float64}
     assert all(

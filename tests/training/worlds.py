@@ -71,6 +71,12 @@ def train_mutated(mutations: tuple[Mutation, ...], case: Case, layout: Layout, f
         return verify_rank.train_rank(case, layout, folder)
 
 
+def train_alone_mutated(mutations: tuple[Mutation, ...], case: Case, folder: Path) -> RankTrace:
+    """The reference of verify with bugs put into our code, of which it runs a part: the model."""
+    with mutated(*mutations):
+        return train_alone(case, folder)
+
+
 @dataclass
 class Outcome:
     """Loss and raw gradients of each step."""

@@ -1,0 +1,25 @@
+"""Known bugs in families, each put into our own code by tests/training/test_mutations.py; docs/mutations.md lists them.
+
+Numbers are those of the list of known silent bugs. 18 is in tests/data. To add one: a row in the module of its family,
+with the code as it is, the code as the bug has it, and where it shows.
+"""
+
+from collections.abc import Mapping
+
+from tests.training.bugs import dtype, elsewhere, mask, off_by_one, order, reduction, resume, scale, shard, stale
+from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
+
+FAMILIES: dict[str, Mapping[str, AnyBug]] = {
+    "wrong scale": scale.BUGS | elsewhere.SCALE,
+    "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION,
+    "wrong shard": shard.BUGS | elsewhere.SHARD,
+    "wrong order": order.BUGS | elsewhere.ORDER,
+    "stale value": stale.BUGS | elsewhere.STALE,
+    "wrong dtype": dtype.BUGS,
+    "wrong mask": mask.BUGS,
+    "off by one": off_by_one.BUGS,
+    "lost on resume": resume.BUGS | elsewhere.RESUME,
+}
+ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
+
+__all__ = ["ALL", "FAMILIES", "AnyBug", "Bug", "ResumeBug", "UnitBug"]

@@ -1,0 +1,63 @@
+"""Bugs that tests of other files put in, in families, with the names that they have there."""
+
+from tests.api import test_distributed
+from tests.parallel import test_context
+from tests.training import test_checkpoint
+from tests.training.bugs.bug import UnitBug
+
+_ATTENTION = "tests/parallel/test_context.py:test_a_wrong_backward_behind_a_right_forward_is_noticed"
+_LOOP = "tests/api/test_distributed.py:test_a_bug_is_seen"
+_STALE = "tests/training/test_checkpoint.py:test_bug_24_a_parameter_group_that_is_stale_after_a_resume_is_seen"
+_CAST = "tests/training/test_checkpoint.py:test_bug_23_a_dtype_that_is_cast_in_loading_would_be_seen"
+
+
+def _of_attention(name: str) -> UnitBug:
+    (mutation,) = test_context.BUGS[name].bugs
+    return UnitBug(mutation, _ATTENTION, put_in_there=True)
+
+
+def _of_loop(name: str) -> UnitBug:
+    _, mutation = test_distributed.BUGS[name]
+    return UnitBug(mutation, _LOOP, put_in_there=True)
+
+
+SCALE = {
+    "attention's backward pass takes a block's own log-sum-exp": _of_attention("a block's own log-sum-exp in backward"),
+    "the norm counts an embedding once for each rank of pp that holds it": _of_loop(
+        "the norm counts an embedding once for each rank of pp that holds it"
+    ),
+}
+REDUCTION = {
+    "the last hop of the gradients of keys and values is dropped": _of_attention("the gradients' last hop dropped"),
+    "the gradient of the own block of keys is forgotten": _of_attention("the own block's gradient forgotten"),
+    "gradients of replicated kv heads are not summed in ulysses": _of_attention(
+        "gradients of copied kv heads not summed"
+    ),
+}
+SHARD = {
+    "gradients of keys come home to the next rank": _of_attention("gradients come home to the next rank"),
+}
+ORDER = {
+    "gradients of the early keys are added to the late": _of_attention("gradients of the early keys added to the late"),
+    "the gradient of the late queries is added to the early": _of_attention(
+        "the late queries' gradient added to the early"
+    ),
+    "gradients for other ranks are sent in another order": _of_attention(
+        "gradients for other ranks sent in another order"
+    ),
+}
+STALE = {
+    "gradients that were let go are not put back into the buckets": _of_loop(
+        "gradients that were let go are not put back into the buckets"
+    ),
+    "the second copy of a tied embedding keeps its old values": _of_loop(
+        "the second copy of a tied embedding keeps its old values"
+    ),
+    "a loop of one's own keeps the gradients of the step before": _of_loop("gradients of the step before are kept"),
+}
+RESUME = {
+    "23: a type is cast in loading": UnitBug(test_checkpoint.CAST_IN_LOADING, _CAST, put_in_there=True),
+    "24: the weight decay is that of the checkpoint": UnitBug(
+        test_checkpoint.STALE["weight decay of the checkpoint"], _STALE, put_in_there=True
+    ),
+}
