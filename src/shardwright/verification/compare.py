@@ -167,11 +167,14 @@ def share_of_bfloat16(trace: Trace, quantity: Quantity) -> Errors:
     """For each tensor the share of its elements other than 0 that are bfloat16 numbers, of those that have enough.
 
     A sum in float32 of several terms in bfloat16 seldom is one in every element; what has been rounded to bfloat16 is.
-    Not of embeddings and experts, of which a row may have one term alone: that of the only micro-batch with its token.
+    Not of an embedding that is not tied, of which a row may have one term alone: that of the only micro-batch with its
+    token.
     """
+    tied = "head.weight" not in trace.shapes
     result: Errors = {}
     for name in trace.shapes:
-        tensor = None if "embedding" in name or ".experts." in name else trace.tensor(quantity, name)
+        left_out = "embedding" in name and not (tied and name == "embedding.weight")
+        tensor = None if left_out else trace.tensor(quantity, name)
         if tensor is None:
             continue
         values = tensor[tensor != 0]
