@@ -1,6 +1,5 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,22 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, verb
-from shardwright.cli.verify_text import MatrixLines, print_report, sizes
+from shardwright.cli import verify_fuzz
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, verb, wrong_place
+from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError, WorkerError, nearest
-from shardwright.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
-    from shardwright.verification import Case, Report, Verifier
+    from shardwright.verification import Case, Verifier
 
 
 @dataclass(frozen=True)
 class Options:
     """Arguments and options of the verb."""
 
-    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/")]
+    run_file: Annotated[
+        Path | None, typer.Argument(help="the run file, TOML; see examples/; with --fuzz there is none")
+    ] = None
     overrides: Overrides = None
     against: Annotated[
         str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
@@ -50,6 +51,20 @@ class Options:
         typer.Option(
             metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
         ),
+    ] = None
+    fuzz: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="instead of a run file, N random settings: models at test size with every choice of [model], and "
+            "layouts of 2 to 8 ranks; what fails is made smaller and written as verify-fuzz-SEED-NUMBER.toml",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="with --fuzz: every setting follows from this, by default 0")
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="write one page with the errors of each layer and step")
     ] = None
     full: Annotated[
         bool, typer.Option("--full", help="the true sizes of model and batch, not reduced to test size")
@@ -89,13 +104,17 @@ def verify(options: Options) -> None:
 
     shardwright verify examples/debug.toml --matrix 4
 
+    shardwright verify --fuzz 20
+
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
     configs = _configs(options)
     from shardwright.verification import Verifier
 
     with Verifier(timeout_s=options.timeout_s) as verifier:
-        if options.matrix is not None:
+        if options.fuzz is not None:
+            verify_fuzz.fuzz(verifier, options)
+        elif options.matrix is not None:
             _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options.json)
         else:
             sides = _sides(configs, options)
@@ -152,12 +171,12 @@ def _true_case(config: RunConfig, options: Options) -> "Case":
 
 
 def _configs(options: Options) -> list[RunConfig]:
-    """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
-    options and with the run file."""
+    """The run file, and its second form if there is one; none with --fuzz. Raises InputError with everything that is
+    wrong with the options and with the run file."""
     from shardwright.verification.case import DTYPES
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
-    wrong = []
+    wrong = verify_fuzz.wrong_options(options) + wrong_place("--html", options.html, {".html": "it is named"})
     if options.against != "single":
         wrong.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
@@ -166,7 +185,13 @@ def _configs(options: Options) -> list[RunConfig]:
         wrong.append(f"--dtype {options.dtype}: not one that can be compared; {nearest(options.dtype, DTYPES)}")
     if overrides_b is not None and options.matrix is not None:
         wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
-    configs = []
+    if options.fuzz is None and options.run_file is None:
+        wrong.append("the run file is missing; name one, such as examples/debug.toml, or draw settings with --fuzz N")
+    configs: list[RunConfig] = []
+    if options.run_file is None or options.fuzz is not None:
+        if wrong:
+            raise InputError(*wrong)
+        return configs
     for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
             configs.append(load(options.run_file, each))
@@ -216,16 +241,8 @@ def _one(
 
 
 def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", json: bool) -> None:
-    reports: list[Report] = []
-    lines = None if json else MatrixLines([layout for _, layout in pairs])
-    began_s = time.monotonic()
-    with error_console.status(f"0 of {len(pairs)}") as status:
-        for report in verifier.parities(pairs):
-            reports.append(report)
-            if lines is not None:
-                lines.add(report)
-            left_s = (time.monotonic() - began_s) / len(reports) * (len(pairs) - len(reports))
-            status.update(f"{len(reports)} of {len(pairs)}, {format_seconds(left_s)} left")
+    lines = None if json else MatrixLines([str(layout) for _, layout in pairs])
+    reports = collect(verifier, pairs, lines)
     if lines is None:
         equal = all(report.equal for report in reports)
         print_json({"equal": equal, "layouts": [report.document() for report in reports]})
