@@ -74,7 +74,7 @@ def _degrees(rng: Random) -> dict[str, int]:
 
 def _layout(rng: Random, degrees: dict[str, int], experts: bool) -> Layout:
     """These degrees, with a random value for every other key that has a meaning there but `stage_layers`."""
-    layout = Layout().changed(**degrees)
+    layout = Layout().changed(**degrees, zero=None)
     for name, key in KEYS.items():
         if name in degrees or not (key.used(layout) or name == "ep"):
             continue
@@ -243,7 +243,7 @@ def run_file(case: Case, layout: Layout, remark: str) -> str:
     """A setting as the text of a run file, which `shardwright verify --full` reads back as the same setting; `remark`:
     its first line, without the #."""
     optimizer = case.optimizer.model_dump()
-    usual = OptimizerSection(name=case.optimizer.name).model_dump()
+    usual = OptimizerSection(name=case.optimizer.name).model_dump() | {"name": OptimizerSection().name}
     sections: dict[str, dict[str, Any]] = {
         "model": {"preset": "debug"} | _changes(case.spec),
         "data": {"path": "not needed"},
@@ -251,9 +251,7 @@ def run_file(case: Case, layout: Layout, remark: str) -> str:
         "layout": {
             name: list(value) if isinstance(value, tuple) else value for name, value in layout.settings().items()
         },
-        "optimizer": {
-            key: value for key, value in optimizer.items() if value != usual[key] or key == "name" != "adamw"
-        },
+        "optimizer": {key: value for key, value in optimizer.items() if value != usual[key]},
     }
     top: dict[str, Any] = {"out": "not needed", "steps": case.steps, "seed": case.seed}
     if loaded := extensions.loaded():
