@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli import verify_fuzz
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, verb, wrong_place
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb, wrong_place
 from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError, WorkerError, nearest
@@ -115,11 +115,11 @@ def verify(options: Options) -> None:
         if options.fuzz is not None:
             verify_fuzz.fuzz(verifier, options)
         elif options.matrix is not None:
-            _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options.json)
+            _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options)
         else:
             sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
-            _one(verifier, *sides[0], second, options.json, sizes(configs[0], sides[0][0]))
+            _one(verifier, *sides[0], second, options, sizes(configs[0], sides[0][0]))
 
 
 def _of_matrix(config: RunConfig, world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
@@ -222,7 +222,7 @@ def _one(
     case: "Case",
     layout: "Layout",
     against: "tuple[Case, Layout] | None",
-    json: bool,
+    options: Options,
     sizes: str,
 ) -> None:
     from shardwright.verification.culprit import find_culprit
@@ -232,23 +232,38 @@ def _one(
     if not report.equal:
         with error_console.status("looking for the culprit") as status:
             report = replace(report, culprit=find_culprit(verifier, report, status.update))
-    if json:
+    if options.html is not None:
+        from shardwright.report.verify_page import write_page
+
+        write_page(report, sizes, options.html)
+    if options.json:
         print_json(report.document())
     else:
         print_report(report, sizes)
+        _tell_written(options)
     if not report.equal:
         raise typer.Exit(1)
 
 
-def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", json: bool) -> None:
-    lines = None if json else MatrixLines([str(layout) for _, layout in pairs])
+def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", options: Options) -> None:
+    lines = None if options.json else MatrixLines([str(layout) for _, layout in pairs])
     reports = collect(verifier, pairs, lines)
+    if options.html is not None:
+        from shardwright.report.verify_page import write_matrix_page
+
+        write_matrix_page(reports, f"{options.run_file}: layouts of {options.matrix} ranks", options.html)
     if lines is None:
         equal = all(report.equal for report in reports)
         print_json({"equal": equal, "layouts": [report.document() for report in reports]})
     else:
         lines.end(reports)
+        _tell_written(options)
     if any(report.crash for report in reports):
         raise typer.Exit(WorkerError.exit_code)
     if not all(report.equal for report in reports):
         raise typer.Exit(1)
+
+
+def _tell_written(options: Options) -> None:
+    if options.html is not None:
+        say(f"written to {options.html}")
