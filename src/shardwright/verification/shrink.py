@@ -87,13 +87,42 @@ def _whole_model(case: Case, layout: Layout) -> Iterator[Setting]:
 def _layout(case: Case, layout: Layout) -> Iterator[Setting]:
     yield from (smaller for _, smaller in switched_off(case, layout))
     for axis in (*DENSE_AXES, "ep"):
-        for degree in (n for n in range(2, layout.degree(axis)) if layout.degree(axis) % n == 0):
-            try:
-                smaller = layout.changed(**{axis: degree})
-            except LayoutError:
-                continue
-            rounds = case.accumulation(layout)
-            yield replace(case, global_batch=case.micro_batch * rounds * smaller.data_ranks), smaller
+        degree = layout.degree(axis)
+        for lower in (n for n in range(2, degree) if n == 2 or degree % n == 0):
+            yield from _lower(case, layout, axis, lower)
+
+
+def _lower(case: Case, layout: Layout, axis: str, lower: int) -> Iterator[Setting]:
+    """A lower degree of an axis: as it is, with sizes that it divides, and with ep lowered alike; with pp the first
+    layers of `stage_layers`."""
+    degree, n_layers, each = layout.degree(axis), case.spec.n_layers, case.micro_batch * case.accumulation(layout)
+    changes: dict[str, Any] = {axis: lower}
+    if axis == "pp" and layout.stage_layers:
+        counts = layout.stage_layers[: len(layout.stage_layers) // degree * lower]
+        changes["stage_layers"], n_layers = counts, sum(counts)
+    for more in ({}, {"ep": layout.ep // degree * lower}) if layout.ep % degree == 0 else ({},):
+        try:
+            smaller = layout.changed(**changes | more)
+        except LayoutError:
+            continue
+        spec = replace(case.spec, n_layers=n_layers)
+        changed = replace(case, spec=spec, global_batch=each * smaller.data_ranks)
+        yield changed, smaller
+        yield _divisible(changed, degree, lower), smaller
+
+
+def _divisible(case: Case, degree: int, lower: int) -> Case:
+    """The case with the sizes that `degree` divides as multiples of `lower` instead: heads that 3 ranks shard become
+    heads for 2."""
+
+    def scaled(size: int) -> int:
+        return size if size % degree else size // degree * lower
+
+    spec, seq_len = case.spec, scaled(case.seq_len)
+    heads, kv_heads = scaled(spec.n_heads), scaled(spec.n_kv_heads)
+    moe = spec.moe and replace(spec.moe, n_experts=scaled(spec.moe.n_experts), n_shared=scaled(spec.moe.n_shared))
+    spec = replace(spec, n_heads=heads, n_kv_heads=kv_heads, d_ffn=scaled(spec.d_ffn), moe=moe)
+    return replace(case, spec=spec, seq_len=seq_len)
 
 
 def _parts(case: Case, layout: Layout) -> Iterator[Setting]:
