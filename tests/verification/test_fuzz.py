@@ -22,7 +22,9 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.schedule.registry import names
 from shardwright.verification import Case, Report, Verifier, case_of
 from shardwright.verification.fuzz import WORLDS, Drawn, draw, problems, run_file
+from shardwright.verification.rank import train_rank
 from shardwright.verification.shrink import failure, shrink
+from shardwright.verification.trace import RankTrace
 from tests.marks import prove
 from tests.mutation import Mutation
 from tests.training.worlds import NO_SUM_OF_COPIES, train_mutated
@@ -204,15 +206,22 @@ def test_a_bug_is_found_and_its_smallest_run_file_shows_it(tmp_path: Path, monke
     assert verify(path.name, "--full").exit_code == 0, "without the bug it is equal"
 
 
+def crash(case: Case, layout: Layout, folder: Path) -> RankTrace:
+    if layout.data_ranks > 1:
+        raise TypeError("ranks of data")
+    return train_rank(case, layout, folder)
+
+
 @prove
 def test_a_crash_is_a_row_and_what_is_left_crashes_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verify_fuzz, "MOST_SHRUNK", 1)
-    with_bug(monkeypatch, Mutation("shardwright.parallel.apply:apply", "seed", "seed.missing"))
+    monkeypatch.setattr(Verifier.__init__, "__defaults__", (crash, 60.0))
     result = verify("--fuzz", 2, "--seed", SMALL, "--steps", 1, "--dtype", "float32")
     assert result.exit_code == 3, result.output
     assert "failed: 2 of 2 settings" in result.output
     assert f"shardwright verify verify-fuzz-{SMALL}-0.toml --full --dtype float32 --steps 1" in result.output
+    assert "setting 0, the smallest found that still fails: dp_replicate 2, zero 0; 1 layers" in result.output
     assert "setting 1, as it was drawn" in result.output
     assert verify(f"verify-fuzz-{SMALL}-0.toml", "--full", "--dtype", "float32", "--steps", 1).exit_code == 3
 

@@ -144,12 +144,15 @@ def errors_svg(rows: Sequence[Row]) -> str:
 def _draw(
     ax: "Axes", title: str, cells: Cells, layers: Sequence[str], steps: Sequence[int], numbers: bool, names: bool
 ) -> None:
-    from matplotlib.patches import Rectangle
+    from matplotlib.collections import PolyCollection
 
+    column, line = ({each: at for at, each in enumerate(some)} for some in (steps, layers))
+    boxes: list[list[tuple[tuple[float, float], ...]]] = [[] for _ in CLASSES]
     for (layer, step), excess in cells.items():
-        x, y = steps.index(step), layers.index(layer)
-        colour = CLASSES[class_of(excess)].paper
-        ax.add_patch(Rectangle((x + 0.02, y + 0.06), 0.96, 0.88, facecolor=colour, edgecolor="none"))
+        x, y = column[step], line[layer]
+        ends = (x + 0.02, x + 0.98), (y + 0.06, y + 0.94)
+        corners = tuple((ends[0][right], ends[1][down]) for right, down in ((0, 0), (1, 0), (1, 1), (0, 1)))
+        boxes[class_of(excess)].append(corners)
         if numbers:
             ax.text(
                 x + 0.5,
@@ -161,6 +164,8 @@ def _draw(
                 color=COLOURS["ink"],
                 fontweight="normal" if excess <= 1 else "bold",
             )
+    for each, some in zip(CLASSES, boxes, strict=True):
+        ax.add_collection(PolyCollection(some, facecolors=each.paper, edgecolors="none"))
     ax.set(xlim=(0, len(steps)), ylim=(len(layers), 0))
     ax.set_title(title, fontsize=9.5)
     apart = -(-len(steps) // 8)
