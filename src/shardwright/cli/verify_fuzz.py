@@ -151,7 +151,7 @@ def _print_verdict(
     from shardwright.verification.fuzz import in_words
 
     refused = sum(each.refused for each in settings)
-    say(f"{refused} more that were drawn break a rule of the model, the layout or the batch; others were drawn instead")
+    say(f"{refused} that were drawn broke a rule of the model, the layout or the batch, and were drawn again")
     if not failed:
         console.print(f"[bold green]equal:[/] all {len(reports)} settings of seed {options.seed or 0}")
         return
