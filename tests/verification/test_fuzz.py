@@ -231,8 +231,8 @@ def test_a_crash_is_a_row_and_what_is_left_crashes_alike(tmp_path: Path, monkeyp
     [
         (["--fuzz", "0"], ["--fuzz 0", "1 or more"]),
         (["--fuzz", "3", "--seed", "-1"], ["--seed -1", "0 or more"]),
-        (["--seed", "3"], ["--seed 3 goes with --fuzz", "run file is missing"]),
-        ([], ["the run file is missing", "--fuzz N"]),
+        (["--seed", "3"], ["name a run file", "--fuzz N"]),
+        (["run.toml", "--seed", "3"], ["--seed 3 goes with --fuzz", "leave it out"]),
         (["run.toml", "--fuzz", "3"], ["run.toml", "--fuzz draws its own models and layouts", "leave one"]),
         (["--fuzz", "3", "--matrix", "2"], ["--matrix with --fuzz", "leave one"]),
         (["--fuzz", "3", "--set", "layout.tp=2"], ["--set with --fuzz", "leave one"]),

@@ -108,6 +108,10 @@ def verify(options: Options) -> None:
 
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
+    if options.run_file is None and options.fuzz is None:
+        raise typer.BadParameter(
+            "name a run file, such as examples/debug.toml, or draw settings with --fuzz N", param_hint="RUN_FILE"
+        )
     configs = _configs(options)
     from shardwright.verification import Verifier
 
@@ -185,8 +189,6 @@ def _configs(options: Options) -> list[RunConfig]:
         wrong.append(f"--dtype {options.dtype}: not one that can be compared; {nearest(options.dtype, DTYPES)}")
     if overrides_b is not None and options.matrix is not None:
         wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
-    if options.fuzz is None and options.run_file is None:
-        wrong.append("the run file is missing; name one, such as examples/debug.toml, or draw settings with --fuzz N")
     configs: list[RunConfig] = []
     if options.run_file is None or options.fuzz is not None:
         if wrong:
