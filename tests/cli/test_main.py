@@ -16,7 +16,11 @@ from shardwright.cli.main import app
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verify"], "error: missing argument 'run_file' ("),
+        (
+            ["verify"],
+            "error: invalid value for RUN_FILE: name a run file, such as examples/debug.toml, or draw settings",
+        ),
+        (["sample"], "error: missing argument 'run_dir' ("),
         (["planx"], "error: no such command 'planx'"),
         (["data", "nope"], "error: no such command 'nope' ("),
         (["verify", "run.toml", "--sett", "steps=1"], "error: no such option: --sett"),

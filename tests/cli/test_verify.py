@@ -140,9 +140,24 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
     assert "all 1 layouts" in result.output
 
 
+def test_a_layout_and_a_matrix_are_written_as_a_page(run_file: Path, tmp_path: Path):
+    one, all_ = tmp_path / "one.html", tmp_path / "all.html"
+    result = verify(run_file, "--set", "layout.dp_shard=2", "--steps", "1", "--html", one)
+    assert result.exit_code == 0, result.output
+    assert f"written to {one}" in result.output
+    assert "<h1>dp_shard 2, zero 3: equal</h1>" in one.read_text()
+    assert "layer 1" in one.read_text()
+    result = verify(run_file, "--matrix", "1", "--steps", "1", "--html", all_, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["equal"], "nothing but JSON is printed"
+    assert "<td>one rank</td><td>equal</td>" in all_.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--html", "page.txt"], ["--html page.txt", "*.html"]),
+        (["--html", "/no/folder/page.html"], ["/no/folder", "make it first"]),
         (["--dtype", "float63"], ["float63", "did you mean 'float64'?"]),
         (["--dtype", "float63", "--against", "b", "--set", "steps=0"], ["--dtype float63", "--against b", "steps=0"]),
         (["--set", "layout.dpshard=2"], ["did you mean 'dp_shard'?"]),

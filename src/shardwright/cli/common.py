@@ -73,9 +73,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """A line of text as it is, however wide the screen."""
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, markup=False, soft_wrap=True, end=end)
 
 
 def columns(*names: str, left: int = 0) -> Table:

@@ -1,6 +1,5 @@
 """shardwright verify: does the layout of a run file compute what one process computes?"""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb
-from shardwright.cli.verify_text import MatrixLines, print_report, sizes
+from shardwright.cli import verify_fuzz
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb, wrong_place
+from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
 from shardwright.errors import InputError, WorkerError, nearest
-from shardwright.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.layout import Layout
-    from shardwright.verification import Case, Report, Verifier
+    from shardwright.verification import Case, Verifier
 
 
 _DAY_S = 24 * 3600.0
@@ -26,7 +25,9 @@ _DAY_S = 24 * 3600.0
 class Options:
     """Arguments and options of the verb."""
 
-    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/")]
+    run_file: Annotated[
+        Path | None, typer.Argument(help="the run file, TOML; see examples/; with --fuzz there is none")
+    ] = None
     overrides: Overrides = None
     against: Annotated[
         str, typer.Option("--against", help="single: one process in plain PyTorch; for a second layout see --set-b")
@@ -53,6 +54,20 @@ class Options:
         typer.Option(
             metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
         ),
+    ] = None
+    fuzz: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="instead of a run file, N random settings: models at test size with every choice of [model], and "
+            "layouts of 2 to 8 ranks; what fails is made smaller and written as verify-fuzz-SEED-NUMBER.toml",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="with --fuzz: every setting follows from this, by default 0")
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="write one page with the errors of each layer and step")
     ] = None
     full: Annotated[
         bool, typer.Option("--full", help="the true sizes of model and batch, not reduced to test size")
@@ -95,21 +110,30 @@ def verify(options: Options) -> None:
 
     shardwright verify examples/debug.toml --matrix 4
 
+    shardwright verify --fuzz 20
+
     Exit codes: 0 equal, 1 not equal, 2 the input cannot be used, 3 a rank crashed or hung.
     """
+    if options.run_file is None and options.fuzz is None:
+        raise typer.BadParameter(
+            "name a run file, such as examples/debug.toml, or draw settings with --fuzz N", param_hint="RUN_FILE"
+        )
     configs = _configs(options)
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S
 
-    with Verifier(timeout_s=options.timeout_s or (_DAY_S if options.full else TIMEOUT_S)) as verifier:
-        if options.matrix is not None:
-            _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options.json)
+    timeout_s = options.timeout_s or (_DAY_S if options.full else TIMEOUT_S)
+    with Verifier(timeout_s=timeout_s) as verifier:
+        if options.fuzz is not None:
+            verify_fuzz.fuzz(verifier, options)
+        elif options.matrix is not None:
+            _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options)
         elif _is_too_large(configs, options):
             _reduced(verifier, configs[0], options)
         else:
             sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
-            _one(verifier, *sides[0], second, options.json, sizes(configs[0], sides[0][0]))
+            _one(verifier, *sides[0], second, options, sizes(configs[0], sides[0][0]))
 
 
 def _is_too_large(configs: "Sequence[RunConfig]", options: Options) -> bool:
@@ -125,11 +149,11 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: Options) -> Non
 
     pairs, why = reduced(_true_case(config, options), config.layout.layout(), most_ranks())
     if len(pairs) == 1:
-        _one(verifier, *pairs[0], None, options.json, f"{why}\n{sizes(config, pairs[0][0])}")
+        _one(verifier, *pairs[0], None, options, f"{why}\n{sizes(config, pairs[0][0])}")
         return
     if not options.json:
         say(why)
-    _matrix(verifier, pairs, options.json)
+    _matrix(verifier, pairs, options)
 
 
 def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
@@ -181,13 +205,13 @@ def _true_case(config: "RunConfig", options: Options) -> "Case":
 
 
 def _configs(options: Options) -> "list[RunConfig]":
-    """The run file, and its second form if there is one. Raises InputError with everything that is wrong with the
-    options and with the run file."""
+    """The run file, and its second form if there is one; none with --fuzz. Raises InputError with everything that is
+    wrong with the options and with the run file."""
     from shardwright.config import load
     from shardwright.verification.case import DTYPES
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
-    wrong = []
+    wrong = verify_fuzz.wrong_options(options) + wrong_place("--html", options.html, {".html": "it is named"})
     if options.against != "single":
         wrong.append(
             f"--against {options.against}: valid is single; to compare with another layout use --set-b KEY=VALUE"
@@ -196,7 +220,11 @@ def _configs(options: Options) -> "list[RunConfig]":
         wrong.append(f"--dtype {options.dtype}: not one that can be compared; {nearest(options.dtype, DTYPES)}")
     if overrides_b is not None and options.matrix is not None:
         wrong.append("--set-b names a second layout and --matrix compares all with one process; leave one out")
-    configs = []
+    configs: list[RunConfig] = []
+    if options.run_file is None or options.fuzz is not None:
+        if wrong:
+            raise InputError(*wrong)
+        return configs
     for each in [overrides] if overrides_b is None else [overrides, [*overrides, *overrides_b]]:
         try:
             configs.append(load(options.run_file, each))
@@ -227,7 +255,7 @@ def _one(
     case: "Case",
     layout: "Layout",
     against: "tuple[Case, Layout] | None",
-    json: bool,
+    options: Options,
     sizes: str,
 ) -> None:
     from shardwright.verification.culprit import find_culprit
@@ -238,31 +266,38 @@ def _one(
     if not report.equal:
         with error_console.status("looking for the culprit") as status:
             report = replace(report, culprit=find_culprit(verifier, report, status.update))
-    if json:
+    if options.html is not None:
+        from shardwright.report.verify_page import write_page
+
+        write_page(report, sizes, options.html)
+    if options.json:
         print_json(report.document())
     else:
         print_report(report, sizes)
+        _tell_written(options)
     if not report.equal:
         raise typer.Exit(1)
 
 
-def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", json: bool) -> None:
-    reports: list[Report] = []
-    lines = None if json else MatrixLines([layout for _, layout in pairs])
-    began_s = time.monotonic()
-    with error_console.status(f"0 of {len(pairs)}") as status:
-        for report in verifier.parities(pairs):
-            reports.append(report)
-            if lines is not None:
-                lines.add(report)
-            left_s = (time.monotonic() - began_s) / len(reports) * (len(pairs) - len(reports))
-            status.update(f"{len(reports)} of {len(pairs)}, {format_seconds(left_s)} left")
+def _matrix(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", options: Options) -> None:
+    lines = None if options.json else MatrixLines([str(layout) for _, layout in pairs])
+    reports = collect(verifier, pairs, lines)
+    if options.html is not None:
+        from shardwright.report.verify_page import write_matrix_page
+
+        write_matrix_page(reports, f"{options.run_file}: layouts of {pairs[0][1].world_size} ranks", options.html)
     if lines is None:
         equal = all(report.equal for report in reports)
         print_json({"equal": equal, "layouts": [report.document() for report in reports]})
     else:
         lines.end(reports)
+        _tell_written(options)
     if any(report.crash for report in reports):
         raise typer.Exit(WorkerError.exit_code)
     if not all(report.equal for report in reports):
         raise typer.Exit(1)
+
+
+def _tell_written(options: Options) -> None:
+    if options.html is not None:
+        say(f"written to {options.html}")

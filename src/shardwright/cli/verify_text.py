@@ -1,14 +1,17 @@
 """What `shardwright verify` prints."""
 
+import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from shardwright.cli.common import columns, console, print_table, say
+from shardwright.cli.common import columns, console, error_console, print_table, say
+from shardwright.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.layout import Layout
-    from shardwright.verification import Case, Report
+    from shardwright.verification import Case, Report, Verifier
 
 
 def sizes(config: "RunConfig", case: "Case") -> str:
@@ -63,29 +66,33 @@ def print_report(report: "Report", sizes: str) -> None:
 
 
 class MatrixLines:
-    """Prints the layouts of a matrix, a line each, as they come."""
+    """Prints comparisons, a line each, as they come: of all of them, in order, `names`, and `remarks` at the end of
+    their lines."""
 
-    def __init__(self, layouts: Sequence["Layout"]) -> None:
-        self._width = max(len(str(layout)) for layout in layouts)
+    def __init__(self, names: Sequence[str], what: str = "layout", remarks: Sequence[str] = ()) -> None:
+        self._width = max(map(len, (what, *names)))
+        self._names = zip_longest(names, remarks, fillvalue="")
         self._reasons: dict[str, None] = {}
-        self._line("layout", "worst at", "error", "tolerance", "replicas", "", style="bold")
+        self._line(what, "worst at", "error", "tolerance", "replicas", "", style="bold")
 
     def add(self, report: "Report") -> None:
-        """A layout that has been compared, or whose ranks failed."""
+        """The next one that has been compared, or whose ranks failed."""
+        name, remark = next(self._names)
         if report.crash:
-            first = report.crash.splitlines()[0]
-            console.print(f"{report.layout!s:<{self._width}}  [bold red]failed[/] ", soft_wrap=True, end="")
-            say(first)
+            say(f"{name:<{self._width}}  ", end="")
+            console.print("[bold red]failed[/] ", end="")
+            say("  ".join(filter(None, (report.crash.splitlines()[0], remark))))
             return
         worst = report.worst
         self._reasons |= dict.fromkeys(row.reason for row in report.rows)
         self._line(
-            str(report.layout),
+            name,
             f"{worst.quantity.kind} {worst.name}".strip(),
             f"{worst.error:.1e}",
             f"{worst.tolerance:.1e}",
             f"{len(report.differing)} differ" if report.differing else f"{report.n_replicated}",
             "equal" if report.equal else "[bold red]not equal[/]",
+            "    " * report.equal + remark if remark else "",
         )
 
     def end(self, reports: Sequence["Report"]) -> None:
@@ -105,6 +112,20 @@ class MatrixLines:
         else:
             console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {n_ranks} ranks")
 
-    def _line(self, layout: str, at: str, error: str, limit: str, replicas: str, verdict: str, style: str = "") -> None:
-        line = f"{layout:<{self._width}}  {at:<40}  {error:>7}  {limit:>9}  {replicas:>10}  {verdict}"
+    def _line(self, name: str, at: str, error: str, limit: str, replicas: str, *rest: str, style: str = "") -> None:
+        line = f"{name:<{self._width}}  {at:<40}  {error:>7}  {limit:>9}  {replicas:>10}  {'  '.join(rest)}"
         console.print(line.rstrip(), style=style, soft_wrap=True, highlight=False)
+
+
+def collect(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", lines: MatrixLines | None) -> "list[Report]":
+    """The report of each case and layout; `lines`, if there are any, prints each as it comes."""
+    reports: list[Report] = []
+    began_s = time.monotonic()
+    with error_console.status(f"0 of {len(pairs)}") as status:
+        for report in verifier.parities(pairs):
+            reports.append(report)
+            if lines is not None:
+                lines.add(report)
+            left_s = (time.monotonic() - began_s) / len(reports) * (len(pairs) - len(reports))
+            status.update(f"{len(reports)} of {len(pairs)}, {format_seconds(left_s)} left")
+    return reports

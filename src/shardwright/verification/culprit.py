@@ -25,7 +25,7 @@ def find_culprit(verifier: Verifier, report: Report, tell: Callable[[str], None]
     known: dict[Setting, bool | None] = {}
     while True:
         needed: list[str] = []
-        for name, smaller in _switched_off(*setting):
+        for name, smaller in switched_off(*setting):
             if smaller not in known:
                 known[smaller] = _fails(verifier, smaller, tell)
             if known[smaller]:
@@ -46,7 +46,7 @@ def _fails(verifier: Verifier, setting: Setting, tell: Callable[[str], None]) ->
         return None
 
 
-def _switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
+def switched_off(case: Case, layout: Layout) -> Iterator[tuple[str, Setting]]:
     """Every setting with one axis, key, accumulation or dropout less than this one; axes first."""
     for name, changes in _fewer(layout):
         try:

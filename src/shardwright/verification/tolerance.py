@@ -15,6 +15,8 @@ MULTIPLE = 4.0
 seeds: up to 2.5 times in bfloat16, 3.0 times in float32."""
 MULTIPLE_OF_NUMBERS = 6.0
 """The same for a loss or a norm, of which there are fewer to find the largest error among. Measured: up to 4 times."""
+_OF_NORM = 0.25
+"""The error of a norm as a share of that of its gradients, most of which is across them. Measured: up to 0.3."""
 _NOISE = 0.01
 """The share of a parameter's elements whose gradient may be mostly rounding."""
 _OF_COUNTS = 8.0
@@ -67,7 +69,7 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
     Of a parameter after steps of Adam, which divides a gradient by its size and so makes as large a step of an element
     that is mostly rounding: of the largest of its kind and step, or what `_NOISE` of the elements come to that step the
     other way. Of a number (loss, norm, evaluation), which is often right by
-    luck: of the largest error of its kind in any step.
+    luck: of the largest error of its kind in any step, of a norm at least of `_OF_NORM` of the middle gradient's.
     Initial values are those of float64, rounded once. Gradients are never allowed `MOST` or more, at which one that is
     missing, or twice as large, would pass.
     """
@@ -82,6 +84,8 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
             numbers[kind] = max(numbers.get(kind, 0.0), error)
     middle = {quantity: sorted(errors)[len(errors) // 2] for quantity, errors in tensors.items()}
     largest = {quantity: max(errors) for quantity, errors in tensors.items()}
+    gradient = max(error for quantity, error in middle.items() if quantity.kind == "gradient")
+    numbers["grad norm"] = max(numbers["grad norm"], _OF_NORM * gradient)
 
     def limit(quantity: Quantity, name: str) -> float:
         if quantity.kind == "initial":

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import LayoutError, WorkerError
+from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.layout import Layout
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
@@ -94,23 +94,28 @@ class Verifier:
 
     def parities(self, pairs: Sequence[tuple[Case, Layout]]) -> Iterator[Report]:
         """`parity` of each case and layout with one process, in their order, as they come; several run at once. Where a
-        rank crashes or hangs the report says so and the others go on."""
+        rank crashes or hangs the report says so and the others go on (`outcome`)."""
         world_size = max(layout.world_size for _, layout in pairs)
         # While some ranks wait for each other, or this process compares, those of another world run.
         at_once = max(1, min(4, 2 * (os.cpu_count() or 1) // world_size + 1))
         with ThreadPoolExecutor(at_once) as threads:
             try:
-                yield from threads.map(self._parity_or_crash, pairs)
+                yield from threads.map(lambda pair: self.outcome(*pair), pairs)
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 end_all()
                 raise
 
-    def _parity_or_crash(self, pair: tuple[Case, Layout]) -> Report:
+    def outcome(self, case: Case, layout: Layout) -> Report:
+        """`parity` with one process; where a rank crashes, hangs or refuses what the rules allow, the report says so.
+
+        Raises LayoutError for a setting that breaks a rule.
+        """
+        _check(case, layout)
         try:
-            return self.parity(*pair)
-        except WorkerError as error:
-            return Report(*pair, "one process", [], 0, crash=str(error))
+            return self.parity(case, layout)
+        except ShardwrightError as error:
+            return Report(case, layout, "one process", [], 0, crash=str(error))
 
     def _prepared(self, case: Case) -> Case:
         """The case with the norms that its reference clips to."""

@@ -1,0 +1,277 @@
+"""Random settings to verify: a model, a batch and an optimizer at test size, and a layout that fits them.
+
+All follow from a seed and a number: `draw(seed, number)` is the same on every machine, whatever was drawn before.
+"""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, replace
+from random import Random
+from typing import Any, NamedTuple, get_args
+
+from shardwright import extensions
+from shardwright.config import MODEL_TABLES, OptimizerSection, as_toml
+from shardwright.errors import LayoutError
+from shardwright.layout import DENSE_AXES, KEYS, Layout
+from shardwright.model.modules import FAMILIES
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Score
+from shardwright.model.spec import Activation, ModelSpec, Norm, Positions
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.split import rules
+from shardwright.split.stages import schedule_problems
+from shardwright.verification.case import Case
+
+WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}
+"""Numbers of ranks, and how often each is drawn: more often where there are several axes in it."""
+INIT_STD = 0.2  # as of the models that `case.cut` reduces
+_MOST_STAGES = 12
+_TRIES = 30
+"""So many models are tried with the axes that were drawn, before others are."""
+
+
+class Drawn(NamedTuple):
+    """A setting, and how many drawn before it were refused by a rule of the model, the layout or the batch."""
+
+    case: Case
+    layout: Layout
+    refused: int
+
+
+def draw(seed: int, number: int) -> Drawn:
+    """Setting `number` (0 or more) of a seed: every choice of a model, of `[batch]` and of `[optimizer]`, and a layout
+    of 2 to 8 ranks with every key of `[layout]`. Families, schedules and optimizers are those that are registered."""
+    rng, refused = Random(f"{seed}/{number}"), 0
+    while True:
+        degrees, experts, family = _degrees(rng), rng.random() < 0.4, rng.choice(list(FAMILIES))
+        for _ in range(_TRIES):
+            layout = _layout(rng, degrees, experts)
+            if layout.n_stages <= _MOST_STAGES:
+                case, layout = _setting(rng, layout, experts, family)
+                if not problems(case, layout):
+                    return Drawn(case, layout, refused)
+            refused += 1
+
+
+def problems(case: Case, layout: Layout) -> list[str]:
+    """Every rule that a setting breaks, one sentence each; empty for a valid one."""
+    found = case.spec.problems() or rules.problems(case.spec, layout, case.seq_len)
+    if case.seq_len > case.spec.max_seq_len:
+        found.append(f"seq_len={case.seq_len} is longer than max_seq_len={case.spec.max_seq_len}")
+    if not found and not case.shares(layout):
+        found.append(f"{layout} cannot take global_batch={case.global_batch} with micro_batch={case.micro_batch}")
+    return found
+
+
+def _degrees(rng: Random) -> dict[str, int]:
+    """A degree for each axis: the prime factors of a number of ranks, each given to an axis."""
+    degrees, rest = dict.fromkeys(DENSE_AXES, 1), rng.choices(list(WORLDS), list(WORLDS.values()))[0]
+    for factor in (2, 3, 5, 7):
+        while rest % factor == 0:
+            degrees[rng.choice(DENSE_AXES)] *= factor
+            rest //= factor
+    return degrees
+
+
+def _layout(rng: Random, degrees: dict[str, int], experts: bool) -> Layout:
+    """These degrees, with a random value for every other key that has a meaning there but `stage_layers`."""
+    layout = Layout().changed(**degrees, zero=None)
+    for name, key in KEYS.items():
+        if name in degrees or not (key.used(layout) or name == "ep"):
+            continue
+        possible = []
+        for changes in _choices(rng, layout, name, experts):
+            try:
+                possible.append(layout.changed(**changes))
+            except LayoutError:
+                continue
+        layout = rng.choice(possible) if possible else layout
+    return layout
+
+
+def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[dict[str, Any]]:
+    """The values of a key that are drawn in a layout, with other keys that each of them needs."""
+    if name == "ep":
+        yield from ({"ep": ep} for ep in _divisors(layout.dp_shard * layout.cp * layout.tp) if experts or ep == 1)
+    elif name == "virtual_stages":
+        yield from ({name: stages} for stages in layout.kind.virtual_stages_tried)
+    elif choices := KEYS[name].choices:
+        for value in choices():
+            if value == "usp":
+                yield {name: value, "ulysses_degree": rng.choice(_divisors(layout.cp)[1:])}
+            elif name != "sequence_parallel" or value or not experts:  # experts need it
+                yield {name: value}
+
+
+def _setting(rng: Random, layout: Layout, experts: bool, family: str) -> tuple[Case, Layout]:
+    """A model and a batch for a layout, which may break some rule, and the layout with its `stage_layers`."""
+    n_stages = layout.n_stages
+    n_layers = n_stages + rng.choice((0, 1, 2, 3)) if layout.pp > 1 else rng.choice((1, 2, 3, 4))
+    if layout.pp > 1 and rng.random() < 0.4:
+        ends = [0, *sorted(rng.sample(range(1, n_layers), n_stages - 1)), n_layers]
+        stages = tuple(ends[at + 1] - ends[at] for at in range(n_stages))
+        layout = replace(layout, stage_layers=stages)
+    cuts = rules.sequence_cuts(layout)
+    seq_len = cuts * rng.randint(-(-6 // cuts), max(1, 24 // cuts))
+    micro_batch = rng.choice((1, 1, 2, 3))
+    most = 2 * layout.pp + 1 if layout.pp > 1 else 3
+    rounds = rng.choice([n for n in range(1, most + 1) if not schedule_problems(layout, n)] or [1])
+    spec = _spec(rng, layout, n_layers=n_layers, seq_len=seq_len, experts=experts, family=family)
+    case = Case(
+        spec,
+        seq_len=seq_len,
+        global_batch=micro_batch * rounds * layout.data_ranks,
+        micro_batch=micro_batch,
+        seed=rng.randrange(1000),
+        optimizer=_optimizer(rng),
+    )
+    return case, layout
+
+
+def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: bool, family: str) -> ModelSpec:
+    latent = _latent(rng) if rng.random() < 0.25 else None
+    n_heads = layout.tp * layout.cp_ulysses * rng.choice((1, 1, 2, 3))
+    n_kv_heads = n_heads if latent else rng.choice(_divisors(n_heads))
+    positions: Positions = "rope" if latent else rng.choice(get_args(Positions))
+    head_dim = latent.v_dim if latent else rng.choice((4, 6, 8) if positions == "rope" else (4, 5, 7, 8))
+    max_seq_len = seq_len * rng.choice((1, 1, 2))
+    return ModelSpec(
+        family=family,
+        n_layers=n_layers,
+        d_model=n_heads * head_dim if rng.random() < 0.5 else rng.randint(8, 40),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ffn=layout.tp * rng.randint(3, 12),
+        vocab_size=rng.randint(17, 97),
+        max_seq_len=max_seq_len,
+        norm=rng.choice(get_args(Norm)),
+        norm_eps=rng.choice((1e-5, 1e-6)),
+        activation=rng.choice(get_args(Activation)),
+        positions=positions,
+        rope_theta=rng.choice((1e4, 5e5)),
+        rope_scaling=_scaling(rng, seq_len) if positions == "rope" and rng.random() < 0.4 else None,
+        qk_norm=not latent and rng.random() < 0.4,
+        bias=not latent and not experts and rng.random() < 0.4,
+        tied_embedding=rng.random() < 0.4,
+        dropout=rng.choice((0.0, 0.0, 0.1, 0.3)),
+        moe=_experts(rng, layout, n_layers) if experts else None,
+        latent_attention=latent,
+        init_std=INIT_STD,
+    )
+
+
+def _scaling(rng: Random, seq_len: int) -> RopeScaling:
+    return RopeScaling(
+        factor=rng.choice((2.0, 8.0)),
+        low_freq_factor=1.0,
+        high_freq_factor=rng.choice((2.0, 4.0)),
+        original_max_seq_len=max(1, seq_len // rng.choice((1, 2))),
+    )
+
+
+def _latent(rng: Random) -> LatentAttentionSpec:
+    nope_dim, rope_dim = rng.randint(2, 8), rng.choice((2, 4))
+    return LatentAttentionSpec(
+        kv_rank=rng.randint(4, 12),
+        q_rank=rng.choice((0, rng.randint(4, 12))),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=rng.randint(4, nope_dim + rope_dim),
+    )
+
+
+def _experts(rng: Random, layout: Layout, n_layers: int) -> MoESpec:
+    n_experts = max(2, layout.ep * rng.choice((1, 1, 2, 3)))
+    n_groups = rng.choice(_divisors(n_experts))
+    groups_per_token = rng.randint(1, n_groups)
+    top_k = rng.randint(1, min(3, groups_per_token * n_experts // n_groups))
+    return MoESpec(
+        n_experts=n_experts,
+        top_k=top_k,
+        d_ffn=rng.randint(4, 24),
+        n_shared=layout.tp * rng.choice((0, 0, 1)),  # its inner width is partitioned over tp
+        first_dense=rng.choice((0, min(1, n_layers - 1))),
+        score=rng.choice(get_args(Score)),
+        normalise=top_k > 1 and rng.random() < 0.6,
+        weight_scale=rng.choice((1.0, 2.5)),
+        n_groups=n_groups,
+        groups_per_token=groups_per_token,
+        capacity_factor=rng.choice((0.0, 0.0, 1.0, 1.5)),
+        bias_rate=rng.choice((0.0, 0.01)),
+        aux_loss=rng.choice((0.0, 0.01)),
+        aux_scope=rng.choice(get_args(AuxScope)),
+        z_loss=rng.choice((0.0, 0.001)),
+        force_balance=rng.random() < 0.1,
+    )
+
+
+def _optimizer(rng: Random) -> OptimizerSection:
+    name = rng.choice(list(OPTIMIZERS))
+    options = {}
+    for key, option in OPTIMIZERS[name].options.items():
+        most = option.below if option.below <= 1 else 10 * option.default
+        middle = round(max(option.least, 0.0) + 0.5 * (most - max(option.least, 0.0)), 12)
+        options[key] = rng.choice((option.default, middle))
+    return OptimizerSection(
+        name=name,
+        lr=rng.choice((1e-4, 3e-4, 1e-3)),
+        weight_decay=rng.choice((0.0, 0.1)),
+        clip_norm=rng.choice((0.0, 1.0)),
+        **options,
+    )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def in_words(case: Case) -> str:
+    """The model of a setting, in a line: sizes, and each choice that is not at its default."""
+    spec = case.spec
+    said = [f"{spec.n_layers} layers", f"{spec.n_heads}/{spec.n_kv_heads} heads"]
+    for name, value in _given(spec).items():
+        if name in MODEL_TABLES or value is True:
+            said.append(name)
+        elif isinstance(value, str):
+            said.append(value)
+        elif name == "dropout":
+            said.append(f"dropout {value:g}")
+    return ", ".join(said)
+
+
+def run_file(case: Case, layout: Layout, remark: str) -> str:
+    """A setting as the text of a run file, which `shardwright verify --full` reads back as the same setting; `remark`:
+    its first line, without the #."""
+    optimizer = case.optimizer.model_dump()
+    usual = OptimizerSection(name=case.optimizer.name).model_dump() | {"name": OptimizerSection().name}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"preset": "debug"} | _changes(case.spec),
+        "data": {"path": "not needed"},
+        "batch": {"seq_len": case.seq_len, "global_batch": case.global_batch, "micro_batch": case.micro_batch},
+        "layout": {
+            name: list(value) if isinstance(value, tuple) else value for name, value in layout.settings().items()
+        },
+        "optimizer": {key: value for key, value in optimizer.items() if value != usual[key]},
+    }
+    top: dict[str, Any] = {"out": "not needed", "steps": case.steps, "seed": case.seed}
+    if loaded := extensions.loaded():
+        top["extensions"] = loaded
+    lines = [f"# {remark}", *(f"{key} = {as_toml(value)}" for key, value in top.items())]
+    for section, values in sections.items():
+        if values:
+            lines += ["", f"[{section}]", *(f"{key} = {as_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _changes(spec: ModelSpec) -> dict[str, Any]:
+    """What of a model differs from the preset "debug", which has none of the tables."""
+    preset = PRESETS["debug"]
+    changed = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    changed = {name: value for name, value in changed.items() if value != getattr(preset, name)}
+    return {name: _given(value) if name in MODEL_TABLES else value for name, value in changed.items()}
+
+
+def _given(section: Any) -> dict[str, Any]:
+    """The fields of a model or of a table of it that are not at a default."""
+    values = {each.name: (getattr(section, each.name), each.default) for each in fields(section)}
+    return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
