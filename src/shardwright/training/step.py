@@ -110,9 +110,8 @@ class ForwardBackward:
         """What training draws from; in evaluation, which has no step, only drawn experts do."""
         if not self.model.spec.draws:
             return None
-        return sample_keys(
-            self.seed, EVALUATION if step is None else step, sample_ids_B.to(self.device, non_blocking=True)
-        )
+        step = EVALUATION if step is None else step
+        return sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:

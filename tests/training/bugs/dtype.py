@@ -7,6 +7,7 @@ from tests.training.bugs.bug import (
     DATA,
     DUALPIPE,
     EP,
+    EP_OF_4,
     EXPERTS,
     HYBRID,
     NORM,
@@ -17,6 +18,7 @@ from tests.training.bugs.bug import (
     SP,
     STAGE,
     TENSOR,
+    TIED,
     TP,
     ZERO_0,
     ZERO_2,
@@ -37,6 +39,27 @@ BUGS: dict[str, AnyBug] = {
         REDUCED_IN_BF16,
         [ZERO_2, HYBRID],
         dtype="bfloat16",
+    ),
+    "gradients of experts are reduced in bf16": Bug(
+        Mutation(
+            f"{APPLY}:shard",
+            "shards = f'{prefix}shards'",
+            "shards = f'{prefix}shards'\n"
+            "policy = MixedPrecisionPolicy(compute_dtype, compute_dtype if prefix else param_dtype, None, False)",
+        ),
+        [EP_OF_4],
+        dtype="bfloat16",
+        spec={"moe": EXPERTS},
+    ),
+    "gradients of a tied embedding are rounded to bf16 after their sum": Bug(
+        Mutation(
+            f"{TIED}.sum_over_ranks",
+            "sum_together(gradients, self._groups[ranks])",
+            "(sum_together(gradients, self._groups[ranks]), [each.copy_(each.bfloat16()) for each in gradients])",
+        ),
+        [PP],
+        dtype="bfloat16",
+        spec={"tied_embedding": True},
     ),
     "gradients of norms are rounded to bf16 before their sum": Bug(
         Mutation(
