@@ -29,6 +29,15 @@ from shardwright.cli.main import app
             "error: no such option: --zero-pp-gather; a key of the run file is given as "
             "--set layout.zero_pp_gather=VALUE (",
         ),
+        (
+            ["train", "run.toml", "--parallelism.tensor_parallel_degree=2"],
+            "error: no such option: --parallelism.tensor_parallel_degree; a key of the run file is given as "
+            "--set layout.tp=VALUE (",
+        ),
+        (
+            ["verify", "run.toml", "--layout", "tp=2"],
+            "error: no such option: --layout; a key of the run file is given as --set layout.KEY=VALUE (",
+        ),
         (["verify", "run.toml", "--steps", "0"], "error: invalid value for '--steps'"),
         (["train"], "error: invalid value for RUN_FILE: name a run file"),
     ],

@@ -129,6 +129,7 @@ def test_after_a_kill_the_resumed_run_is_the_uninterrupted_one_to_the_last_bit(f
     assert checkpoints(run_file) == left
     resumed = train(run_file, "--resume")
     assert f"resumed from {run_file.parent}/out/checkpoints/step-{resumed_step:08d}" in resumed.stdout
+    assert "changed since then" not in resumed.stdout
     assert f"step {resumed_step}, {4 * resumed_step} samples seen" in resumed.stdout
     same_run(run_file, uninterrupted)
     assert checkpoints(run_file) == ["step-00000015", "step-00000020"]
@@ -155,7 +156,10 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file
         run.wait_for(lambda: len(trajectory(run_file)) >= 2)
         os.kill(run.process.pid, number)
         assert run.wait() == 75
-    stopped = re.search(r"stopped at step (\d+) of 20, as asked; the last checkpoint.*--resume", run.stdout)
+    stopped = re.search(
+        r"stopped at step (\d+) of 20, as asked; the last checkpoint.*\n *shardwright train \S*/run.toml --resume",
+        run.stdout,
+    )
     assert stopped, run.stdout
     assert 2 < int(stopped[1]) < 20
     assert checkpoints(run_file)[-1] == f"step-{int(stopped[1]):08d}"
@@ -220,7 +224,11 @@ def test_a_run_resumed_on_other_layouts_sees_each_sample_once_and_learns_the_sam
     recorder = functools.partial(records_samples, run_file.parent)
     for i, hop in enumerate(hops):
         settings = [argument for setting in (*hop, f"steps={4 * i + 4}") for argument in ("--set", setting)]
-        train(run_file, *settings, *(["--resume"] if i else []), fault=recorder)
+        run = train(run_file, *settings, *(["--resume"] if i else []), fault=recorder)
+        said = "changed since then: " in run.stdout
+        assert said == bool(i), run.stdout
+    assert "steps 16 to 20" in run.stdout
+    assert "layout.dp_shard 2 to 1" in run.stdout
     seen = [int(i) for path in run_file.parent.glob("samples-*") for i in path.read_text().split()]
     assert sorted(seen) == list(range(20 * 4))
     for (step, loss, norm), (same_step, same_loss, same_norm) in zip(
@@ -357,3 +365,8 @@ def test_the_installed_command_with_workers_of_its_own_resumes_after_a_kill(run_
     resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     same_run(run_file, uninterrupted)
+
+
+def test_a_resume_that_finds_nothing_says_that_it_starts_anew(run_file):
+    run = train(run_file, "--resume", "--set", "steps=1", "--set", "lr_schedule.warmup_steps=0")
+    assert "out/checkpoints to resume from: starting from the initial weights" in run.stdout

@@ -57,10 +57,14 @@ def _as_override(error: Any) -> str:
     option = getattr(error, "option_name", None)
     if not takes_overrides or option is None:
         return ""
-    from shardwright.config import keys_named
+    from shardwright.config import RunConfig, keys_named
+    from shardwright.synonyms import called_here
 
-    keys = keys_named(option.removeprefix("--").replace("-", "_"))
-    return f"; a key of the run file is given as {' or '.join(f'--set {key}=VALUE' for key in keys)}" if keys else ""
+    name = option.removeprefix("--").replace("-", "_").split(".")[-1]
+    keys = keys_named(name) or [key for key in called_here(name) or () if "=" not in key]
+    sections = {key for key, field in RunConfig.model_fields.items() if hasattr(field.annotation, "model_fields")}
+    said = [f"--set {key}{'.KEY' if key in sections else ''}=VALUE" for key in keys]
+    return f"; a key of the run file is given as {' or '.join(said)}" if said else ""
 
 
 class _Commands(dict[str, Any]):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -207,7 +207,7 @@ def _true_case(config: "RunConfig", options: Options) -> "Case":
 def _configs(options: Options) -> "list[RunConfig]":
     """The run file, and its second form if there is one; none with --fuzz. Raises InputError with everything that is
     wrong with the options and with the run file."""
-    from shardwright.config import load
+    from shardwright.config import flat, load
     from shardwright.verification.case import DTYPES
 
     overrides, overrides_b = options.overrides or [], options.overrides_b
@@ -231,7 +231,7 @@ def _configs(options: Options) -> "list[RunConfig]":
         except InputError as error:
             wrong += [problem for problem in error.problems if problem not in wrong]
     if len(configs) == 2:
-        one, two = (_flat(config.model_dump()) for config in configs)
+        one, two = (flat(config.model_dump()) for config in configs)
         changed = [key for key in one if one[key] != two[key]]
         if other := [key for key in changed if not key.startswith("layout.") and key != "batch.micro_batch"]:
             wrong.append(
@@ -241,13 +241,6 @@ def _configs(options: Options) -> "list[RunConfig]":
     if wrong:
         raise InputError(*wrong)
     return configs
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 def _one(

@@ -134,6 +134,14 @@ def _meant(path: Sequence[str]) -> str:
     return nearest(name, _owner(path).model_fields)
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The keys of a run file by their paths: {"layout": {"tp": 2}} -> {"layout.tp": 2}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 def keys_named(name: str) -> list[str]:
     """Keys of a run file whose last part is `name`, with their sections: `tp` -> [`layout.tp`]."""
     return [key for key in _paths(RunConfig) if key.split(".")[-1] == name]

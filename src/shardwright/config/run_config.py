@@ -111,4 +111,4 @@ def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterat
         )
     if steps is not None and sum(changing.values()) > steps:
         given = " + ".join(f"{name}={number}" for name, number in changing.items())
-        yield f"lr_schedule.{given} is more than the steps={steps} of the run"
+        yield f"lr_schedule.{given} is more than the steps={steps} of the run; lower it, or raise steps"

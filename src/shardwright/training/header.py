@@ -2,12 +2,14 @@
 
 import platform
 import subprocess
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import shardwright
-from shardwright.config import RunConfig
+from shardwright.config import RunConfig, as_toml, flat
 from shardwright.data.samples import Samples
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import Started, now
@@ -62,3 +64,19 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def changes_since(saved: Path, now_toml: str) -> list[str]:
+    """The keys of a run that differ from those of the run file saved with the checkpoint it goes on from, as
+    `steps 100 to 200`; none where that file is not there."""
+    try:
+        before = flat(tomllib.loads(saved.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return []
+    after = flat(tomllib.loads(now_toml))
+    keys = [key for key in (before | after) if before.get(key) != after.get(key) and key != "checkpoint.resume"]
+    return [f"{key} {_said(before.get(key))} to {_said(after.get(key))}" for key in keys]
+
+
+def _said(value: Any) -> str:
+    return "unset" if value is None else as_toml(value)

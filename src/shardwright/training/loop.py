@@ -21,7 +21,7 @@ from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
-from shardwright.training.header import header, started
+from shardwright.training.header import changes_since, header, started
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
@@ -136,6 +136,10 @@ class _Run:
                 screen.say(remark)
             if start.checkpoint is not None:
                 screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
+                if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
+                    screen.say(f"changed since then: {', '.join(changed)}")
+            elif config.checkpoint.resume == "auto":
+                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from the initial weights")
             if writers and start.step < steps:
                 for line in header(config, self.samples, self.device, start.step):
                     screen.say(line)
@@ -150,7 +154,8 @@ class _Run:
             stop.settle()
         if start.step < done < steps:
             screen.say(
-                f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with --resume"
+                f"stopped at step {done} of {steps}, as asked; the last checkpoint is of this step. Go on with\n"
+                f"  shardwright train {shlex.quote(str(Path(config.out) / RUN_FILE))} --resume"
             )
         elif done < steps:
             screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
