@@ -11,13 +11,28 @@ os.environ.pop("COLUMNS", None)
 import pytest
 from hypothesis import settings
 
-import shardwright.cli.common  # noqa: F401
+import shardwright.cli.common
+import shardwright.layout  # noqa: F401  (registers the schedules)
 import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
+from shardwright.model.modules import FAMILIES
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.schedule.registry import _KINDS as SCHEDULES
 from shardwright.verification import Verifier
+
+BUILT_IN = [(registry, tuple(registry)) for registry in (FAMILIES, OPTIMIZERS, SCHEDULES)]
+"""What the package registers itself, before any test registers more."""
 
 # A busy machine is no reason for a property to fail; pytest's own timeout ends what hangs.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+@pytest.fixture
+def built_in_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families, optimizers and schedules that other tests have registered are not there."""
+    for registry, names in BUILT_IN:
+        for name in [name for name in registry if name not in names]:
+            monkeypatch.delitem(registry, name)
 
 
 @pytest.fixture(scope="session")

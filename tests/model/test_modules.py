@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import ConfigError
-from shardwright.model.modules import Family, Row, attention, feed_forward, layer_rows, register, row_of, rows
+from shardwright.model.modules import FAMILIES, Family, Row, attention, feed_forward, layer_rows, register, row_of, rows
 from shardwright.model.presets import PRESETS
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -74,12 +74,13 @@ def test_a_family_that_is_registered_twice_or_not_at_all_is_refused():
     assert problem == "family='decodr' is not known; did you mean 'decoder'?"
 
 
-def test_rows_that_are_computed_together_agree_on_the_order_of_tokens():
+def test_rows_that_are_computed_together_agree_on_the_order_of_tokens(monkeypatch: pytest.MonkeyPatch):
     def layer(spec: ModelSpec, number: int):
         yield from attention(spec, input="norm")
         yield from feed_forward(spec, "ffn", spec.d_ffn, input="norm")
 
-    register(Family(name="unordered", help="", layer=layer, block="nowhere:Block"))
+    family = Family(name="unordered", help="", layer=layer, block="nowhere:Block")
+    monkeypatch.setitem(FAMILIES, family.name, family)
     with pytest.raises(
         ValueError, match=r"attention.q.weight and ffn.gate.weight read 'norm'.*valid: the same for both"
     ):

@@ -29,6 +29,8 @@ from tests.marks import prove
 from tests.mutation import Mutation
 from tests.training.worlds import NO_SUM_OF_COPIES, train_mutated
 
+pytestmark = pytest.mark.usefixtures("built_in_only")
+
 N = 300
 SMALL = 393
 """A seed whose first setting has one layer, on two ranks of dp_replicate."""
