@@ -33,7 +33,6 @@ QUICK = (
     "11: gradients of norms on token shards are not summed",
     "only the first group of parameters follows the learning rate",
     "layers of a stage are ordered as text",
-    "drawn experts go by the position in the token shard",
 )
 
 
