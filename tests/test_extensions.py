@@ -67,6 +67,7 @@ def test_a_schedule_of_a_run_files_extension_is_a_choice_of_the_layout(tmp_path:
     assert load(tmp_path / "run.toml").extensions == config.extensions, "a second time nothing is registered twice"
 
 
+@pytest.mark.prove
 def test_verify_loads_it_in_its_ranks(tmp_path: Path):
     written(tmp_path, SCHEDULE)
     load(run_file(tmp_path, pp=2, pp_schedule="mine"))

@@ -102,6 +102,7 @@ def test_the_loop_of_the_example_learns_on_two_ranks():
     assert losses[-1] < 0.3 < losses[0]
 
 
+@pytest.mark.prove
 def test_the_model_of_the_example_is_equal_to_one_process():
     assert "tp 2 against one process: equal" in ran(sys.executable, "examples/own_model.py")
 
@@ -129,6 +130,7 @@ def test_the_culprit_is_named_where_a_layout_is_not_equal(monkeypatch: pytest.Mo
     assert report.culprit in str(report)
 
 
+@pytest.mark.prove
 def test_a_layout_of_more_ranks_than_this_machine_holds_is_reduced():
     report = shardwright.verify(shardwright.Layout(dp_shard=64, tp=2), global_batch=64, steps=1)
     assert report.equal

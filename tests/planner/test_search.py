@@ -238,6 +238,7 @@ def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
     assert search(near.job, top=1).best
 
 
+@pytest.mark.prove
 def test_well_known_layouts_are_of_their_kind():
     found = {each.name.split(":")[0]: each.choice.layout for each in well_known(search(job(DEEP, "h100:16", 32, 256)))}
     assert "tp across nodes" not in found, "8 heads are not cut into more than 8 parts"

@@ -32,7 +32,6 @@ SETTINGS = {(bug.case(layout), layout): None for bug in SEEN_BY_VERIFY.values() 
 QUICK = (
     "11: gradients of norms on token shards are not summed",
     "only the first group of parameters follows the learning rate",
-    "layers of a stage are ordered as text",
 )
 
 

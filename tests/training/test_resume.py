@@ -263,6 +263,7 @@ def test_a_run_that_is_done_resumes_to_nothing(run_file, uninterrupted):
     assert (uninterrupted.parent / "out" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.prove
 def test_the_run_file_that_a_resumed_run_leaves_does_not_resume_by_itself(run_file):
     train(run_file, "--set", "steps=5")
     train(run_file, "--resume", "--set", "steps=6")
@@ -307,6 +308,7 @@ def test_resume_passes_over_damaged_checkpoints_and_says_so_and_refuses_when_all
     assert checkpoints(run_file) == ["step-00000015", "step-00000020"]
 
 
+@pytest.mark.prove
 def test_resume_by_another_model_or_precision_is_refused_and_changes_nothing(run_file):
     train(run_file, "--set", "steps=10")
     before = {
