@@ -20,6 +20,7 @@ from shardwright.optimizers import OPTIMIZERS
 from shardwright.split import rules
 from shardwright.split.stages import schedule_problems
 from shardwright.verification.case import Case
+from shardwright.verification.matrix import divisors
 
 WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}
 """Numbers of ranks, and how often each is drawn: more often where there are several axes in it."""
@@ -91,13 +92,13 @@ def _layout(rng: Random, degrees: dict[str, int], experts: bool) -> Layout:
 def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[dict[str, Any]]:
     """The values of a key that are drawn in a layout, with other keys that each of them needs."""
     if name == "ep":
-        yield from ({"ep": ep} for ep in _divisors(layout.dp_shard * layout.cp * layout.tp) if experts or ep == 1)
+        yield from ({"ep": ep} for ep in divisors(layout.dp_shard * layout.cp * layout.tp) if experts or ep == 1)
     elif name == "virtual_stages":
         yield from ({name: stages} for stages in layout.kind.virtual_stages_tried)
     elif choices := KEYS[name].choices:
         for value in choices():
             if value == "usp":
-                yield {name: value, "ulysses_degree": rng.choice(_divisors(layout.cp)[1:])}
+                yield {name: value, "ulysses_degree": rng.choice(divisors(layout.cp)[1:])}
             elif name != "sequence_parallel" or value or not experts:  # experts need it
                 yield {name: value}
 
@@ -130,7 +131,7 @@ def _setting(rng: Random, layout: Layout, experts: bool, family: str) -> tuple[C
 def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: bool, family: str) -> ModelSpec:
     latent = _latent(rng) if rng.random() < 0.25 else None
     n_heads = layout.tp * layout.cp_ulysses * rng.choice((1, 1, 2, 3))
-    n_kv_heads = n_heads if latent else rng.choice(_divisors(n_heads))
+    n_kv_heads = n_heads if latent else rng.choice(divisors(n_heads))
     positions: Positions = "rope" if latent else rng.choice(get_args(Positions))
     head_dim = latent.v_dim if latent else rng.choice((4, 6, 8) if positions == "rope" else (4, 5, 7, 8))
     max_seq_len = seq_len * rng.choice((1, 1, 2))
@@ -182,7 +183,7 @@ def _latent(rng: Random) -> LatentAttentionSpec:
 
 def _experts(rng: Random, layout: Layout, n_layers: int) -> MoESpec:
     n_experts = max(2, layout.ep * rng.choice((1, 1, 2, 3)))
-    n_groups = rng.choice(_divisors(n_experts))
+    n_groups = rng.choice(divisors(n_experts))
     groups_per_token = rng.randint(1, n_groups)
     top_k = rng.randint(1, min(3, groups_per_token * n_experts // n_groups))
     return MoESpec(
@@ -219,10 +220,6 @@ def _optimizer(rng: Random) -> OptimizerSection:
         clip_norm=rng.choice((0.0, 1.0)),
         **options,
     )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def in_words(case: Case) -> str:

@@ -48,11 +48,11 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
 
 
 def _degrees(world_size: int) -> Iterator[Choice]:
-    for pp in _divisors(world_size):
-        for tp in _divisors(world_size // pp):
-            for cp in _divisors(world_size // (pp * tp)):
+    for pp in divisors(world_size):
+        for tp in divisors(world_size // pp):
+            for cp in divisors(world_size // (pp * tp)):
                 rest = world_size // (pp * tp * cp)
-                for dp_shard in _divisors(rest):
+                for dp_shard in divisors(rest):
                     yield {"tp": tp, "cp": cp, "dp_shard": dp_shard, "dp_replicate": rest // dp_shard, "pp": pp}
 
 
@@ -65,9 +65,9 @@ def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
             continue
         values: Sequence[Any] = key.choices() if key.choices else ()
         if name == "ep":
-            values = _divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))
+            values = divisors(gcd(degrees["dp_shard"] * degrees["cp"] * degrees["tp"], n_experts))
         elif name == "ulysses_degree":
-            values = _divisors(degrees["cp"])
+            values = divisors(degrees["cp"])
         before = groups.get(key.group, [{}])
         groups[key.group] = [choice | {name: value} for choice in before for value in values]
     return [[choice for choice in choices if _makes_sense(degrees | choice)] for choices in groups.values()]
@@ -99,5 +99,6 @@ def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:
     return [layout for layout in possible if layout in taken]
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Every divisor of a number, in order."""
     return [d for d in range(1, n + 1) if n % d == 0]

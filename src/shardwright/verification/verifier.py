@@ -185,7 +185,7 @@ class Verifier:
     def _run(
         self, function: Callable[..., RankTrace], world_size: int, folder: Path, case: Case, *layout: Layout
     ) -> Trace:
-        # Threads that share out a small matmul wait for each other longer than they work, above all on a busy machine.
+        # The threads of a small matmul wait for each other longer than they compute, above all on a busy machine.
         small = case.spec.n_parameters < _SMALL
         who = f"{f'{world_size} ranks' if layout else 'one process'} in {case.dtype}"
         with nullcontext() if small else told(self.tell, who, folder, case.n_records):

@@ -93,7 +93,7 @@ BUGS: dict[str, AnyBug] = {
         ),
         [SP],
     ),
-    "summed tokens are dealt out in turn": Bug(
+    "summed tokens are scattered to ranks round-robin": Bug(
         Mutation(
             f"{TENSOR}:start_sum_tokens",
             "x_BTD.unflatten(1, (n, -1)).transpose(0, 1).contiguous()",

@@ -54,7 +54,7 @@ BUGS: dict[str, AnyBug] = {
         Mutation("shardwright.split.sequence:_on_ring", "(rank, parts - 1 - rank)", "(2 * rank, 2 * rank + 1)"),
         [ZIGZAG],
     ),
-    "experts are dealt out to ranks in turn": Bug(
+    "experts are assigned to ranks round-robin": Bug(
         Mutation(
             f"{EXCHANGE}.__call__", "counts_E.view(self.group.size(), -1)", "counts_E.view(-1, self.group.size()).T"
         ),
