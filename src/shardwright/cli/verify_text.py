@@ -21,6 +21,9 @@ def sizes(config: "RunConfig", case: "Case") -> str:
         f"d_ffn {spec.d_ffn}, vocabulary {spec.vocab_size}; {case.global_batch} sequences of {case.seq_len} tokens a "
         f"step, {case.steps} step{'s' * (case.steps > 1)}, {case.dtype}"
     )
+    if case.attention == "document":
+        restarted = ", positions restarted" * (case.positions == "document")
+        sizes += f", attention within documents{restarted}"
     if config.precision.compute == "bf16" and case.dtype != "bfloat16":
         sizes += ", not the bf16 of precision.compute, which --dtype bfloat16 takes"
     return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"

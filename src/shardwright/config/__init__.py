@@ -8,13 +8,14 @@ back as a run file with every default filled in; it is saved with each run.
 
 from shardwright.config.reading import as_toml, flat, keys_named, load, model_of, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
-from shardwright.config.sections import MODEL_TABLES, OptimizerSection, ScheduleSection
+from shardwright.config.sections import MODEL_TABLES, OptimizerSection, ScheduleSection, Scope
 
 __all__ = [
     "MODEL_TABLES",
     "OptimizerSection",
     "RunConfig",
     "ScheduleSection",
+    "Scope",
     "as_toml",
     "flat",
     "keys_named",

@@ -24,6 +24,8 @@ from shardwright.config.sections import (
 )
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import accumulation
+from shardwright.model.modules import FAMILIES
+from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 
@@ -95,7 +97,30 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found.append(
             "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
         )
+    if data:
+        found += _document_problems(data, None if spec_problems else spec)
     return found
+
+
+def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:
+    if data.attention == "sequence":
+        if data.positions == "document":
+            yield (
+                "data.positions='document' goes with data.attention='document'; with attention over the sequence two "
+                "tokens before a query would have the same position"
+            )
+        return
+    if data.sequences != "packed":
+        yield (
+            f"data.attention='document' goes with data.sequences='packed'; in {data.sequences!r} a sequence has one "
+            f"document, and attention is within it already"
+        )
+    if spec and not FAMILIES[spec.family].documents:
+        able = ", ".join(repr(name) for name, family in FAMILIES.items() if family.documents)
+        yield (
+            f"data.attention='document' with model.family={spec.family!r}: its blocks take no documents "
+            f"(`Family.documents`, docs/extending.md); valid: data.attention='sequence', or a family of {able}"
+        )
 
 
 def _lr_schedule_problems(section: ScheduleSection, steps: int | None) -> Iterator[str]:

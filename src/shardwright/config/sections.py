@@ -94,6 +94,9 @@ class ModelSection(_ModelOverrides):
         return dataclasses.replace(preset, **changes)
 
 
+Scope = Literal["sequence", "document"]
+
+
 class DataSection(Section):
     """Where the tokens are and how sequences are made of them."""
 
@@ -104,6 +107,14 @@ class DataSection(Section):
         "documents: each document starts a sequence, the rest of it is padding that does not count",
     )
     mask_boundaries: bool = Field(False, description="packed only: leave the first token of a document out of the loss")
+    attention: Scope = Field(
+        "sequence",
+        description="the tokens before it that a token attends to: all of the sequence, or with document those of its "
+        "own document",
+    )
+    positions: Scope = Field(
+        "sequence", description="where positions restart: with each sequence, or with document also with each document"
+    )
     prefetch: Positive = Field(2, description="steps of data that are read ahead")
 
 

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,9 @@ from shardwright.layout import accumulation
 
 PADDING_ID = -1
 
+DocumentsAB = tuple[tuple[tuple[int, ...], ...], ...]
+"""Tokens of the documents of each sequence of each micro-batch."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -31,16 +34,24 @@ class Batch:
 
     tokens_ABT and targets_ABT are int64, targets IGNORE where they do not count; sample_ids_AB, int64, the
     running (global) sample indices, PADDING_ID for a row that only fills a micro-batch; n_targets is
-    the number of targets that count in this batch, of this rank alone.
+    the number of targets that count in this batch, of this rank alone. documents_AB: the tokens of each
+    document of each sequence, which add up to T; None where attention goes over whole sequences.
     """
 
     tokens_ABT: torch.Tensor
     targets_ABT: torch.Tensor
     sample_ids_AB: torch.Tensor
     n_targets: int
+    documents_AB: DocumentsAB | None = None
 
     @staticmethod
-    def of(tokens_BT: torch.Tensor, targets_BT: torch.Tensor, ids_B: torch.Tensor, micro_batch: int) -> "Batch":
+    def of(
+        tokens_BT: torch.Tensor,
+        targets_BT: torch.Tensor,
+        ids_B: torch.Tensor,
+        micro_batch: int,
+        documents_B: Sequence[Sequence[int]] | None = None,
+    ) -> "Batch":
         """The sequences of one data rank, in micro-batches that divide their number."""
         shape_AB = (len(ids_B) // micro_batch, micro_batch)
         return Batch(
@@ -48,6 +59,7 @@ class Batch:
             targets_BT.reshape(*shape_AB, -1),
             ids_B.reshape(shape_AB),
             int((targets_BT != IGNORE).sum()),
+            None if documents_B is None else _in_microbatches(documents_B, micro_batch),
         )
 
 
@@ -57,6 +69,8 @@ class Batches:
     Save `next_sample` and give it back as `start_sample` to resume, on any number of ranks, with any batch.
     `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
     stops it. What fails in the thread is raised, as it is, by the `next` that would have returned that batch.
+
+    `within_documents`: batches have the documents of their sequences, within which attention stays.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only
     damaged or foreign data has, raises DataError from `next`.
@@ -72,6 +86,7 @@ class Batches:
         data_ranks: int,
         seed: int,
         vocab_size: int,
+        within_documents: bool = False,
         start_sample: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
@@ -85,7 +100,7 @@ class Batches:
         def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
             for first in itertools.count(start_sample, global_batch):
                 ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
-                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory)
+                yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents)
 
         self._source = read()
         self._closed = False
@@ -135,6 +150,7 @@ def evaluation_batches(
     data_rank: int,
     data_ranks: int,
     vocab_size: int,
+    within_documents: bool = False,
     max_samples: int | None = None,
 ) -> Iterator[Batch]:
     """`max_samples` of a split (all if None), spread evenly over it, once each over all data ranks; A = 1.
@@ -147,15 +163,25 @@ def evaluation_batches(
     for first in range(0, n, micro_batch * data_ranks):
         ids = first + data_rank * micro_batch + np.arange(micro_batch)
         indices_B = np.where(ids < n, ids * len(samples) // n, PADDING_ID)
-        yield _read(samples, indices_B[None], indices_B[None], vocab_size, pin_memory=False)
+        yield _read(samples, indices_B[None], indices_B[None], vocab_size, False, within_documents)
 
 
-def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_size: int, pin_memory: bool) -> Batch:
+def _read(
+    samples: Samples,
+    ids_AB: np.ndarray,
+    indices_AB: np.ndarray,
+    vocab_size: int,
+    pin_memory: bool,
+    within_documents: bool,
+) -> Batch:
     shape = (*indices_AB.shape, samples.seq_len)
     tokens_ABT, targets_ABT = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    documents: list[Sequence[int]] = []
     n_targets = 0
     for place in np.ndindex(indices_AB.shape):
         i = int(indices_AB[place])
+        if within_documents:
+            documents.append(samples.documents(i) if i != PADDING_ID else (samples.seq_len,))
         if i == PADDING_ID:
             continue
         tokens, mask = samples.read(i)
@@ -168,7 +194,13 @@ def _read(samples: Samples, ids_AB: np.ndarray, indices_AB: np.ndarray, vocab_si
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).pin_memory() if pin_memory else torch.from_numpy(array)
 
-    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets)
+    documents_AB = _in_microbatches(documents, shape[1]) if within_documents else None
+    return Batch(tensor(tokens_ABT), tensor(targets_ABT), tensor(ids_AB.copy()), n_targets, documents_AB)
+
+
+def _in_microbatches(documents: Sequence[Sequence[int]], micro_batch: int) -> DocumentsAB:
+    whole = [tuple(each) for each in documents]
+    return tuple(tuple(whole[at : at + micro_batch]) for at in range(0, len(whole), micro_batch))
 
 
 def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size: int) -> DataError:

@@ -31,6 +31,11 @@ class Samples(Protocol):
         """Sample i: tokens int64 [seq_len + 1] and mask bool [seq_len]."""
         ...
 
+    def documents(self, i: int) -> list[int]:
+        """How many of the first seq_len tokens of sample i each of its documents has, in order; a separator belongs
+        to the document that it ends, and what the sample cuts off on either side is not counted."""
+        ...
+
 
 class PackedSamples:
     """The split as one row of tokens, split every seq_len: no padding, and a sample may span documents.
@@ -66,6 +71,13 @@ class PackedSamples:
         if self.mask_boundaries:
             return tokens, tokens[:-1] != self.split.separator_id
         return tokens, np.ones(self.seq_len, bool)
+
+    def documents(self, i: int) -> list[int]:
+        """As Samples.documents."""
+        begins = self.split.document_starts(self.span(i)[0], self.seq_len)
+        ends = np.concatenate([[0], begins[begins > 0], [self.seq_len]])
+        lengths: list[int] = np.diff(ends).tolist()
+        return lengths
 
 
 class DocumentSamples:
@@ -103,6 +115,11 @@ class DocumentSamples:
         tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
         tokens[:length] = self.split.tokens(start, length)
         return tokens, np.arange(self.seq_len) < length - 1
+
+    def documents(self, i: int) -> list[int]:
+        """As Samples.documents; padding is a document."""
+        length = min(self.span(i)[1], self.seq_len)
+        return [n for n in (length, self.seq_len - length) if n]
 
 
 def open_samples(config: RunConfig, name: str) -> Samples:

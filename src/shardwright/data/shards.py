@@ -222,6 +222,17 @@ class TokenSplit:
         first = self._document_ends[shard] - len(self._indices[shard])
         return self._shard_start(shard) + int(self._indices[shard][i - first])
 
+    def document_starts(self, start: int, length: int) -> np.ndarray:
+        """Where documents begin among `length` tokens from token `start` of the split on, counted from there; int64."""
+        found = [np.empty(0, np.int64)]
+        for shard in range(bisect_right(self._token_ends, start), len(self._shards)):
+            first, index = self._shard_start(shard) - start, self._indices[shard]
+            if first >= length:
+                break
+            low, high = np.searchsorted(index, np.array([max(0, -first), max(0, length - first)], index.dtype))
+            found.append(index[low:high].astype(np.int64) + first)
+        return np.concatenate(found)
+
     def document_lengths(self) -> np.ndarray:
         """Tokens of every document, separators counted; int64 [n_documents], 8 bytes a document of memory."""
         starts = [index.astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]

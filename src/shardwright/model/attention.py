@@ -1,30 +1,35 @@
-"""Causal self-attention with grouped key and value heads.
+"""Causal self-attention with grouped key and value heads, over whole sequences or within the documents of each.
 
-Shapes: B batch, T tokens, D model, H heads, K kv heads, C width of one head.
+Shapes: B batch, T tokens, D model, H heads, K kv heads, C width of one head, N = B T.
 """
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
+
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+"""(q_BTHC, k_BTKC, v_BTKC, documents) -> o_BTHC"""
 
 
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(C)) v over the tokens up to each position.
 
     The number of heads follows from the output of the projections, so the module also works with a shard of the heads.
-    `attend` is `causal_attention` or a replacement that computes the same, such as context-parallel attention.
+    `attend` is `attend` of this module or a replacement that computes the same, such as context-parallel attention.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         d, c = spec.d_model, spec.head_dim
         self.head_dim = c
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attend: Attend = attend
         self.q = Linear(d, spec.n_heads * c, bias=spec.bias)
         self.k = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
         self.v = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
@@ -32,8 +37,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None) -> Tensor:
-        """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope."""
+    def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None, documents: Documents | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope; with `documents` a
+        token attends to those of its own document only."""
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -41,7 +47,14 @@ class Attention(nn.Module):
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         if rotary_2TC is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary_2TC), rotate(k_BTKC, rotary_2TC)
-        return self.o(self.attend(q_BTHC, k_BTKC, v_BTKC).flatten(-2))
+        return self.o(self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2))
+
+
+def attend(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:
+    """Attention of every token to itself and to those before it, in its document if there are any; (B, T, H, C)."""
+    if documents is None:
+        return causal_attention(q_BTHC, k_BTKC, v_BTKC)
+    return document_attention(q_BTHC, k_BTKC, v_BTKC, documents.lengths)
 
 
 def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
@@ -52,3 +65,41 @@ def causal_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
     grouped = q_BHTC.shape[1] != k_BKTC.shape[1]
     o_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BKTC, v_BKTC, is_causal=True, enable_gqa=grouped)
     return o_BHTC.transpose(1, 2)
+
+
+@torch.compiler.disable  # the number of calls and their shapes differ from one micro-batch to the next
+def document_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Causal attention within each document; `lengths`: of each sequence, the tokens of each of its documents.
+
+    One call for all documents on a GPU in 16 bits (PyTorch's variable-length attention), elsewhere one a document.
+    """
+    flat = [x.flatten(0, 1) for x in (q_BTHC, k_BTKC, v_BTKC)]
+    documents = [length for each in lengths for length in each]
+    if has_varlen(q_BTHC):
+        o_NHC = _varlen_attention(*flat, documents)
+    else:
+        parts = zip(*(x.unsqueeze(0).split(documents, dim=1) for x in flat), strict=True)
+        o_NHC = torch.cat([causal_attention(*part) for part in parts], dim=1).squeeze(0)
+    return o_NHC.unflatten(0, q_BTHC.shape[:2])
+
+
+def has_varlen(q: Tensor) -> bool:
+    """Whether PyTorch has variable-length attention for the device, type and head width (the last dim) of a tensor."""
+    width = q.shape[-1]
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def _varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, documents: list[int]) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = cumulative(documents, q_NHC.device)
+    longest, grouped = max(documents), q_NHC.shape[1] != k_NKC.shape[1]
+    o_NHC = varlen_attn(q_NHC, k_NKC, v_NKC, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    assert isinstance(o_NHC, Tensor)
+    return o_NHC
+
+
+def cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    """0 and the sums of the first 1, 2, ... lengths, int32, as variable-length kernels take them."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)

@@ -14,13 +14,12 @@ that produce the rotated elements once, when a checkpoint is read.
 Shapes: B batch, T tokens, D model, H heads, L latent, N unrotated part of a head, P rotated part, C = N + P, V value.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.model.attention import causal_attention
+from shardwright.model.attention import Attend, attend
+from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear, linear
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
@@ -29,7 +28,7 @@ from shardwright.model.spec import ModelSpec
 class LatentAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v, with q and k of C elements a head and v of V.
 
-    `attend` is `causal_attention` or a replacement that computes the same. The number of heads follows from the output
+    `attend` is that of `model.attention` or a replacement that computes the same. The number of heads follows from the output
     of the projections, so the module also works with a shard of the heads.
     """
 
@@ -40,7 +39,7 @@ class LatentAttention(nn.Module):
         d, heads = spec.d_model, spec.n_heads
         self.widths = (latent.nope_dim, latent.rope_dim)
         self.kv_widths = (latent.nope_dim, latent.v_dim)
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attend: Attend = attend
         self.q_down = Linear(d, latent.q_rank, bias=False) if latent.q_rank else None
         self.q_latent_norm = nn.RMSNorm(latent.q_rank, eps=spec.norm_eps) if latent.q_rank else None
         self.q_up = Linear(latent.q_rank or d, heads * spec.qk_dim, bias=False)
@@ -49,8 +48,8 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(latent.kv_rank, heads * sum(self.kv_widths), bias=False)
         self.o = Linear(heads * latent.v_dim, d, bias=False)
 
-    def forward(self, x_BTD: Tensor, rotary_2TP: Tensor | None) -> Tensor:
-        """(B, T, D) -> (B, T, D); tokens are in causal order."""
+    def forward(self, x_BTD: Tensor, rotary_2TP: Tensor | None, documents: Documents | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); arguments as in `Attention.forward`."""
         assert rotary_2TP is not None
         q_input = x_BTD
         if self.q_down is not None and self.q_latent_norm is not None:
@@ -65,7 +64,7 @@ class LatentAttention(nn.Module):
         # Fused kernels require values as wide as keys, so values are padded. On a CPU, forward and backward of 1024
         # tokens with 8 heads took 73 ms with values of 64 padded to 96, and 173 ms with the unfused kernel.
         v_BTHC = F.pad(v_BTHV, (0, sum(self.widths) - v_BTHV.shape[-1]))
-        o_BTHV = self.attend(q_BTHC, k_BTHC, v_BTHC)[..., : v_BTHV.shape[-1]]
+        o_BTHV = self.attend(q_BTHC, k_BTHC, v_BTHC, documents)[..., : v_BTHV.shape[-1]]
         return self.o(o_BTHV.flatten(-2))
 
 

@@ -257,6 +257,7 @@ class Family:
     `block`: (spec, number of the layer) -> nn.Module with parameters of exactly those names and shapes, whose forward
     takes (x_BTD, positions_T, rotary_2TC or None, site_keys_2B or None) and returns x_BTD; or where to import it from,
     as "module:name". With cp, an attribute `attend` of its modules is replaced by context-parallel attention.
+    `documents`: whether that forward takes `model.documents.Documents` as fifth argument, and gives them to attention.
     `problems`: spec -> the rules of the family that it breaks, one sentence each.
     """
 
@@ -265,6 +266,7 @@ class Family:
     layer: "Callable[[ModelSpec, int], Iterable[Row]]"
     block: Callable[..., Any] | str
     problems: "Callable[[ModelSpec], Iterable[str]]" = lambda _: ()
+    documents: bool = False
 
     def make(self, spec: "ModelSpec", layer: int) -> Any:
         """The module that runs layer number `layer`."""
@@ -286,6 +288,7 @@ register(
         help="attention, then a feed-forward network or a mixture of experts, each behind a norm",
         layer=decoder_layer,
         block="shardwright.model.transformer:Block",
+        documents=True,
     )
 )
 

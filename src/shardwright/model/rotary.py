@@ -32,15 +32,16 @@ def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
 
 
 def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosines, and sines with the sign of the rotation, for any positions in any order; (2, T, 1, C).
+    """Cosines, and sines with the sign of the rotation, for any positions in any order; (2, T, 1, C), or (2, B, T, 1,
+    C) for positions (B, T).
 
     Angles are computed in float64 and rounded once to `dtype`. The table is computed in every forward pass and not
     stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one.
     """
-    angles_TC = positions_T[:, None].to(torch.float64) * frequencies(spec, positions_T.device)
+    angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
     table = torch.stack((torch.cat((cos_TC, cos_TC), -1), torch.cat((-sin_TC, sin_TC), -1)))
-    return table.to(dtype).unsqueeze(2)
+    return table.to(dtype).unsqueeze(-2)
 
 
 def rotate(x_BTHC: Tensor, rotary_2TC: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import InputError
 from shardwright.model.attention import Attention
+from shardwright.model.documents import Documents
 from shardwright.model.dropout import KeyedDropout
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.latent_attention import LatentAttention
@@ -37,8 +38,8 @@ def _norm(spec: ModelSpec) -> nn.Module:
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors only, so that it can be compiled on its
-    own."""
+    """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors, and documents that only attention
+    reads, outside of compiled code, so that it can be compiled on its own."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -54,10 +55,11 @@ class Block(nn.Module):
         positions_T: Tensor,
         rotary_2TC: Tensor | None,
         site_keys_2B: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D). `site_keys_2B` are the random keys of the two branches."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_2TC)
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_2TC, documents)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
         normed_BTD = self.ffn_norm(x_BTD)
         drawn = isinstance(self.ffn, MoE) and self.ffn.drawn
@@ -85,18 +87,27 @@ class Transformer(nn.Module):
         self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
 
     def forward(
-        self, tokens_BT: Tensor, positions_T: Tensor | None = None, random_keys_B: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        positions_T: Tensor | None = None,
+        random_keys_B: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
 
-        `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given; the causal mask
-        follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them, or in
-        evaluation, nothing is dropped. Raises InputError if T exceeds `max_seq_len`.
+        `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given, (T,) or (B, T);
+        the causal mask follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them,
+        or in evaluation, nothing is dropped. With `documents` each token attends to those of its document only. Raises
+        InputError if T exceeds `max_seq_len`.
         """
-        return self.logits(self.hidden(tokens_BT, positions_T, random_keys_B))
+        return self.logits(self.hidden(tokens_BT, positions_T, random_keys_B, documents))
 
     def hidden(
-        self, tokens_BT: Tensor, positions_T: Tensor | None = None, random_keys_B: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        positions_T: Tensor | None = None,
+        random_keys_B: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """The input of the head: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
         n_tokens = tokens_BT.shape[1]
@@ -107,24 +118,30 @@ class Transformer(nn.Module):
             )
         if positions_T is None:
             positions_T = torch.arange(n_tokens, device=tokens_BT.device)
-        x_BTD = self.embed(tokens_BT, positions_T, random_keys_B)
-        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B)
+        x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
         return cast(Tensor, self.norm(x_BTD))
 
-    def embed(self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None) -> Tensor:
+    def embed(
+        self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
         """The input of the first layer, (B, T, D)."""
         x_BTD = self.embedding(tokens_BT)
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding(positions_T)
+            x_BTD = x_BTD + self.position_embedding(_embedded(positions_T, documents))
         keys_B = None if random_keys_B is None else site_keys(random_keys_B, _EMBEDDING_SITE, 1)[0]
         return cast(Tensor, self.dropout(x_BTD, keys_B, positions_T))
 
-    def run_layers(self, x_BTD: Tensor, positions_T: Tensor, random_keys_B: Tensor | None) -> Tensor:
+    def run_layers(
+        self, x_BTD: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
         """Run the layers one after another; (B, T, D) -> (B, T, D)."""
         uses_rope = self.spec.positions == "rope"
-        rotary_2TC = rotary_table(self.spec, positions_T, x_BTD.dtype) if uses_rope else None
+        rotary_2TC = rotary_table(self.spec, _embedded(positions_T, documents), x_BTD.dtype) if uses_rope else None
+        # A family of models may not take documents (`Family.documents`); run files that ask for both are refused.
+        also = () if documents is None else (documents,)
         for name, block in self.layers.items():
-            x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(random_keys_B, int(name)))
+            x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(random_keys_B, int(name)), *also)
             # Outside of the block, which may be compiled or recomputed in the backward pass.
             for module in block.modules() if self.spec.moe and self.training else ():
                 if isinstance(module, MoE) and module.last_load is not None:
@@ -134,6 +151,11 @@ class Transformer(nn.Module):
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head, or the tied embedding's matrix; (B, T, D) -> (B, T, V)."""
         return linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+
+
+def _embedded(positions_T: Tensor, documents: Documents | None) -> Tensor:
+    """The positions that are embedded: those in the sequence, or in the document where they restart."""
+    return positions_T if documents is None or documents.positions_BT is None else documents.positions_BT
 
 
 def layer_site_keys(random_keys_B: Tensor | None, layer: int) -> Tensor | None:

@@ -28,6 +28,7 @@ from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.tensor import plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.forward import forward_only
+from shardwright.split.documents import deals_documents
 from shardwright.split.stages import stage_layers, step_schedule
 
 
@@ -62,7 +63,9 @@ def apply(
         if layout.cp > 1:
             attending: list[Any] = [module for module in part.modules() if hasattr(module, "attend")]
             for module in attending:
-                module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses)
+                module.attend = ContextAttention(
+                    layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents(spec, layout)
+                )
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep)

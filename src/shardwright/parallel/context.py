@@ -40,41 +40,61 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.layout import CP_METHODS
-from shardwright.model.attention import causal_attention
+from shardwright.model.attention import attend
+from shardwright.model.documents import Documents
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
 from shardwright.parallel.collectives import all_gather_single
+from shardwright.parallel.documents import DocumentAttention, Ring
 from shardwright.parallel.ring import RingAttention
 from shardwright.parallel.ulysses import HeadsToTokens, TokensToHeads
+from shardwright.split.documents import plan
 
 
 class ContextAttention:
-    """A replacement for `causal_attention` that attends to the tokens of all ranks of a context-parallel group.
+    """A replacement for `model.attention.attend` that attends to the tokens of all ranks of a context-parallel group.
 
     Inputs and output are this rank's tokens, in the order of `split.sequence.spans`: q_BTHC, k_BTKC, v_BTKC -> o_BTHC.
     All ranks of the group have to call it, and run backward through it, the same number of times. A group is None
     where its axis has degree 1.
     """
 
-    def __init__(self, method: str, ring: dist.ProcessGroup | None, ulysses: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        method: str,
+        ring: dist.ProcessGroup | None,
+        ulysses: dist.ProcessGroup | None,
+        deals_documents: bool = False,
+    ) -> None:
+        """`deals_documents`: as `split.documents.deals_documents`."""
         assert method in CP_METHODS, method
         assert ring is None or method != "ulysses"
         assert ulysses is None or method in ("ulysses", "usp")
         self.method = method
         self.ring = ring
         self.ulysses = ulysses
+        self.deals_documents = deals_documents
 
-    def __call__(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
+    def __call__(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:
         if self.ulysses is None:
-            return self._over_ring(q_BTHC, k_BTKC, v_BTKC)
-        o_BTHC = self._over_ring(*TokensToHeads.apply(q_BTHC, k_BTKC, v_BTKC, self.ulysses))
+            return self._over_ring(q_BTHC, k_BTKC, v_BTKC, documents)
+        o_BTHC = self._over_ring(*TokensToHeads.apply(q_BTHC, k_BTKC, v_BTKC, self.ulysses), documents)
         return HeadsToTokens.apply(o_BTHC, self.ulysses)
 
-    def _over_ring(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
+    def _over_ring(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None) -> Tensor:
         if self.ring is None:
-            return causal_attention(q_BTHC, k_BTKC, v_BTKC)
+            return attend(q_BTHC, k_BTKC, v_BTKC, documents)
+        if documents is not None:
+            return self._within_documents(q_BTHC, k_BTKC, v_BTKC, documents, self.ring)
         if self.method == "allgather":
             return GatherAttention.apply(q_BTHC, k_BTKC, v_BTKC, self.ring)
         return RingAttention.apply(q_BTHC, k_BTKC, v_BTKC, self.ring, self.method != "ring")
+
+    @torch.compiler.disable  # the plan differs from one micro-batch to the next
+    def _within_documents(
+        self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents, ring: dist.ProcessGroup
+    ) -> Tensor:
+        at = plan(documents.lengths, self.method, ring.size(), ring.rank(), self.deals_documents)
+        return DocumentAttention.apply(q_BTHC, k_BTKC, v_BTKC, at, Ring(ring, self.method == "allgather"))
 
 
 class GatherAttention(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwright.model.documents import Documents
 from shardwright.parallel.data import DataEngine
 
 
@@ -18,7 +19,10 @@ class Microbatch(NamedTuple):
     tokens_BT: Tensor
     targets_BT: Tensor
     positions_T: Tensor
+    """In the sequence; (B, T) where ranks of cp hold other tokens of each sequence."""
     random_keys_B: Tensor | None
+    documents: Documents | None = None
+    """Within which attention stays; None: it goes over whole sequences."""
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -69,6 +73,6 @@ class SequentialRunner:
 
     def _logits(self, microbatch: Microbatch) -> Tensor:
         logits_BTV: Tensor = self.model(
-            microbatch.tokens_BT, microbatch.positions_T, random_keys_B=microbatch.random_keys_B
+            microbatch.tokens_BT, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents
         )
         return logits_BTV

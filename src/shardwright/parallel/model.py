@@ -1,6 +1,7 @@
 """A model parallelised over the ranks, with the operations that a training step needs."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from shardwright.parallel.norm import as_part
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
+from shardwright.split.documents import Lengths, deals_documents, spans_of_documents
 from shardwright.split.sequence import positions_of_rank
 from shardwright.split.tensor import vocabulary_rows
 
@@ -95,6 +97,12 @@ class ParallelModel:
         """The positions in the sequence of this rank's tokens, in the order in which it holds them."""
         held = positions_of_rank(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
         return torch.cat([torch.arange(span.start, span.stop, span.step) for span in held])
+
+    def positions_of_documents(self, sequences: Sequence[Lengths]) -> Tensor:
+        """As `positions`, for each of some sequences with documents of these lengths; (B, T)."""
+        rank, deals = dist.get_rank(), deals_documents(self.spec, self.layout)
+        held = [[*chain(*spans_of_documents(self.layout, each, rank, deals))] for each in sequences]
+        return torch.tensor(held)
 
     def sum_over_losses(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum), in place, over the ranks with different tokens or different stages, whose losses add up."""

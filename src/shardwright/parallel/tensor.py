@@ -71,8 +71,8 @@ class TensorAxis:
         return start_sum(x_BTD, self.group)
 
     def own_tokens(self, positions_T: Tensor) -> Tensor:
-        """The slice of a tensor over all tokens that belongs to this rank's token shard."""
-        return positions_T.unflatten(0, (self.group.size(), -1))[self.group.rank()]
+        """The slice of a tensor over all tokens, its last dim, that belongs to this rank's token shard."""
+        return positions_T.unflatten(-1, (self.group.size(), -1))[..., self.group.rank(), :]
 
 
 def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:

@@ -25,10 +25,10 @@ def spans(method: str, seq_len: int, ring: int, ulysses: int, ring_rank: int, ul
 
     `ring` and `ulysses` are the degrees of the two axes of cp, 1 for an axis that a method does not have.
     """
-    held = _on_ring(method, seq_len, ring, ring_rank)
+    held = on_ring(method, seq_len, ring, ring_rank)
     tokens, left = divmod(seq_len // ring, ulysses)
     assert left == 0, f"{seq_len} tokens are not divisible by a ring of {ring} times {ulysses}"
-    return list(_cut(held, ulysses_rank * tokens, tokens))
+    return list(cut(held, ulysses_rank * tokens, tokens))
 
 
 def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: bool = False) -> list[range]:
@@ -38,7 +38,7 @@ def positions_of_rank(layout: Layout, seq_len: int, rank: int, *, token_shard: b
     held = spans(layout.cp_method, seq_len, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
     if token_shard:
         shard_tokens = seq_len // (layout.cp * layout.tp)
-        held = list(_cut(held, at["tp"] * shard_tokens, shard_tokens))
+        held = list(cut(held, at["tp"] * shard_tokens, shard_tokens))
     return held
 
 
@@ -47,7 +47,7 @@ def step_pairs(method: str, seq_len: int, ring: int) -> list[list[int]]:
 
     The slowest rank determines the time of a step, so the time of a method is the sum of each step's maximum.
     """
-    held = [_on_ring(method, seq_len, ring, rank) for rank in range(ring)]
+    held = [on_ring(method, seq_len, ring, rank) for rank in range(ring)]
     return [
         [sum(_pairs(q, k) for q in held[rank] for k in held[(rank - step) % ring]) for rank in range(ring)]
         for step in range(ring)
@@ -69,8 +69,8 @@ def attention_flops(pairs: int, n_heads: int, head_dim: int) -> int:
     return 4 * head_dim * n_heads * pairs
 
 
-def _on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
-    """The positions of a ring rank's tokens, before they are sharded over Ulysses ranks."""
+def on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
+    """The positions of the tokens of a ring rank, before they are sharded over Ulysses ranks."""
     assert 0 <= rank < ring, f"rank {rank} of a ring of {ring}"
     if ring == 1:
         return [range(seq_len)]
@@ -85,7 +85,7 @@ def _on_ring(method: str, seq_len: int, ring: int, rank: int) -> list[range]:
     return [range(rank * chunk, (rank + 1) * chunk)]
 
 
-def _cut(held: list[range], start: int, length: int) -> Iterator[range]:
+def cut(held: list[range], start: int, length: int) -> Iterator[range]:
     """The tokens start, ..., start + length - 1 of those held, as ranges."""
     for span in held:
         piece = span[max(0, start) : max(0, start + length)]

@@ -101,6 +101,7 @@ class _Run:
             seed=config.seed,
             clip_norm=config.optimizer.clip_norm,
             compile_loss=config.precision.compile,
+            restart_positions=config.data.positions == "document",
         )
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
@@ -127,6 +128,7 @@ class _Run:
             data_ranks=self.layout.data_ranks,
             seed=config.seed,
             vocab_size=self.spec.vocab_size,
+            within_documents=config.data.attention == "document",
             start_sample=start.samples,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
@@ -245,6 +247,7 @@ class _Run:
             data_rank=self.layout.data_rank(self.place.rank),
             data_ranks=self.layout.data_ranks,
             vocab_size=self.spec.vocab_size,
+            within_documents=config.data.attention == "document",
             max_samples=config.evaluation.samples,
         )
         loss = float(self.trainer.evaluate(batches))

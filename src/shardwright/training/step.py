@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.data.batches import Batch
+from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
+from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import vocabulary_loss_sum
 from shardwright.parallel.microbatch_runner import Microbatch
@@ -51,10 +52,20 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 class ForwardBackward:
     """The loss of a global batch and its gradient, by whatever layout the model has."""
 
-    def __init__(self, model: ParallelModel, *, device: torch.device, seed: int, compile_loss: bool = False) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        device: torch.device,
+        seed: int,
+        compile_loss: bool = False,
+        restart_positions: bool = False,
+    ) -> None:
+        """`restart_positions`: batches with documents have positions that restart with each of them."""
         self.model = model
         self.device = device
         self.seed = seed
+        self.restart_positions = restart_positions
         self.loss_sum = self._loss_sum(compile_loss)
 
     def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
@@ -83,21 +94,45 @@ class ForwardBackward:
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
         """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device, with random keys
         where the model draws; `step` is None in evaluation."""
+        if batch.documents_AB is not None:
+            return self._of_documents(batch, batch.documents_AB, step)
         n_tokens = batch.tokens_ABT.shape[-1]
         positions_T = self.model.positions(n_tokens)
         tokens_ABT, targets_ABT = batch.tokens_ABT, batch.targets_ABT
         if len(positions_T) < n_tokens:
             tokens_ABT, targets_ABT = tokens_ABT[..., positions_T], targets_ABT[..., positions_T]
-        positions_T = positions_T.to(self.device, non_blocking=True)
+        positions_T = self._on_device(positions_T)
         return [
             Microbatch(
-                tokens_BT.to(self.device, non_blocking=True),
-                targets_BT.to(self.device, non_blocking=True),
+                self._on_device(tokens_BT),
+                self._on_device(targets_BT),
                 positions_T,
                 self._random_keys(step, ids_B),
             )
             for tokens_BT, targets_BT, ids_B in zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
         ]
+
+    def _of_documents(self, batch: Batch, documents_AB: DocumentsAB, step: int | None) -> list[Microbatch]:
+        """As `_microbatches`, of sequences with documents, of which each is sharded over cp in its own way."""
+        found = []
+        for tokens_BT, targets_BT, ids_B, lengths in zip(
+            batch.tokens_ABT, batch.targets_ABT, batch.sample_ids_AB, documents_AB, strict=True
+        ):
+            held_BT = self.model.positions_of_documents(lengths)
+            within_BT = self._on_device(restarted(lengths).gather(1, held_BT)) if self.restart_positions else None
+            found.append(
+                Microbatch(
+                    self._on_device(tokens_BT.gather(1, held_BT)),
+                    self._on_device(targets_BT.gather(1, held_BT)),
+                    self._on_device(held_BT),
+                    self._random_keys(step, ids_B),
+                    Documents(lengths, within_BT),
+                )
+            )
+        return found
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _loss_sum(self, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
         """The summed cross-entropy of the logits that this rank's forward pass gives."""
@@ -111,7 +146,7 @@ class ForwardBackward:
         if not self.model.spec.draws:
             return None
         step = EVALUATION if step is None else step
-        return sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))
+        return sample_keys(self.seed, step, self._on_device(sample_ids_B))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
@@ -140,8 +175,11 @@ class Trainer(ForwardBackward):
         seed: int,
         clip_norm: float = 0.0,
         compile_loss: bool = False,
+        restart_positions: bool = False,
     ) -> None:
-        super().__init__(model, device=device, seed=seed, compile_loss=compile_loss)
+        super().__init__(
+            model, device=device, seed=seed, compile_loss=compile_loss, restart_positions=restart_positions
+        )
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.clock = Clock(device)

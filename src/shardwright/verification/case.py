@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.config import OptimizerSection, RunConfig
+from shardwright.config import OptimizerSection, RunConfig, Scope
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout, accumulation
@@ -87,6 +87,10 @@ class Case:
     """Whether the loss of another batch is evaluated after the first step."""
     compiled: bool = False
     """Whether the layout's blocks and loss are compiled; the reference is not."""
+    attention: Scope = "sequence"
+    """With "document" a sequence has several documents, within which attention stays."""
+    positions: Scope = "sequence"
+    """With "document" positions restart with each document."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -158,6 +162,22 @@ class Case:
             targets_BT[row, ~counts_T] = IGNORE
         return tokens_BT, targets_BT, step * self.global_batch + torch.arange(self.global_batch)
 
+    def documents(self, step: int) -> list[list[int]] | None:
+        """Tokens of the documents of each sequence of a step, from the seed; None where attention is over sequences.
+
+        Of every four sequences, in an order made from the seed, one is a single document, one has documents of one or
+        two tokens, and two have a few documents of any length.
+        """
+        if self.attention == "sequence":
+            return None
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step + 500_009)
+        found = []
+        for kind in torch.randperm(self.global_batch, generator=generator).tolist():
+            likely = {0: 0.0, 1: 0.7}.get(kind % 4, min(0.5, 3 / self.seq_len))
+            ends = (torch.rand(self.seq_len - 1, generator=generator) < likely).nonzero().flatten() + 1
+            found.append(torch.diff(torch.tensor([0, *ends.tolist(), self.seq_len])).tolist())
+        return found
+
 
 def case_of(
     config: RunConfig,
@@ -182,6 +202,8 @@ def case_of(
         rates=_rates(config, steps) if lr_schedule else (),
         evaluate=evaluate,
         compiled=compiled,
+        attention=config.data.attention,
+        positions=config.data.positions,
     )
 
 

@@ -73,6 +73,7 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         seed=case.seed,
         clip_norm=case.optimizer.clip_norm,
         compile_loss=case.compiled,
+        restart_positions=case.positions == "document",
     )
 
 
@@ -81,4 +82,6 @@ def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:
     block = case.global_batch // layout.data_ranks
     first = layout.data_rank(rank) * block
     tokens_BT, targets_BT, ids_B = (whole[first : first + block] for whole in case.batch(step))
-    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch)
+    documents_B = case.documents(step)
+    mine = None if documents_B is None else documents_B[first : first + block]
+    return Batch.of(tokens_BT, targets_BT, ids_B, case.micro_batch, mine)

@@ -2,6 +2,7 @@
 model itself and the row of the optimizer; the whole batch in one forward pass, PyTorch's own loss and clipping."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwright.data.samples import IGNORE
+from shardwright.model.documents import Documents
 from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.random import EVALUATION, sample_keys
@@ -35,7 +37,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             keys_B = sample_keys(case.seed, step, ids_B) if case.spec.draws else None
             # What is not trained (a router's bias) is added to what has more digits than `compute`.
             weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
-            logits_BTV = functional_call(model, weights, (tokens_BT,), {"random_keys_B": keys_B})
+            logits_BTV = functional_call(model, weights, (tokens_BT,), _also(case, step, keys_B))
             loss = F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
             loss.backward()
             recorder.scalar(Quantity("loss", training, step + 1), loss.detach())
@@ -68,9 +70,17 @@ def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter
     keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
     model.eval()
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
-    logits_BTV = functional_call(model, weights, (tokens_BT,), {"random_keys_B": keys_B})
+    logits_BTV = functional_call(model, weights, (tokens_BT,), _also(case, case.steps, keys_B))
     model.train()
     return F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
+
+
+def _also(case: Case, step: int, keys_B: Tensor | None) -> dict[str, Any]:
+    """The arguments of a model besides the tokens."""
+    lengths = case.documents(step)
+    restart = case.positions == "document"
+    documents = None if lengths is None else Documents.of(lengths, case.seq_len, restart=restart)
+    return {"random_keys_B": keys_B, "documents": documents}
 
 
 def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -> torch.optim.Optimizer:

@@ -88,7 +88,7 @@ BUGS: dict[str, AnyBug] = {
     "dropout goes by the place in the micro-batch": Bug(
         Mutation(
             f"{TRAINER}._random_keys",
-            "sample_ids_B.to(self.device, non_blocking=True)",
+            "self._on_device(sample_ids_B)",
             "torch.arange(len(sample_ids_B))",
         ),
         [ONE],

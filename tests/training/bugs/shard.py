@@ -51,7 +51,7 @@ BUGS: dict[str, AnyBug] = {
         spec={"moe": EXPERTS},
     ),
     "a zigzag rank holds two chunks side by side": Bug(
-        Mutation("shardwright.split.sequence:_on_ring", "(rank, parts - 1 - rank)", "(2 * rank, 2 * rank + 1)"),
+        Mutation("shardwright.split.sequence:on_ring", "(rank, parts - 1 - rank)", "(2 * rank, 2 * rank + 1)"),
         [ZIGZAG],
     ),
     "experts are assigned to ranks round-robin": Bug(

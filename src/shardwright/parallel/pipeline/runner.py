@@ -111,7 +111,7 @@ class _Step:
         model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
         x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
         with self.timeline.action(action):
-            output: Tensor = model(x, microbatch.positions_T, microbatch.random_keys_B)
+            output: Tensor = model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents)
             if model.last:
                 output = self.loss(output, microbatch.targets_BT)
                 self.total += output.detach()

@@ -13,6 +13,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from shardwright.model.documents import Documents
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.deferred import WeightGradients
@@ -39,11 +40,17 @@ class StageModel(Transformer):
         self.norm = whole.norm if self.last else None  # type: ignore[assignment]
         self.head = whole.head if self.last else None
 
-    def forward(self, x: Tensor, positions_T: Tensor, random_keys_B: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        positions_T: Tensor,
+        random_keys_B: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Run the stage. `x`: token ids (B, T) in the first stage, else the output of the previous stage, (B, T, D) or
         a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V)."""
-        x_BTD = self.embed(x, positions_T, random_keys_B) if self.first else x
-        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B)
+        x_BTD = self.embed(x, positions_T, random_keys_B, documents) if self.first else x
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
         return self.logits(self.norm(x_BTD)) if self.last else x_BTD
 
 

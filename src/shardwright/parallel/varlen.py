@@ -1,0 +1,75 @@
+"""The pieces of a step of attention within documents in one call of PyTorch's variable-length flash attention (CUDA, 16
+bits; FlashAttention-2, arXiv 2307.08691).
+
+The kernel takes pieces one after another, so rows are gathered and results scattered: a key that several pieces read is
+copied for each, and its gradients are summed.
+
+Shapes: N tokens of queries, M of keys, R rows of all pieces, S columns of all pieces, H heads, K kv heads, C width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.model.attention import cumulative
+from shardwright.split.documents import Piece
+
+aten = torch.ops.aten
+ALL = slice(None)
+
+
+class _Places(NamedTuple):
+    """Where the rows and columns of pieces are, and the arguments of the kernel."""
+
+    rows_R: Tensor
+    columns_S: Tensor
+    arguments: tuple[Tensor, Tensor, int, int, float, bool]
+    """Sums of the numbers of rows and of columns, the largest of each, dropout, and whether the mask is causal."""
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], device: torch.device) -> "_Places":
+        causal = pieces[0].causal
+        assert all(piece.causal == causal for piece in pieces)
+        kinds = [[piece.rows for piece in pieces], [piece.columns for piece in pieces]]
+        places = [torch.cat([torch.arange(at.start, at.stop) for at in kind]).to(device) for kind in kinds]
+        counts = [[at.stop - at.start for at in kind] for kind in kinds]
+        ends = [cumulative(each, device) for each in counts]
+        return _Places(*places, (*ends, max(counts[0]), max(counts[1]), 0.0, causal))
+
+
+def attend(q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor, Tensor]:
+    """-> rows_R, o_1HRC, lse_1HR"""
+    places = _Places.of(pieces, q_1HNC.device)
+    q, k, v = (*_gathered((q_1HNC,), places.rows_R), *_gathered((k_1KMC, v_1KMC), places.columns_S))
+    o_RHC, lse_HR, *_ = aten._flash_attention_forward(q, k, v, *places.arguments, False)
+    return places.rows_R, o_RHC.transpose(0, 1).unsqueeze(0), lse_HR.unsqueeze(0)
+
+
+def gradient(
+    do_1HNC: Tensor,
+    q_1HNC: Tensor,
+    k_1KMC: Tensor,
+    v_1KMC: Tensor,
+    o_1HNC: Tensor,
+    lse_1HN: Tensor,
+    pieces: Sequence[Piece],
+) -> tuple[Tensor, slice, Tensor, Tensor, Tensor]:
+    """-> rows_R, all columns, dq_1HRC, dk_1KMC, dv_1KMC; o and lse are those over all keys."""
+    places = _Places.of(pieces, q_1HNC.device)
+    do, q, o = _gathered((do_1HNC, q_1HNC, o_1HNC), places.rows_R)
+    k, v = _gathered((k_1KMC, v_1KMC), places.columns_S)
+    lse_HR = lse_1HN[0, :, places.rows_R].float().contiguous()
+    unused = torch.empty((2,), dtype=torch.uint64, device=q.device)
+    dq_RHC, *parts = aten._flash_attention_backward(do, q, k, v, o, lse_HR, *places.arguments, unused, unused)
+    sums = []
+    for whole_1KMC, part_SKC in zip((k_1KMC, v_1KMC), parts, strict=True):
+        sum_1KMC = torch.zeros_like(whole_1KMC, dtype=torch.float32)
+        sums.append(sum_1KMC.index_add_(2, places.columns_S, part_SKC.transpose(0, 1).unsqueeze(0).float()))
+    return places.rows_R, ALL, dq_RHC.transpose(0, 1).unsqueeze(0), *sums
+
+
+def _gathered(tensors: Sequence[Tensor], places: Tensor) -> list[Tensor]:
+    """(1, H, N, C) each -> (R, H, C) each."""
+    return [x[0].index_select(1, places).transpose(0, 1).contiguous() for x in tensors]
