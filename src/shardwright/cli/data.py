@@ -101,6 +101,14 @@ def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `data prepare` made.")],
     split: Annotated[str, typer.Option(help="The split whose documents are shown.")] = "train",
     documents: Annotated[int, typer.Option(help="How many documents to show, decoded.")] = 3,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Also show packed sequences of N tokens with data.attention='document': the share of the scores that is "
+            "left, and the balance of the ranks of cp.",
+        ),
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Read every file and compare its checksum; exit code 1 if damaged."),
@@ -119,7 +127,7 @@ def inspect(
             for problem in damage:
                 error_console.print(f"[bold red]damaged:[/] {escape(f'{directory}: {problem}')}")
         raise typer.Exit(1)
-    answer = inspect_folder(directory, split, documents)
+    answer = inspect_folder(directory, split, documents, seq_len)
     if json:
         print_json(answer | ({"damage": damage} if verify else {}))
         return
@@ -198,6 +206,25 @@ def _validation_note(manifest: Manifest) -> str:
     )
 
 
+def _print_packing(packing: dict[str, Any]) -> None:
+    console.print(
+        f"packed to {packing['sequences']:,} sequences of {packing['seq_len']:,} tokens: "
+        f"{packing['documents_a_sequence']:.1f} documents a sequence; sum L^2 / sum L = "
+        f"{packing['attended_tokens']:,.0f} tokens, so attention within documents has "
+        f"{percent(packing['scores_share'])} of the scores",
+        soft_wrap=True,
+    )
+    table = Table("ring of cp", "tokens of a rank")
+    for heading in ("scores, max / mean", "step by step", "worst sequence", "keys sent"):
+        table.add_column(heading, justify="right")
+    for ring in packing["rings"]:
+        for name, what in (("zigzag", "zig-zag in the sequence"), ("dealt", "documents dealt")):
+            of = ring[name]
+            numbers = [f"{of[key]:.3f}" for key in ("sum", "steps", "worst")]
+            table.add_row(str(ring["cp"]), what, *numbers, percent(of["sent"]))
+    console.print(table)
+
+
 def _print_folder(answer: dict[str, Any]) -> None:
     tokenizer = answer["tokenizer"]
     console.print(
@@ -226,6 +253,8 @@ def _print_folder(answer: dict[str, Any]) -> None:
         console.print(
             f"tokens of a {answer['split']} document: " + ", ".join(f"{k} {v:,.0f}" for k, v in lengths.items())
         )
+    if packing := answer["packing"]:
+        _print_packing(packing)
     for document in answer["documents"]:
         console.rule(f"{answer['split']} document {document['document']}: {document['tokens']:,} tokens", align="left")
         console.print(document["text"] + (" ..." if document["shortened"] else ""), markup=False)

@@ -46,6 +46,15 @@ class Options:
     ] = None
     global_batch: Annotated[int | None, typer.Option(metavar="N", help="sequences of a step, over all ranks")] = None
     seq_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a sequence")] = None
+    document_tokens: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="attention within documents: the mean length of a token's document, sum L^2 / sum L over documents of L "
+            "tokens, as `data inspect --seq-len` prints; from the data of a run file with data.attention='document' "
+            "if not given",
+        ),
+    ] = None
     precision: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
@@ -112,6 +121,7 @@ def ask(options: Options) -> Asked:
         wrong.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
     wrong += wrong_sizes(sizes, needed=sizes if target is None else ())
+    document_tokens = _document_tokens(options, config, seq_len, wrong)
     if precision not in PRECISIONS:
         what = "precision.compute=" if config is not None and config.precision.compute == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
@@ -148,7 +158,13 @@ def ask(options: Options) -> Asked:
     name = model if model is not None else _model_name(config, spec)
     optimizer = "adamw" if config is None else config.optimizer.name
     job = Job(
-        model=spec, cluster=found, seq_len=seq_len, global_batch=global_batch, precision=precision, optimizer=optimizer
+        model=spec,
+        cluster=found,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision,
+        optimizer=optimizer,
+        document_tokens=document_tokens,
     )
     return Asked(job, name, config, explained)
 
@@ -165,6 +181,34 @@ def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
     except InputError as error:
         wrong += error.problems
         return None
+
+
+def _document_tokens(
+    options: Options, config: "RunConfig | None", seq_len: int | None, wrong: list[str]
+) -> float | None:
+    """The mean length of a token's document, from the option or the data of the run file; None where attention goes
+    over sequences. Problems are added to `wrong`."""
+    given = options.document_tokens
+    if given is not None:
+        if seq_len is not None and not 1 <= given <= seq_len:
+            wrong.append(
+                f"--document-tokens {given:g} is not between 1 and the seq_len={seq_len} tokens of a sequence, which "
+                f"cuts longer documents"
+            )
+        return given
+    if config is None or config.data.attention != "document" or seq_len is None or seq_len < 1:
+        return None
+    from shardwright.data.packing import attended_tokens, packed_lengths
+    from shardwright.data.shards import open_split
+
+    try:
+        lengths = packed_lengths(open_split(config.data.path, "train").document_lengths(), seq_len)
+    except InputError as error:
+        wrong += [
+            f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
+        ]
+        return None
+    return attended_tokens(lengths) if len(lengths) else None
 
 
 def _model_name(config: "RunConfig | None", spec: Any) -> str:

@@ -21,9 +21,14 @@ def print_job(job: Job, name: str) -> None:
     console.print(
         f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
         f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
-        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}",
+        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}{_within(job)}",
         soft_wrap=True,
     )
+
+
+def _within(job: Job) -> str:
+    tokens = job.document_tokens
+    return "" if tokens is None else f", attention within documents (sum L^2 / sum L = {tokens:,.0f} tokens)"
 
 
 def print_plan(

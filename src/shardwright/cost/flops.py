@@ -21,20 +21,24 @@ def model_flops(job: Job) -> TokenFlops:
     """Model FLOPs, the same for every layout: `ModelSpec.train_flops_per_token` by both conventions.
 
     full = 6 N + 6 L H (q + c) s, causal = 6 N + 3 L H (q + c) s. N parameters in the matmuls of a token, with top_k of
-    the experts; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence.
+    the experts; L layers, H heads, q and c width of a query and of a value head, s tokens of a sequence, or within
+    documents the mean length of a token's document: each is a square of its own.
     Sources: PaLM (arXiv 2204.02311) appendix B; by the full square count Narayanan et al. (2104.04473), Korthikanti et
     al. (2205.05198), torchtitan and llm-foundry, by the half Megatron-LM today.
     """
     spec = job.model
+    symbol, tokens = job.attended
     found = TokenFlops(
-        np.asarray(spec.train_flops_per_token(job.seq_len)),
-        np.asarray(spec.train_flops_per_token(job.seq_len, causal=True)),
+        np.asarray(spec.train_flops_per_token(tokens)),
+        np.asarray(spec.train_flops_per_token(tokens, causal=True)),
     )
     for what, factor, flops in (("full square", 6, found.full), ("causal half", 3, found.causal)):
         ledger.note(
-            f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * s", flops, "FLOP",
+            f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * {symbol}", flops,
+            "FLOP",
             "PaLM, arXiv 2204.02311, appendix B", SECTION, N_matmul=spec.n_matmul_parameters,
-            n_layers=spec.n_layers, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim, s=job.seq_len,
+            n_layers=spec.n_layers, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim,
+            **{symbol: tokens},
         )  # fmt: skip
     return found
 
@@ -53,7 +57,7 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     spec, needed = job.model, model_flops(job)
     matmuls = "2 * (N_matmul - V * h)"
     selective = "square" if job.stack.selective == "scores" else f"{matmuls} / 2"
-    square = 2.0 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.seq_len
+    square = 2.0 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
         model = ledger.identifier(f"model FLOPs, {name}")

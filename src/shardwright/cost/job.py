@@ -32,7 +32,8 @@ class Job:
 
     `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matmuls, "fp32", "bf16", "fp16" or "fp8"; with
     the last three the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name
-    in `optimizers.OPTIMIZERS`.
+    in `optimizers.OPTIMIZERS`. `document_tokens`: with attention within documents, the mean length of a token's
+    document, which is sum L^2 / sum L over documents of L tokens (`data.packing`); None: attention goes over sequences.
     """
 
     model: ModelSpec
@@ -43,6 +44,12 @@ class Job:
     stack: Stack = SHARDWRIGHT
     calibration: Calibration = CALIBRATED
     optimizer: str = "adamw"
+    document_tokens: float | None = None
+
+    @property
+    def attended(self) -> tuple[str, float]:
+        """How many tokens attention goes over, of which the causal mask leaves half, and its symbol in formulas."""
+        return ("s", self.seq_len) if self.document_tokens is None else ("document_tokens", self.document_tokens)
 
     @property
     def n_optimizer_states(self) -> int:

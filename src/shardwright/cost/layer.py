@@ -121,14 +121,23 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     """The matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole blocks on
     the diagonal, at a fraction of the peak that grows with the head width. Without it batched matmuls compute the whole
     square, and the scores are written to memory and read between them. With cp_method "ring" the last rank of cp has
-    the most scores, 2 - 1 / cp of the mean."""
+    the most scores, 2 - 1 / cp of the mean.
+
+    Within documents fused attention computes the scores of each document, document_tokens in place of s; for "ring"
+    that share is then an upper bound. Stored scores are of the whole sequence, and masked.
+    """
+    attended, n_attended = job.attended
     spec, fitted, chip = job.model, job.calibration, job.cluster.accelerator
     width = (spec.qk_dim + spec.head_dim) / 2
     symbols: ledger.Inputs = {"T": tokens, "s": job.seq_len, "heads": spec.n_heads, "c": width, "tp": candidates.tp}
-    symbols["cp"] = candidates.cp
+    symbols |= {"cp": candidates.cp, attended: n_attended}
     if job.stack.flash_attention:
         symbols["FLOPs_of_attention"] = ledger.compute(
-            "FLOPs of attention", "4 * T * s * (heads / tp) * c * (0.5 + 64 / s)", "FLOP", "of F", **symbols
+            "FLOPs of attention",
+            f"4 * T * {attended} * (heads / tp) * c * (0.5 + 64 / {attended})",
+            "FLOP",
+            "of F",
+            **symbols,
         )
         symbols["rate_of_attention"] = ledger.compute(
             "rate of attention", "rate * (flash_share * c / (c + c0)) * flash_gain", "FLOP/s",

@@ -1,21 +1,30 @@
 """What is in a folder of tokens, for people: totals, shards, the first documents decoded."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardwright.data.shards import Manifest, open_split
+from shardwright.data.packing import attended_tokens, packed_lengths
+from shardwright.data.samples import PackedSamples
+from shardwright.data.shards import Manifest, TokenSplit, open_split
 from shardwright.data.tokenizer import load_tokenizer
 from shardwright.errors import DataError
+from shardwright.split.documents import Lengths, imbalance, plan
 
 SHOWN_TOKENS = 200
+SHOWN_SEQUENCES = 64
+RINGS = (2, 4, 8)
 
 
-def inspect(directory: str | Path, split: str = "train", n: int = 3) -> dict[str, Any]:
+def inspect(
+    directory: str | Path, split: str = "train", n: int = 3, seq_len: int | None = None, rings: Sequence[int] = RINGS
+) -> dict[str, Any]:
     """The manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded.
 
-    A document's text is of its first SHOWN_TOKENS tokens. Raises DataError for a folder or split that is not
+    With `seq_len` also what attention within documents does in packed sequences of so many tokens (`packing`), on rings
+    of `rings` ranks of cp. A document's text is of its first SHOWN_TOKENS tokens. Raises DataError for a folder or split that is not
     there or is damaged.
     """
     if n < 0:
@@ -53,8 +62,51 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3) -> dict[str
         "splits": {name: part.model_dump(mode="json") for name, part in manifest.splits.items()},
         "split": split,
         "document_tokens": _quantiles(lengths),
+        "packing": None if seq_len is None else packing(tokens, seq_len, rings),
         "documents": documents,
     }
+
+
+def packing(tokens: TokenSplit, seq_len: int, rings: Sequence[int] = RINGS) -> dict[str, Any]:
+    """Attention within documents in packed sequences of `seq_len` tokens: the mean length of a token's document, the
+    scores as a share of those over whole sequences, and for each ring the imbalance of its ranks.
+
+    The imbalance is the scores of the rank with the most over the mean, with the chunks of a zig-zag over the sequence
+    and with documents dealt on their own (`split.documents`): `sum` of all steps of the ring, `steps` if ranks wait for
+    each other after each, `worst` the sum of the worst sequence; `sent`: keys that are sent, as a share of those that a
+    ring over whole sequences sends. Of SHOWN_SEQUENCES sequences, spread evenly. Raises DataError where `seq_len`
+    tokens are more than there are, and for a ring that does not divide them twice.
+    """
+    samples = PackedSamples(tokens, seq_len)
+    wrong = [f"--cp {ring}: a zig-zag has {2 * ring} chunks, which do not divide {seq_len} tokens; take a multiple of "
+             f"{2 * ring} for --seq-len" for ring in rings if ring < 1 or seq_len % (2 * ring)]  # fmt: skip
+    if wrong:
+        raise DataError(*wrong)
+    n = min(len(samples), SHOWN_SEQUENCES)
+    sequences = [tuple(samples.documents(i * len(samples) // n)) for i in range(n)]
+    mean = attended_tokens(packed_lengths(tokens.document_lengths(), seq_len))
+    return {
+        "seq_len": seq_len,
+        "sequences": len(samples),
+        "documents_a_sequence": sum(map(len, sequences)) / n,
+        "attended_tokens": mean,
+        "scores_share": (mean + 1) / (seq_len + 1),
+        "shown": n,
+        "rings": [{"cp": ring} | _balance(sequences, ring) for ring in rings],
+    }
+
+
+def _balance(sequences: Sequence[Lengths], ring: int) -> dict[str, Any]:
+    found = {}
+    for name, deals in (("zigzag", False), ("dealt", True)):
+        total, steps = imbalance(sequences, "zigzag", ring, deals)
+        worst = max(imbalance([each], "zigzag", ring, deals)[0] for each in sequences)
+        sent = sum(
+            sum(plan((each,), "zigzag", ring, rank, deals).receives) for each in sequences for rank in range(ring)
+        )
+        whole = sum(sum(each) for each in sequences) * (ring - 1)
+        found[name] = {"sum": total, "steps": steps, "worst": worst, "sent": sent / whole if whole else 0.0}
+    return found
 
 
 def _quantiles(lengths: np.ndarray) -> dict[str, float]:

@@ -73,12 +73,12 @@ def document_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: 
 
     One call for all documents on a GPU in 16 bits (PyTorch's variable-length attention), elsewhere one a document.
     """
-    flat = [x.flatten(0, 1) for x in (q_BTHC, k_BTKC, v_BTKC)]
+    q_NHC, k_NKC, v_NKC = (x.flatten(0, 1) for x in (q_BTHC, k_BTKC, v_BTKC))
     documents = [length for each in lengths for length in each]
     if has_varlen(q_BTHC):
-        o_NHC = _varlen_attention(*flat, documents)
+        o_NHC = _varlen_attention(q_NHC, k_NKC, v_NKC, documents)
     else:
-        parts = zip(*(x.unsqueeze(0).split(documents, dim=1) for x in flat), strict=True)
+        parts = zip(*(x.unsqueeze(0).split(documents, dim=1) for x in (q_NHC, k_NKC, v_NKC)), strict=True)
         o_NHC = torch.cat([causal_attention(*part) for part in parts], dim=1).squeeze(0)
     return o_NHC.unflatten(0, q_BTHC.shape[:2])
 

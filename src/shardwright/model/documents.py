@@ -33,8 +33,8 @@ class Documents:
         for row, each in enumerate(lengths):
             if sum(each) != seq_len or min(each) < 1:
                 raise InputError(
-                    f"documents of sequence {row} have {list(each)} tokens, {sum(each)} together; each needs 1 or more, "
-                    f"and together they have to be the {seq_len} of the sequence"
+                    f"documents of sequence {row} have {list(each)} tokens, {sum(each)} together; each needs 1 or "
+                    f"more, and together they have to be the {seq_len} of the sequence"
                 )
         whole = tuple(tuple(each) for each in lengths)
         return Documents(whole, restarted(whole) if restart else None)

@@ -28,8 +28,8 @@ from shardwright.model.spec import ModelSpec
 class LatentAttention(nn.Module):
     """softmax(q k^T / sqrt(C)) v, with q and k of C elements a head and v of V.
 
-    `attend` is that of `model.attention` or a replacement that computes the same. The number of heads follows from the output
-    of the projections, so the module also works with a shard of the heads.
+    `attend` is that of `model.attention` or a replacement that computes the same. The number of heads follows from the
+    output of the projections, so the module also works with a shard of the heads.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

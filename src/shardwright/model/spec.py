@@ -193,13 +193,14 @@ class ModelSpec:
         assert self.moe is not None
         return row.numel * self.moe.top_k // self.moe.n_experts
 
-    def train_flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+    def train_flops_per_token(self, seq_len: float, *, causal: bool = False) -> float:
         """Model FLOPs of forward and backward for one token, without recomputation.
 
         flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
 
         N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention),
-        s `seq_len` in tokens. A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The second
+        s `seq_len` in tokens; where attention stays within documents, the mean length of a token's document
+        (`data.packing.attended_tokens`). A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The second
         term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions; `causal`
         counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the
         full square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,

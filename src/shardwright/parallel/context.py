@@ -77,7 +77,8 @@ class ContextAttention:
     def __call__(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:
         if self.ulysses is None:
             return self._over_ring(q_BTHC, k_BTKC, v_BTKC, documents)
-        o_BTHC = self._over_ring(*TokensToHeads.apply(q_BTHC, k_BTKC, v_BTKC, self.ulysses), documents)
+        q_BShC, k_BSkC, v_BSkC = TokensToHeads.apply(q_BTHC, k_BTKC, v_BTKC, self.ulysses)
+        o_BTHC = self._over_ring(q_BShC, k_BSkC, v_BSkC, documents)
         return HeadsToTokens.apply(o_BTHC, self.ulysses)
 
     def _over_ring(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None) -> Tensor:

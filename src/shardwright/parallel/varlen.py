@@ -32,11 +32,11 @@ class _Places(NamedTuple):
     def of(pieces: Sequence[Piece], device: torch.device) -> "_Places":
         causal = pieces[0].causal
         assert all(piece.causal == causal for piece in pieces)
-        kinds = [[piece.rows for piece in pieces], [piece.columns for piece in pieces]]
-        places = [torch.cat([torch.arange(at.start, at.stop) for at in kind]).to(device) for kind in kinds]
-        counts = [[at.stop - at.start for at in kind] for kind in kinds]
-        ends = [cumulative(each, device) for each in counts]
-        return _Places(*places, (*ends, max(counts[0]), max(counts[1]), 0.0, causal))
+        rows, columns = [piece.rows for piece in pieces], [piece.columns for piece in pieces]
+        n_rows, n_columns = ([at.stop - at.start for at in kind] for kind in (rows, columns))
+        ends = cumulative(n_rows, device), cumulative(n_columns, device)
+        arguments = (*ends, max(n_rows), max(n_columns), 0.0, causal)
+        return _Places(_indices(rows, device), _indices(columns, device), arguments)
 
 
 def attend(q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,6 +68,10 @@ def gradient(
         sum_1KMC = torch.zeros_like(whole_1KMC, dtype=torch.float32)
         sums.append(sum_1KMC.index_add_(2, places.columns_S, part_SKC.transpose(0, 1).unsqueeze(0).float()))
     return places.rows_R, ALL, dq_RHC.transpose(0, 1).unsqueeze(0), *sums
+
+
+def _indices(places: Sequence[slice], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(at.start, at.stop) for at in places]).to(device)
 
 
 def _gathered(tensors: Sequence[Tensor], places: Tensor) -> list[Tensor]:

@@ -25,6 +25,7 @@ def job_document(job: Job, name: str, limit_bytes: float) -> dict[str, Any]:
         "limit_bytes": limit_bytes,
         "global_batch": job.global_batch,
         "seq_len": job.seq_len,
+        "document_tokens": job.document_tokens,
         "precision": job.precision,
         "stack": job.stack.name,
     }

@@ -31,7 +31,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     micro_batch = layout.pop("micro_batch")
     sections: dict[str, dict[str, Any]] = {
         "model": {"preset": name} | _changes(job, name),
-        "data": {"path": "data/tokens"},
+        "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
         "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
         "layout": layout,
         "precision": {"compute": job.precision},

@@ -18,7 +18,7 @@ Letters: S tokens of the sequence, R ranks of the ring.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
@@ -65,9 +65,9 @@ class Piece:
 class Plan:
     """The attention of a rank of a ring to a micro-batch: in step s it has the keys of ring rank (rank - s) mod R.
 
-    `pieces[s]`: what is computed in step s; columns are places among the keys that have come. `sends[s]`: the own tokens
-    whose keys rank (rank + s) mod R needs, in the order in which they are sent; empty for step 0 and where the two
-    ranks have no document in common.
+    `pieces[s]`: what is computed in step s; columns are places among the keys that have come. `sends[s]`: the own
+    tokens whose keys rank (rank + s) mod R needs, in the order in which they are sent; empty for step 0 and where the
+    two ranks have no document in common. `receives[s]`: how many tokens come in step s.
     """
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -102,7 +102,7 @@ def held_tokens(lengths: Lengths, method: str, ring: int, deals: bool) -> tuple[
         pieces = [
             Held(document, max(span.start, start), min(span.stop, stop))
             for span in spans
-            for document, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
+            for document, (start, stop) in enumerate(pairwise(starts))
         ]
         found.append(tuple(piece for piece in pieces if piece.tokens > 0))
     return tuple(found)
@@ -144,7 +144,7 @@ def dealt(lengths: Lengths, ring: int) -> tuple[tuple[Held, ...], ...]:
 
 
 def _shares(length: int, room: Sequence[int]) -> list[int]:
-    """How many tokens of a document each rank takes: in proportion to its room, the rest to those with the most left."""
+    """How many tokens of a document each rank takes: in proportion to its room, the rest to those with most left."""
     total = sum(room)
     shares = [length * each // total for each in room]
     by_room = sorted(range(len(room)), key=lambda rank: (shares[rank] - room[rank], rank))

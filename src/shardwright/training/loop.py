@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.data.batches import Batches, evaluation_batches
+from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
@@ -80,6 +81,11 @@ class _Run:
             "seq_len": config.batch.seq_len,
             "sequences": config.data.sequences,
         }
+        self.attended_tokens = float(config.batch.seq_len)
+        """Tokens that attention goes over, for the FLOPs of a token."""
+        if config.data.attention == "document":
+            lengths = packed_lengths(self.samples.split.document_lengths(), config.batch.seq_len)
+            self.attended_tokens = attended_tokens(lengths)
         # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
         self.validation = open_samples(config, "validation") if config.evaluation.samples else None
         compute = DTYPES[config.precision.compute]
@@ -216,7 +222,7 @@ class _Run:
         step_s = sum(phase_means_s.values())
         batch = self.config.batch
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
-        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(batch.seq_len)
+        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(self.attended_tokens)
         peak = peak_flops_per_s(self.device, self.compute_dtype)
         told = Logged(
             step=step,

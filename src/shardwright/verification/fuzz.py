@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, NamedTuple, get_args
 
 from shardwright import extensions
-from shardwright.config import MODEL_TABLES, OptimizerSection, as_toml
+from shardwright.config import MODEL_TABLES, OptimizerSection, Scope, as_toml
 from shardwright.errors import LayoutError
 from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.modules import FAMILIES
@@ -49,7 +49,7 @@ def draw(seed: int, number: int) -> Drawn:
             if layout.n_stages <= _MOST_STAGES:
                 case, layout = _setting(rng, layout, experts, family)
                 if not problems(case, layout):
-                    return Drawn(case, layout, refused)
+                    return Drawn(_with_documents(rng, case), layout, refused)
             refused += 1
 
 
@@ -126,6 +126,13 @@ def _setting(rng: Random, layout: Layout, experts: bool, family: str) -> tuple[C
         optimizer=_optimizer(rng),
     )
     return case, layout
+
+
+def _with_documents(rng: Random, case: Case) -> Case:
+    """In every other setting of a family that takes documents, attention within them, and positions of either kind."""
+    if not FAMILIES[case.spec.family].documents or rng.random() < 0.5:
+        return case
+    return replace(case, attention="document", positions=rng.choice(get_args(Scope)))
 
 
 def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: bool, family: str) -> ModelSpec:
@@ -233,6 +240,8 @@ def in_words(case: Case) -> str:
             said.append(value)
         elif name == "dropout":
             said.append(f"dropout {value:g}")
+    if case.attention == "document":
+        said.append("documents" + " with own positions" * (case.positions == "document"))
     return ", ".join(said)
 
 
@@ -243,7 +252,7 @@ def run_file(case: Case, layout: Layout, remark: str) -> str:
     usual = OptimizerSection(name=case.optimizer.name).model_dump() | {"name": OptimizerSection().name}
     sections: dict[str, dict[str, Any]] = {
         "model": {"preset": "debug"} | _changes(case.spec),
-        "data": {"path": "not needed"},
+        "data": {"path": "not needed"} | _scopes(case),
         "batch": {"seq_len": case.seq_len, "global_batch": case.global_batch, "micro_batch": case.micro_batch},
         "layout": {
             name: list(value) if isinstance(value, tuple) else value for name, value in layout.settings().items()
@@ -258,6 +267,10 @@ def run_file(case: Case, layout: Layout, remark: str) -> str:
         if values:
             lines += ["", f"[{section}]", *(f"{key} = {as_toml(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
+
+
+def _scopes(case: Case) -> dict[str, Any]:
+    return {name: value for name in ("attention", "positions") if (value := getattr(case, name)) != "sequence"}
 
 
 def _changes(spec: ModelSpec) -> dict[str, Any]:

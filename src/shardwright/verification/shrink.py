@@ -136,6 +136,8 @@ def _parts(case: Case, layout: Layout) -> Iterator[Setting]:
     if spec.latent_attention is not None and spec.latent_attention.q_rank:
         yield replace(case, spec=replace(spec, latent_attention=replace(spec.latent_attention, q_rank=0))), layout
     yield replace(case, spec=replace(spec, n_kv_heads=spec.n_heads)), layout
+    for attention in ("sequence", case.attention):
+        yield replace(case, attention=attention, positions="sequence"), layout
     usual = OptimizerSection(name=case.optimizer.name).model_dump()
     for name, value in case.optimizer.model_dump().items():
         if value != usual[name]:

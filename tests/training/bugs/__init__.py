@@ -6,7 +6,19 @@ with the code as it is, the code as the bug has it, and where it shows.
 
 from collections.abc import Mapping
 
-from tests.training.bugs import dtype, elsewhere, mask, off_by_one, order, reduction, resume, scale, shard, stale
+from tests.training.bugs import (
+    documents,
+    dtype,
+    elsewhere,
+    mask,
+    off_by_one,
+    order,
+    reduction,
+    resume,
+    scale,
+    shard,
+    stale,
+)
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
@@ -16,7 +28,7 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     "wrong order": order.BUGS | elsewhere.ORDER,
     "stale value": stale.BUGS | elsewhere.STALE,
     "wrong dtype": dtype.BUGS,
-    "wrong mask": mask.BUGS,
+    "wrong mask": mask.BUGS | documents.BUGS,
     "off by one": off_by_one.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME,
 }

@@ -7,6 +7,7 @@ layouts, models and rooms that the bugs share are here too.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwright.config import Scope
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
@@ -60,6 +61,8 @@ class Bug:
     """What is changed of the model that is trained: the features that a run file has to have."""
     also: tuple[Mutation, ...] = ()
     """Changes of other code, where the bug needs more than one."""
+    documents: bool = False
+    """Whether attention and positions are within documents."""
     crashes: bool = False
     """Whether a rank raises or hangs, and no number shows the bug."""
 
@@ -72,12 +75,15 @@ class Bug:
         """Three microbatches a step; four for DualPipe, which wants an even number, and in 16 bits, where fewer have
         too few terms to show that a sum was rounded."""
         base = CASE if layout.cp * layout.tp == 1 else LONG
+        scope: Scope = "document" if self.documents else "sequence"
         accumulation = 4 if layout == DUALPIPE or self.dtype == "bfloat16" else 3
         return replace(
             base,
             spec=replace(base.spec, **self.spec),
             micro_batch=base.global_batch // (accumulation * layout.data_ranks),
             dtype=self.dtype,
+            attention=scope,
+            positions=scope,
         )
 
 

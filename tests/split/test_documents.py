@@ -1,0 +1,116 @@
+"""Proves that documents are dealt over a ring so that ranks have equally many tokens and nearly as many scores, and that
+the plan of all ranks together computes every pair of a query and an earlier token of its document exactly once."""
+
+from collections import Counter
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.split.documents import Lengths, Piece, dealt, held_tokens, imbalance, plan
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[int, list[Lengths]]:
+    """A ring and up to three sequences of one length with any documents."""
+    ring = draw(st.integers(1, 5))
+    seq_len = 2 * ring * draw(st.integers(1, 8))
+    ends = st.sets(st.integers(1, seq_len - 1), max_size=seq_len - 1)
+    sequences = draw(st.lists(ends, min_size=1, max_size=3))
+    return ring, [tuple(b - a for a, b in pairwise([0, *sorted(each), seq_len])) for each in sequences]
+
+
+METHODS = [("ring", False), ("zigzag", False), ("zigzag", True)]
+
+
+@given(packed())
+@settings(max_examples=60, deadline=None)
+def test_dealing_partitions_every_document_over_ranks_with_equally_many_tokens(case: tuple[int, list[Lengths]]) -> None:
+    ring, sequences = case
+    for lengths in sequences:
+        held = dealt(lengths, ring)
+        assert {sum(each.tokens for each in rank) for rank in held} == {sum(lengths) // ring}
+        starts = [0, *accumulate(lengths)]
+        for rank in held:
+            assert [each.start for each in rank] == sorted(each.start for each in rank)
+            assert all(starts[e.document] <= e.start < e.stop <= starts[e.document + 1] for e in rank)
+        places = Counter(p for rank in held for each in rank for p in range(each.start, each.stop))
+        assert places == Counter(range(sum(lengths)))
+
+
+def pairs_of(piece: Piece) -> list[tuple[int, int]]:
+    rows, columns = range(piece.rows.start, piece.rows.stop), range(piece.columns.start, piece.columns.stop)
+    return [(q, k) for q in rows for k in columns if not piece.causal or k <= q]
+
+
+@pytest.mark.parametrize(("method", "deals"), METHODS)
+@given(case=packed())
+@settings(max_examples=30, deadline=None)
+def test_every_pair_of_a_document_is_computed_once_and_no_other(
+    method: str, deals: bool, case: tuple[int, list[Lengths]]
+) -> None:
+    ring, sequences = case
+    plans = [plan(tuple(sequences), method, ring, rank, deals) for rank in range(ring)]
+    # (sequence, position) of each place of each rank
+    places = [
+        [
+            (row, p)
+            for row, lengths in enumerate(sequences)
+            for each in held_tokens(lengths, method, ring, deals)[rank]
+            for p in range(each.start, each.stop)
+        ]
+        for rank in range(ring)
+    ]
+    found = Counter()
+    for rank, mine in enumerate(plans):
+        for step in range(ring):
+            source = (rank - step) % ring
+            keys = places[rank]
+            if step:
+                keys = [places[source][p] for at in plans[source].sends[step] for p in range(at.start, at.stop)]
+                assert len(keys) == mine.receives[step]
+                assert {
+                    k for piece in mine.pieces[step] for k in range(piece.columns.start, piece.columns.stop)
+                } == set(range(len(keys))), "a key is sent that nobody reads"
+            found.update((places[rank][q], keys[k]) for piece in mine.pieces[step] for q, k in pairs_of(piece))
+    wanted = Counter()
+    for row, lengths in enumerate(sequences):
+        for start, stop in pairwise([0, *accumulate(lengths)]):
+            wanted.update(((row, q), (row, k)) for q in range(start, stop) for k in range(start, q + 1))
+    assert found == wanted
+
+
+def long_sequences() -> list[Lengths]:
+    """Sequences of 16,384 tokens with documents from tens to thousands of tokens, made without a random generator."""
+    found = []
+    for first in range(1, 9):
+        lengths, at = [], first
+        while sum(lengths) < 16_384:
+            at = at * 7919 % 10_007
+            lengths.append(min(20 + at * at // 15_000, 16_384 - sum(lengths)))
+        found.append(tuple(lengths))
+    return found
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8, 16])
+def test_dealt_documents_are_balanced_where_zigzag_chunks_are_not(ring: int) -> None:
+    sequences = long_sequences()
+    of_sums, of_steps = imbalance(sequences, "zigzag", ring, deals=True)
+    assert max(of_sums, of_steps) < 1.05
+    assert all(imbalance([each], "zigzag", ring, deals=True)[0] < 1.1 for each in sequences)
+    assert imbalance(sequences, "zigzag", ring, deals=False)[0] > 1.1
+
+
+def test_a_short_document_stays_on_one_rank_and_a_long_one_is_on_all() -> None:
+    held = dealt((100, *[10] * 10), 2)
+    ranks = [{each.document for each in rank} for rank in held]
+    assert ranks[0] & ranks[1] == {0}
+
+
+def test_ranks_without_a_common_document_exchange_nothing() -> None:
+    for rank in range(4):
+        found = plan(((8, 8, 8, 8),), "ring", 4, rank, False)
+        assert found.receives == (0, 0, 0, 0)
+        assert not any(found.sends)
+        assert found.pairs == (36, 0, 0, 0)

@@ -1,0 +1,105 @@
+"""Bugs of documents in packed sequences: of their boundaries, of the mask, of positions that restart."""
+
+from shardwright.layout import Layout
+from tests.mutation import Mutation
+from tests.training.bugs.bug import (
+    ALLGATHER,
+    CONTEXT,
+    ON_RING,
+    PP,
+    STAGE,
+    TRAINER,
+    ULYSSES,
+    ZERO_0,
+    ZIGZAG,
+    AnyBug,
+    Bug,
+    UnitBug,
+)
+
+_DOCUMENTS, _PLAN = "shardwright.parallel.documents", "shardwright.split.documents"
+
+BUGS: dict[str, AnyBug] = {
+    "the all-gather of keys loses the mask of documents": Bug(
+        Mutation(
+            f"{CONTEXT}:ContextAttention._over_ring",
+            "documents is not None",
+            "documents is not None and self.method != 'allgather'",
+        ),
+        [ALLGATHER],
+        documents=True,
+    ),
+    "ulysses loses the mask of documents": Bug(
+        Mutation(
+            f"{CONTEXT}:ContextAttention._over_ring",
+            "attend(q_BTHC, k_BTKC, v_BTKC, documents)",
+            "attend(q_BTHC, k_BTKC, v_BTKC)",
+        ),
+        [ULYSSES],
+        documents=True,
+    ),
+    "a stage masks by the documents of the micro-batch before": Bug(
+        Mutation(f"{STAGE}._forward", "microbatch.documents", "self.microbatches[i - 1].documents"),
+        [PP],
+        documents=True,
+    ),
+    "the recomputation attends over the whole sequence": Bug(
+        Mutation(
+            "shardwright.model.transformer:Block.forward",
+            "self.attention(self.attention_norm(x_BTD), rotary_2TC, documents)",
+            "self.attention("
+            "self.attention_norm(x_BTD), rotary_2TC, None if torch._C._current_graph_task_id() >= 0 else documents)",
+        ),
+        [Layout(recompute="full")],
+        documents=True,
+    ),
+    "positions do not restart in the second half of a rank's tokens": Bug(
+        Mutation(
+            f"{TRAINER}._of_documents",
+            "restarted(lengths).gather(1, held_BT)",
+            "torch.cat([restarted(lengths).gather(1, held_BT)[:, :3], held_BT[:, 3:]], 1)",
+        ),
+        [ZIGZAG],
+        documents=True,
+    ),
+    "a block without keys is merged with a log-sum-exp of 0": Bug(
+        Mutation(
+            f"{_DOCUMENTS}:DocumentAttention.forward",
+            "k_1KMC, v_1KMC = map(_heads_first, held_2MKC)",
+            "k_1KMC, v_1KMC = map(_heads_first, held_2MKC)\n"
+            "if not plan.pieces[step]:\n"
+            "    merge(o_1HNC, lse_1HN, torch.zeros_like(o_1HNC), torch.zeros_like(lse_1HN))",
+        ),
+        [ON_RING],
+        documents=True,
+    ),
+    "a data rank has the documents of the first": Bug(
+        Mutation(
+            "shardwright.verification.rank:local_batch", "documents_B[first : first + block]", "documents_B[:block]"
+        ),
+        [ZERO_0],
+        documents=True,
+    ),
+    "a query leaves out the keys right before its own": Bug(
+        Mutation(f"{_PLAN}:_between", "k.start < each.start", "k.stop < each.start"), [ON_RING], documents=True
+    ),
+    "gradients that come back are added to the first document": Bug(
+        Mutation(f"{_DOCUMENTS}:_Returns.finish", "first += tokens", "first += 0"), [ZIGZAG], documents=True
+    ),
+    "the boundary of a document is one token late": UnitBug(
+        Mutation(
+            "shardwright.data.shards:TokenSplit.document_starts",
+            "index[low:high].astype(np.int64) + first",
+            "index[low:high].astype(np.int64) + first + 1",
+        ),
+        "tests/data/test_documents.py:test_boundaries_are_those_of_the_documents_that_were_written",
+    ),
+    "every sequence of a micro-batch has the documents of the first": UnitBug(
+        Mutation(
+            "shardwright.data.batches:_read",
+            "samples.documents(i)",
+            "samples.documents(int(indices_AB[place[0], 0]))",
+        ),
+        "tests/data/test_documents.py:test_boundaries_are_those_of_the_documents_that_were_written",
+    ),
+}
