@@ -1,4 +1,4 @@
-"""Proves that the documents of a sample are those that were written, whatever cuts them, and travel with their batch."""
+"""Proves that the documents of a sample are those that were written, whatever cuts them, and go with their batch."""
 
 import email
 import tempfile

@@ -1,5 +1,5 @@
-"""Proves that documents are dealt over a ring so that ranks have equally many tokens and nearly as many scores, and that
-the plan of all ranks together computes every pair of a query and an earlier token of its document exactly once."""
+"""Proves that documents are dealt over a ring so that ranks have equally many tokens and nearly as many scores, and
+that the plans of all ranks together compute every pair of a query and a token up to it of its document exactly once."""
 
 from collections import Counter
 from itertools import accumulate, pairwise

@@ -105,8 +105,8 @@ def inspect(
         int | None,
         typer.Option(
             metavar="N",
-            help="Also show packed sequences of N tokens with data.attention='document': the share of the scores that is "
-            "left, and the balance of the ranks of cp.",
+            help="Also show packed sequences of N tokens with data.attention='document': the share of the scores that "
+            "is left, and the balance of the ranks of cp.",
         ),
     ] = None,
     verify: Annotated[
@@ -214,11 +214,12 @@ def _print_packing(packing: dict[str, Any]) -> None:
         f"{percent(packing['scores_share'])} of the scores",
         soft_wrap=True,
     )
-    table = Table("ring of cp", "tokens of a rank")
-    for heading in ("scores, max / mean", "step by step", "worst sequence", "keys sent"):
+    console.print("scores of the rank of cp that has the most, over the mean of all:")
+    table = Table("cp", "tokens")
+    for heading in ("all", "by step", "worst sequence", "keys sent"):
         table.add_column(heading, justify="right")
     for ring in packing["rings"]:
-        for name, what in (("zigzag", "zig-zag in the sequence"), ("dealt", "documents dealt")):
+        for name, what in (("zigzag", "zig-zag"), ("dealt", "dealt")):
             of = ring[name]
             numbers = [f"{of[key]:.3f}" for key in ("sum", "steps", "worst")]
             table.add_row(str(ring["cp"]), what, *numbers, percent(of["sent"]))

@@ -50,8 +50,8 @@ class Options:
         float | None,
         typer.Option(
             metavar="N",
-            help="attention within documents: the mean length of a token's document, sum L^2 / sum L over documents of L "
-            "tokens, as `data inspect --seq-len` prints; from the data of a run file with data.attention='document' "
+            help="attention within documents: the mean length of a token's document, sum L^2 / sum L over documents of "
+            "L tokens, as `data inspect --seq-len` prints; from the data of a run file with data.attention='document' "
             "if not given",
         ),
     ] = None

@@ -18,14 +18,12 @@ SHOWN_SEQUENCES = 64
 RINGS = (2, 4, 8)
 
 
-def inspect(
-    directory: str | Path, split: str = "train", n: int = 3, seq_len: int | None = None, rings: Sequence[int] = RINGS
-) -> dict[str, Any]:
+def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: int | None = None) -> dict[str, Any]:
     """The manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded.
 
-    With `seq_len` also what attention within documents does in packed sequences of so many tokens (`packing`), on rings
-    of `rings` ranks of cp. A document's text is of its first SHOWN_TOKENS tokens. Raises DataError for a folder or split that is not
-    there or is damaged.
+    With `seq_len` also what attention within documents does in packed sequences of so many tokens (`packing`). A
+    document's text is of its first SHOWN_TOKENS tokens. Raises DataError for a folder or split that is not there or is
+    damaged.
     """
     if n < 0:
         raise DataError(f"documents={n} must be 0 or more")
@@ -62,26 +60,22 @@ def inspect(
         "splits": {name: part.model_dump(mode="json") for name, part in manifest.splits.items()},
         "split": split,
         "document_tokens": _quantiles(lengths),
-        "packing": None if seq_len is None else packing(tokens, seq_len, rings),
+        "packing": None if seq_len is None else packing(tokens, seq_len),
         "documents": documents,
     }
 
 
-def packing(tokens: TokenSplit, seq_len: int, rings: Sequence[int] = RINGS) -> dict[str, Any]:
+def packing(tokens: TokenSplit, seq_len: int) -> dict[str, Any]:
     """Attention within documents in packed sequences of `seq_len` tokens: the mean length of a token's document, the
     scores as a share of those over whole sequences, and for each ring the imbalance of its ranks.
 
     The imbalance is the scores of the rank with the most over the mean, with the chunks of a zig-zag over the sequence
     and with documents dealt on their own (`split.documents`): `sum` of all steps of the ring, `steps` if ranks wait for
     each other after each, `worst` the sum of the worst sequence; `sent`: keys that are sent, as a share of those that a
-    ring over whole sequences sends. Of SHOWN_SEQUENCES sequences, spread evenly. Raises DataError where `seq_len`
-    tokens are more than there are, and for a ring that does not divide them twice.
+    ring over whole sequences sends. Of SHOWN_SEQUENCES sequences, spread evenly, and for those RINGS of which
+    the chunks of a zig-zag divide `seq_len`. Raises DataError where the split has fewer tokens.
     """
     samples = PackedSamples(tokens, seq_len)
-    wrong = [f"--cp {ring}: a zig-zag has {2 * ring} chunks, which do not divide {seq_len} tokens; take a multiple of "
-             f"{2 * ring} for --seq-len" for ring in rings if ring < 1 or seq_len % (2 * ring)]  # fmt: skip
-    if wrong:
-        raise DataError(*wrong)
     n = min(len(samples), SHOWN_SEQUENCES)
     sequences = [tuple(samples.documents(i * len(samples) // n)) for i in range(n)]
     mean = attended_tokens(packed_lengths(tokens.document_lengths(), seq_len))
@@ -92,7 +86,7 @@ def packing(tokens: TokenSplit, seq_len: int, rings: Sequence[int] = RINGS) -> d
         "attended_tokens": mean,
         "scores_share": (mean + 1) / (seq_len + 1),
         "shown": n,
-        "rings": [{"cp": ring} | _balance(sequences, ring) for ring in rings],
+        "rings": [{"cp": ring} | _balance(sequences, ring) for ring in RINGS if seq_len % (2 * ring) == 0],
     }
 
 

@@ -6,8 +6,11 @@ import numpy as np
 
 
 def packed_lengths(document_lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """The lengths of the documents of all sequences, one sequence after another: documents one after another, split every
-    `seq_len` tokens, without the incomplete sequence at the end. Raises nothing; empty for too few tokens."""
+    """The lengths of the documents of all packed sequences, one sequence after another; int64.
+
+    Documents are packed one after another and split every `seq_len` tokens; the incomplete sequence at the end is left
+    out. Empty for too few tokens.
+    """
     ends = np.cumsum(document_lengths, dtype=np.int64)
     n_tokens = int(ends[-1]) - 1 if len(ends) else 0
     cuts = np.arange(0, n_tokens // seq_len + 1, dtype=np.int64) * seq_len
@@ -15,7 +18,9 @@ def packed_lengths(document_lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def attended_tokens(lengths: np.ndarray | Sequence[int]) -> float:
-    """The mean length of a token's document, sum L^2 / sum L: attention within documents has as many scores as attention
-    over sequences of this length."""
+    """The mean length of a token's document, sum L^2 / sum L.
+
+    Attention within documents has as many scores as attention over sequences of this length.
+    """
     as_floats = np.asarray(lengths, dtype=np.float64)
     return float((as_floats**2).sum() / as_floats.sum())

@@ -130,6 +130,12 @@ def open_samples(config: RunConfig, name: str) -> Samples:
     """
     split = open_split(config.data.path, name)
     split.manifest.check_vocabulary(config.model.spec().vocab_size)
+    if config.data.attention == "document" and not split.n_documents:
+        raise DataError(
+            f"{config.data.path}: data.attention='document' needs to know where documents begin, and the {name} split "
+            f"has {split.n_tokens} tokens and no document in its index; prepare the data again, or take "
+            f"data.attention='sequence'"
+        )
     if config.data.sequences == "documents":
         return DocumentSamples(split, config.batch.seq_len)
     return PackedSamples(split, config.batch.seq_len, mask_boundaries=config.data.mask_boundaries)

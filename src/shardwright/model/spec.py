@@ -198,13 +198,14 @@ class ModelSpec:
 
         flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
 
-        N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention),
-        s `seq_len` in tokens; where attention stays within documents, the mean length of a token's document
-        (`data.packing.attended_tokens`). A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The second
-        term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions; `causal`
-        counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU by the
-        full square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding lookup,
-        optimizer, the weighted sum of experts' outputs, and the recomputation inside a fused attention's backward pass.
+        N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention), s
+        `seq_len` in tokens; where attention stays within documents, the mean length of a token's document
+        (`data.packing.attended_tokens`). A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
+        second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
+        `causal` counts the half that is not masked. Source: PaLM (arXiv 2204.02311) appendix B; torchtitan reports MFU
+        by the full square, Megatron-LM today by half of it. Ignored: softmax, norms, activations, rotation, embedding
+        lookup, optimizer, the weighted sum of experts' outputs, and the recomputation inside a fused attention's
+        backward pass.
         """
         square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))

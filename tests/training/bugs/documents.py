@@ -43,14 +43,15 @@ BUGS: dict[str, AnyBug] = {
         [PP],
         documents=True,
     ),
-    "the recomputation attends over the whole sequence": Bug(
+    "the recomputation masks by documents in the reverse order": Bug(
         Mutation(
             "shardwright.model.transformer:Block.forward",
             "self.attention(self.attention_norm(x_BTD), rotary_2TC, documents)",
-            "self.attention("
-            "self.attention_norm(x_BTD), rotary_2TC, None if torch._C._current_graph_task_id() >= 0 else documents)",
+            "self.attention(self.attention_norm(x_BTD), rotary_2TC, documents"
+            " if torch._C._current_graph_task_id() < 0"
+            " else Documents(tuple(each[::-1] for each in documents.lengths), documents.positions_BT))",
         ),
-        [Layout(recompute="full")],
+        [Layout(cp=2, recompute="full")],
         documents=True,
     ),
     "positions do not restart in the second half of a rank's tokens": Bug(

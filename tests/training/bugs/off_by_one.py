@@ -66,8 +66,8 @@ BUGS: dict[str, Bug] = {
     "dropout of a step is that of the step after it": Bug(
         Mutation(
             f"{TRAINER}._random_keys",
-            "sample_keys(self.seed, step, sample_ids_B.to(self.device, non_blocking=True))",
-            "sample_keys(self.seed, step + 1, sample_ids_B.to(self.device, non_blocking=True))",
+            "sample_keys(self.seed, step, self._on_device(sample_ids_B))",
+            "sample_keys(self.seed, step + 1, self._on_device(sample_ids_B))",
         ),
         [ONE],
         spec={"dropout": 0.2},

@@ -33,7 +33,7 @@ BUGS: dict[str, AnyBug] = {
     "14: rotary positions of the shard": Bug(
         Mutation(
             f"{TRAINER}._microbatches",
-            "positions_T.to(self.device, non_blocking=True)",
+            "self._on_device(positions_T)",
             "torch.arange(len(positions_T))",
         ),
         [ZIGZAG, ULYSSES],

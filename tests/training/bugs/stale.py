@@ -27,8 +27,8 @@ BUGS: dict[str, AnyBug] = {
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
         Mutation(
             f"{STAGE}._forward",
-            "model(x, microbatch.positions_T, microbatch.random_keys_B)",
-            "(model.zero_grad(), model(x, microbatch.positions_T, microbatch.random_keys_B))[1]",
+            "model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents)",
+            "(model.zero_grad(), model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents))[1]",
         ),
         [PP, ZB],
     ),
