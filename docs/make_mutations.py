@@ -117,6 +117,8 @@ def _by_verify(bug: Any) -> str:
     names = [FEATURES[key].format(value) for key, value in changed.items()]
     if any(layout.recompute == "full" for layout in bug.layouts):
         names.append("recomputation")
+    if bug.documents:
+        names.append("packed documents")
     return ", ".join(ways) + _with(names)
 
 

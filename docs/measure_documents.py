@@ -2,7 +2,7 @@
 
 python -m docs.measure_documents DATA
 
-DATA: a folder written by `shardwright data prepare`. Attention alone, forward and backward, fp32, 8 query and 2 kv
+DATA: a folder written by `shardwright data prepare`. Attention alone, forward and backward, fp32, 4 query and 1 kv
 heads of 64: on one process over a sequence, and within documents of equal lengths; and over a ring of cp with the
 documents of DATA, zig-zag in the sequence and dealt. Medians of three.
 """
@@ -24,8 +24,8 @@ from shardwright.parallel.context import ContextAttention
 from shardwright.split.documents import Lengths
 from shardwright.verification.ranks import run_ranks
 
-HEADS, KV_HEADS, WIDTH = 8, 2, 64
-SEQ_LEN, RING, SEQUENCES, TIMES = 4096, 4, 8, 3
+HEADS, KV_HEADS, WIDTH = 4, 1, 64
+SEQ_LEN, RING, SEQUENCES, TIMES = 8192, 2, 4, 3
 
 
 def cpu_s(attention: Callable[..., Tensor], tokens: int, lengths: Lengths | None) -> float:
@@ -56,7 +56,7 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     whole = cpu_s(attend, SEQ_LEN, None)
     print(f"one process, {SEQ_LEN} tokens: documents of | scores | CPU-seconds, over those of the sequence")
-    for length in (4096, 1024, 256, 64, 16):
+    for length in (8192, 2048, 512, 128, 32):
         within = cpu_s(attend, SEQ_LEN, (length,) * (SEQ_LEN // length))
         print(f"{length} | {(length + 1) / (SEQ_LEN + 1):.1%} | {within / whole:.3f}")
     samples = PackedSamples(open_split(folder, "train"), SEQ_LEN)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardwright.config import load, parse, resolved_toml
 from shardwright.errors import ConfigError
 from shardwright.layout import CP_METHODS
+from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
@@ -331,3 +332,22 @@ def test_the_options_of_an_optimizer_are_resolved_with_the_rest(tmp_path: Path):
     text = resolved_toml(config)
     assert "beta1 = 0.9" in text
     assert load(written(tmp_path, text)).optimizer == config.optimizer
+
+
+def test_attention_within_documents_is_refused_where_there_are_none(tmp_path: Path):
+    text = SMALLEST.replace('path = "data"', 'path = "data"\nattention = "document"\npositions = "document"')
+    config = load(written(tmp_path, text))
+    assert (config.data.attention, config.data.positions) == ("document", "document")
+    (problem,) = refused(tmp_path, text, "data.sequences=documents")
+    assert "data.attention='document' goes with data.sequences='packed'" in problem
+    (problem,) = refused(tmp_path, text, "data.attention=sequence")
+    assert "data.positions='document' goes with data.attention='document'" in problem
+
+
+def test_a_family_whose_blocks_take_no_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    family = dataclasses.replace(FAMILIES["decoder"], name="other", documents=False)
+    monkeypatch.setitem(FAMILIES, "other", family)
+    text = SMALLEST.replace('path = "data"', 'path = "data"\nattention = "document"')
+    (problem,) = refused(tmp_path, text, "model.family=other")
+    assert "model.family='other': its blocks take no documents" in problem
+    assert "a family of 'decoder'" in problem

@@ -6,7 +6,7 @@ of the sequence are not balanced. Each document is dealt out on its own (`dealt`
 - A document whose scores are few is given to one rank: no other rank needs its keys.
 - A long document is sharded zig-zag over all ranks: rank r holds chunks r and 2R-1-r of its 2R chunks (Llama 3, arXiv
   2407.21783, section 3.3.2, for each document instead of the sequence; per-document sharding is that of WLB-LLM, arXiv
-  2503.17924, section 4.2, here without padding: chunks may differ by a token).
+  2503.17924, here without padding: chunks may differ by a token).
 
 Every rank holds S / R tokens of each sequence, in the order of the sequence, and all follows from the lengths of the
 documents, which every rank of cp knows. So a rank's tokens of a document are consecutive among its own, and of the keys
