@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from shardwright.errors import InputError
 from shardwright.model.documents import Documents
@@ -15,6 +16,7 @@ from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from tests.marks import prove, rest_prove
 
 DECODER = replace(PRESETS["debug"], n_layers=2, d_ffn=40, vocab_size=31, max_seq_len=24, init_std=0.3)
 LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
@@ -43,7 +45,7 @@ def gradients(model: Transformer) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("restart", [True, False], ids=["positions of documents", "positions of sequences"])
+@pytest.mark.parametrize("restart", rest_prove([True, False], True))
 @pytest.mark.parametrize("spec", MODELS.values(), ids=MODELS)
 def test_packed_documents_are_computed_as_each_alone(spec: ModelSpec, restart: bool) -> None:
     model, seq_len = model_of(spec), spec.max_seq_len
@@ -82,3 +84,18 @@ def test_one_document_a_sequence_is_attention_over_the_sequence() -> None:
 def test_lengths_that_are_not_those_of_the_sequence_are_refused(lengths: list[list[int]]) -> None:
     with pytest.raises(InputError, match="have to be the 8 of the sequence"):
         Documents.of(lengths, 8)
+
+
+@prove
+def test_a_compiled_block_is_compiled_once_for_all_documents() -> None:
+    model, counter = model_of(DECODER), CompileCounterWithBackend("eager")
+    for block in model.layers.values():
+        block.compile(backend=counter)
+    tokens_BT = torch.arange(24).view(1, 24) % DECODER.vocab_size
+    frames = []
+    for first in range(1, 12):  # more than dynamo compiles before it gives up
+        documents = Documents.of([[first, 24 - first]], 24, restart=True)
+        exact = model_of(DECODER)(tokens_BT, documents=documents)
+        torch.testing.assert_close(model(tokens_BT, documents=documents), exact)
+        frames.append(counter.frame_count)
+    assert frames[1:] == frames[:-1], "compiled again for other documents"

@@ -25,7 +25,7 @@ METHODS = [("ring", False), ("zigzag", False), ("zigzag", True)]
 
 
 @given(packed())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_dealing_partitions_every_document_over_ranks_with_equally_many_tokens(case: tuple[int, list[Lengths]]) -> None:
     ring, sequences = case
     for lengths in sequences:
@@ -46,7 +46,7 @@ def pairs_of(piece: Piece) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("method", "deals"), METHODS)
 @given(case=packed())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_pair_of_a_document_is_computed_once_and_no_other(
     method: str, deals: bool, case: tuple[int, list[Lengths]]
 ) -> None:

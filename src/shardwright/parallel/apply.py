@@ -61,6 +61,9 @@ def apply(
         if groups.tp is not None:
             split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:
+            if groups.cp_ring is not None and device.type == "cuda":
+                # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
+                dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)
             attending: list[Any] = [module for module in part.modules() if hasattr(module, "attend")]
             for module in attending:
                 module.attend = ContextAttention(

@@ -1,7 +1,6 @@
 """A model parallelised over the ranks, with the operations that a training step needs."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -96,13 +95,12 @@ class ParallelModel:
     def positions(self, seq_len: int) -> Tensor:
         """The positions in the sequence of this rank's tokens, in the order in which it holds them."""
         held = positions_of_rank(self.layout, seq_len, dist.get_rank()) if self.layout.cp > 1 else [range(seq_len)]
-        return torch.cat([torch.arange(span.start, span.stop, span.step) for span in held])
+        return _joined(held)
 
     def positions_of_documents(self, sequences: Sequence[Lengths]) -> Tensor:
         """As `positions`, for each of some sequences with documents of these lengths; (B, T)."""
         rank, deals = dist.get_rank(), deals_documents(self.spec, self.layout)
-        held = [[*chain(*spans_of_documents(self.layout, each, rank, deals))] for each in sequences]
-        return torch.tensor(held)
+        return torch.stack([_joined(spans_of_documents(self.layout, each, rank, deals)) for each in sequences])
 
     def sum_over_losses(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum), in place, over the ranks with different tokens or different stages, whose losses add up."""
@@ -172,3 +170,7 @@ class ParallelModel:
     def after_change(self) -> None:
         """Call after writing to `named_parameters`: updates the duplicates on this rank."""
         self.tied.update_duplicates()
+
+
+def _joined(spans: Sequence[range]) -> Tensor:
+    return torch.cat([torch.arange(span.start, span.stop, span.step) for span in spans])
