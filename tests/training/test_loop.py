@@ -412,8 +412,8 @@ BUGS = {
         [
             Mutation(
                 f"{LOOP}:_Run._load",
-                "Start(progress.step, progress.samples, path)",
-                "Start(progress.step - 1, progress.samples - self.config.batch.global_batch, path)",
+                "Start(progress.step, progress.samples, path, past)",
+                "Start(progress.step - 1, progress.samples - self.config.batch.global_batch, path, past)",
             )
         ],
         "loss",

@@ -172,7 +172,8 @@ def _owner(path: Sequence[str]) -> Any:
     """The section that the last of these names is a key of."""
     owner: Any = RunConfig
     for part in path[:-1]:
-        owner = model_of(owner.model_fields[part].annotation)
+        if not part.isdecimal():  # a place in a list, whose annotation names the section of each
+            owner = model_of(owner.model_fields[part].annotation)
     return owner
 
 
@@ -185,12 +186,27 @@ def resolved_toml(config: RunConfig) -> str:
     lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in section.items())]
+            tables = {key: value for key, value in section.items() if value and _is_tables(value)}
+            plain = {key: value for key, value in section.items() if key not in tables}
+            lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in plain.items())]
+            for key, rows in tables.items():
+                for row in rows:
+                    lines += ["", f"[[{name}.{key}]]", *(f"{k} = {as_toml(v)}" for k, v in row.items())]
     return "\n".join(lines) + "\n"
 
 
 def as_toml(value: Any) -> str:
     """A value as it is written in a run file."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {as_toml(below)}" for key, below in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml_key(key)} = {as_toml(below)}" for key, below in value.items()) + " }"
+    if _is_tables(value):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(row, dict) for row in value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)

@@ -7,6 +7,7 @@ from pydantic import (
     Field,
 )
 
+from shardwright.config.mixture import mixture_problems
 from shardwright.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -91,6 +92,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += split_problems(spec, layout, batch.seq_len)
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
+    if data:
+        found += mixture_problems(data, valid.get("steps"))
     if data and data.mask_boundaries and data.sequences != "packed":
         found.append(
             "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"

@@ -94,10 +94,29 @@ class ModelSection(_ModelOverrides):
         return dataclasses.replace(preset, **changes)
 
 
+class SourceSection(Section):
+    """One source of a mixture."""
+
+    path: str = Field(min_length=1, description="a folder written by `shardwright data prepare`")
+    name: str | None = Field(None, min_length=1, description="what stages and records call it; else its folder's name")
+    weight: float | None = Field(
+        None, description="its share of the samples, relative to the other weights; none: a stage brings it in"
+    )
+
+
+class StageSection(Section):
+    """Other weights from a step on."""
+
+    from_step: int = Field(description="steps that are done when this stage begins")
+    weights: dict[str, float] = Field(description="name of a source = its weight; a source not named takes no part")
+
+
 class DataSection(Section):
     """Where the tokens are and how sequences are made of them."""
 
-    path: str = Field(description="a folder written by `shardwright data prepare`")
+    path: str | None = Field(None, description="a folder written by `shardwright data prepare`; or give sources")
+    sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
+    stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
     sequences: Literal["packed", "documents"] = Field(
         "packed",
         description="packed: documents one after another, split every seq_len tokens; "
@@ -238,4 +257,6 @@ class EvaluationSection(Section):
     """Validation loss."""
 
     every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
-    samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
+    samples: NotNegative = Field(
+        64, description="sequences evaluated, the same ones each time, of each source of data; 0: no evaluation"
+    )

@@ -1,6 +1,7 @@
 """A run from its resolved run file to its last checkpoint, as one rank."""
 
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,14 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.data.batches import Batches, evaluation_batches
-from shardwright.data.samples import open_samples
+from shardwright.data.mixture import Stage
 from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import Progress, read_manifest
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
@@ -28,6 +29,7 @@ from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, pick_device, process_group
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
+from shardwright.training.sources import Sources, past_stages
 from shardwright.training.step import StepResult, Trainer
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
@@ -60,11 +62,13 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: steps taken and samples consumed so far, and the checkpoint that was loaded."""
+    """Where a run begins: steps taken and samples consumed so far, the checkpoint that was loaded, and the stages of
+    the mixture that had begun."""
 
     step: int = 0
     samples: int = 0
     checkpoint: Path | None = None
+    past: Sequence[Stage] = ()
 
 
 class _Run:
@@ -74,14 +78,7 @@ class _Run:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet
         self.layout = config.layout.layout()
         self.spec = config.model.spec()
-        self.samples = open_samples(config, "train")
-        self.data = {
-            "fingerprint": self.samples.split.manifest.fingerprint,
-            "seq_len": config.batch.seq_len,
-            "sequences": config.data.sequences,
-        }
-        # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
-        self.validation = open_samples(config, "validation") if config.evaluation.samples else None
+        self.sources = Sources(config)
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
         model = apply(
@@ -119,13 +116,14 @@ class _Run:
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
+        self.order = self.sources.order(Progress(start.step, start.samples, config.seed), start.past)
         batches = Batches(
-            self.samples,
+            self.sources.train,
+            self.order,
             global_batch=config.batch.global_batch,
             micro_batch=config.batch.micro_batch,
             data_rank=self.layout.data_rank(self.place.rank),
             data_ranks=self.layout.data_ranks,
-            seed=config.seed,
             vocab_size=self.spec.vocab_size,
             start_sample=start.samples,
             prefetch=config.data.prefetch,
@@ -141,7 +139,7 @@ class _Run:
             elif config.checkpoint.resume == "auto":
                 screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from the initial weights")
             if writers and start.step < steps:
-                for line in header(config, self.samples, self.device, start.step):
+                for line in header(config, self.sources, self.order, self.device, start.step, start.samples):
                     screen.say(line)
                 record = as_record(started(config, self.device, start.step, start.checkpoint))
                 for writer in writers:
@@ -180,7 +178,7 @@ class _Run:
             screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
-                self._log(step, step - logged, rate, result, writers)
+                self._log(step, step - logged, batches.next_sample, rate, result, writers)
                 trainer.clock.restart()
                 logged = step
             if _due(step, config.evaluation.every) or last:
@@ -189,12 +187,14 @@ class _Run:
                 self._save(step, batches.next_sample)
         if start.step < step < config.steps:
             if logged < step:
-                self._log(step, step - logged, rate, result, writers)
+                self._log(step, step - logged, batches.next_sample, rate, result, writers)
             if not _due(step, config.checkpoint.every):
                 self._save(step, batches.next_sample)
         return step
 
-    def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
+    def _log(
+        self, step: int, n_steps: int, n_samples: int, rate: float, result: StepResult, writers: list[Writer]
+    ) -> None:
         """The one place of the step path where values are read back from the device."""
         self.trainer.model.sum_over_losses(result.loss_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
@@ -230,6 +230,7 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            epochs=self.sources.by_name(self.order.epochs(n_samples)),
             time=now(),
         )
         for writer in writers:
@@ -237,24 +238,28 @@ class _Run:
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config
-        if self.validation is None:
+        if not self.sources.validation:
             return
-        batches = evaluation_batches(
-            self.validation,
-            micro_batch=config.batch.micro_batch,
-            data_rank=self.layout.data_rank(self.place.rank),
-            data_ranks=self.layout.data_ranks,
-            vocab_size=self.spec.vocab_size,
-            max_samples=config.evaluation.samples,
-        )
-        loss = float(self.trainer.evaluate(batches))
+        losses = {}
+        for name, samples in self.sources.validation.items():
+            batches = evaluation_batches(
+                samples,
+                micro_batch=config.batch.micro_batch,
+                data_rank=self.layout.data_rank(self.place.rank),
+                data_ranks=self.layout.data_ranks,
+                vocab_size=self.spec.vocab_size,
+                max_samples=config.evaluation.samples,
+            )
+            losses[name] = float(self.trainer.evaluate(batches))
+        told = Evaluated(step, self.sources.mean_loss(step, losses), now(), losses if self.sources.mixed else None)
         for writer in writers:
-            writer.write(as_record(Evaluated(step, loss, now())))
+            writer.write(as_record(told))
         self.trainer.clock.mark("evaluation")
 
     def _save(self, step: int, samples: int) -> None:
         progress = Progress(step, samples, self.config.seed)
-        save(self.store, self.trainer, progress, self.data, kept_run_file(self.config))
+        begun = [stage for stage in self.order.stages if stage.from_step < step]
+        save(self.store, self.trainer, progress, self.sources.described(begun), kept_run_file(self.config))
         self.trainer.clock.mark("checkpoint")
 
     def _start(self) -> Start:
@@ -286,12 +291,13 @@ class _Run:
         return Start()
 
     def _load(self, path: Path) -> Start:
-        progress = load(path, self.trainer, self.data)
+        progress = load(path, self.trainer, self.sources.described(self.sources.mixtures))
         if progress.step > self.config.steps:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
-        return Start(progress.step, progress.samples, path)
+        past = past_stages(read_manifest(path))
+        return Start(progress.step, progress.samples, path, past)
 
 
 def kept_run_file(config: RunConfig) -> str:

@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from shardwright.config import load as load_run_file
+from shardwright.config.mixture import sources_of
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import CheckpointError, DataError
@@ -49,11 +50,12 @@ def open_sampler(run_dir: Path) -> Sampler:
     checkpoint = newest_checkpoint(run_dir)
     manifest = read_manifest(checkpoint)
     config = load_run_file(checkpoint / RUN_FILE)
-    tokenizer = Path(config.data.path) / TOKENIZER
-    data = DataManifest.read(config.data.path)
-    if data.fingerprint != manifest.data["fingerprint"]:
+    folder = sources_of(config.data)[0].path  # all sources have one tokenizer
+    tokenizer = Path(folder) / TOKENIZER
+    data = DataManifest.read(folder)
+    if data.fingerprint != manifest.data["mixture"]["sources"][0]["fingerprint"]:
         raise DataError(
-            f"{config.data.path} holds other data now than the run was trained on, so its tokenizer may be another; "
+            f"{folder} holds other data now than the run was trained on, so its tokenizer may be another; "
             f"prepare it again as it was"
         )
     return Sampler(restore(checkpoint), Tokenizer.from_file(str(tokenizer)), config.batch.seq_len)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer
 from shardwright.report.headline import headline
@@ -20,6 +19,7 @@ from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoi
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
+from shardwright.training.sources import Sources
 from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
 
@@ -149,8 +149,7 @@ def _check(config: RunConfig, alone: bool) -> None:
     is to start every rank, for a machine that cannot hold them."""
     problems = missing_extras(config) + (_machine_problems(config) if alone else [])
     try:
-        for name in ("train", "validation") if config.evaluation.samples else ("train",):
-            open_samples(config, name)
+        Sources(config)
     except InputError as error:
         problems += error.problems
     out = Path(config.out)

@@ -18,6 +18,7 @@ from shardwright.training.checkpoint.manifest import Manifest, Progress, TensorR
 from shardwright.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import named_state
+from shardwright.training.sources import MIXTURE, past_problems
 from shardwright.training.step import Trainer
 
 
@@ -128,7 +129,9 @@ def _differences(
             f"samples would repeat; set seed={manifest.progress.seed}"
         )
     for key, here in (data or {}).items():
-        if here != (saved := manifest.data.get(key)):
+        if key == MIXTURE:
+            found += past_problems(manifest.data[key], here, manifest.progress.step)
+        elif here != (saved := manifest.data.get(key)):
             found.append(
                 f"it was trained on samples of {key}={_short(saved)}, and this run cuts them with {key}="
                 f"{_short(here)}, so it cannot go on with each sample once; give the data and sizes it was trained with"
