@@ -4,12 +4,13 @@ import time
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.cli.common import AsJson, console, error_console, print_json, say, verb
 from shardwright.data.inspect import inspect as inspect_folder
@@ -59,6 +60,16 @@ class Options:
     ] = USUAL["validation"]
     seed: Annotated[int, typer.Option(help="Chooses the documents of the split `validation`.")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = USUAL["shard_tokens"]
+    format: Annotated[
+        Literal["text", "chat"],
+        typer.Option(
+            help="chat: records have `messages`, or `prompt` and `completion`; only the answers are trained on."
+        ),
+    ] = USUAL["format"]
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A Jinja file that writes `messages` as text, in place of the tokenizer's own template."),
+    ] = None
     text_key: Annotated[str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")] = (
         USUAL["text_key"]
     )
@@ -100,7 +111,10 @@ def prepare(options: Options) -> None:
 def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `data prepare` made.")],
     split: Annotated[str, typer.Option(help="The split whose documents are shown.")] = "train",
-    documents: Annotated[int, typer.Option(help="How many documents to show, decoded.")] = 3,
+    documents: Annotated[int, typer.Option(help="How many documents or samples to show, decoded.")] = 3,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Show packed samples of so many tokens, as training reads them, not documents.")
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Read every file and compare its checksum; exit code 1 if damaged."),
@@ -108,6 +122,8 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """Show what is in a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
+
+    Of conversations the tokens that are trained on are green, or between ⟦ and ⟧ where there is no colour.
 
     Example: `shardwright data inspect data/books --split validation --documents 1 --verify`
     """
@@ -119,7 +135,7 @@ def inspect(
             for problem in damage:
                 error_console.print(f"[bold red]damaged:[/] {escape(f'{directory}: {problem}')}")
         raise typer.Exit(1)
-    answer = inspect_folder(directory, split, documents)
+    answer = inspect_folder(directory, split, documents, seq_len)
     if json:
         print_json(answer | ({"damage": damage} if verify else {}))
         return
@@ -227,5 +243,17 @@ def _print_folder(answer: dict[str, Any]) -> None:
             f"tokens of a {answer['split']} document: " + ", ".join(f"{k} {v:,.0f}" for k, v in lengths.items())
         )
     for document in answer["documents"]:
-        console.rule(f"{answer['split']} document {document['document']}: {document['tokens']:,} tokens", align="left")
-        console.print(document["text"] + (" ..." if document["shortened"] else ""), markup=False)
+        trained = f", {document['trained_tokens']:,} trained on" if "segments" in document else ""
+        title = f"{answer['split']} {answer['shown']} {document['document']}: {document['tokens']:,} tokens{trained}"
+        console.rule(title, align="left")
+        console.print(_text_of(document), soft_wrap=True)
+
+
+def _text_of(document: dict[str, Any]) -> Text:
+    """The text of a document, that of trained tokens green or, where there is no colour, between marks."""
+    coloured = console.color_system is not None and not console.no_color
+    text = Text()
+    for segment in document.get("segments") or [{"text": document["text"], "trained": False}]:
+        marks = ("⟦", "⟧") if segment["trained"] and not coloured else ("", "")
+        text.append(segment["text"].join(marks), style="green" if segment["trained"] else "")
+    return text.append(" ..." if document["shortened"] else "")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardwright.data.chat import BadConversation, ChatFormat, Piece
 from shardwright.errors import DataError
 from shardwright.units import KiB, MiB, format_bytes
 
@@ -43,13 +44,15 @@ class BadRecord(DataError):
 
 @dataclass(frozen=True)
 class Document:
-    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text.
+    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text. `trained` says of each piece of a
+    conversation whether its tokens are trained on; None of other text, whose tokens all are.
 
     The pieces are read from the source as they are asked for: use them up before the next document.
     """
 
     name: str
     pieces: Iterator[str]
+    trained: tuple[bool, ...] | None = None
 
 
 @dataclass
@@ -76,14 +79,15 @@ class Meter:
 @dataclass(frozen=True)
 class Reading:
     """How to read: the field that holds the text, what to do about bytes that are not UTF-8, whether bad records are
-    left out, the meter."""
+    left out, the meter; with `chat`, records are conversations, and no field is text."""
 
     text_key: str
     encoding_errors: EncodingErrors
     skip_bad: bool
     meter: Meter
+    chat: ChatFormat | None = None
 
-    def document(self, where: str, text_of: Callable[[], str | None]) -> Iterator[Document]:
+    def document(self, where: str, text_of: Callable[[], str | list[Piece] | None]) -> Iterator[Document]:
         """The document at `where`; none where its text is empty, or it is left out, which is counted."""
         try:
             text = text_of()
@@ -92,7 +96,9 @@ class Reading:
                 raise
             self.meter.skip(error)
             return
-        if text:
+        if isinstance(text, list):
+            yield Document(where, iter([piece.text for piece in text]), tuple(piece.trained for piece in text))
+        elif text:
             yield Document(where, cut(text))
 
     def decode(self, raw: bytes, where: str, offset: int) -> str:
@@ -126,7 +132,7 @@ class Reading:
 
     def check_column(self, source: object, columns: Iterable[str]) -> None:
         """Raises DataError if the column that is to hold the text is not there."""
-        if self.text_key not in columns:
+        if self.chat is None and self.text_key not in columns:
             there = ", ".join(columns)
             raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
 
@@ -190,6 +196,15 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
     with file:
         reading.check_column(path, file.schema_arrow.names)
         row = 0
+        if reading.chat is not None:
+            with naming(path, pa.ArrowException):
+                for batch in file.iter_batches(PARQUET_ROWS):
+                    for record in batch.to_pylist():
+                        row += 1
+                        where = f"{path}: row {row}"
+                        yield from reading.document(where, functools.partial(field_text, record, where, reading))
+                    reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
+            return
         with naming(path, pa.ArrowException):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[reading.text_key]):
                 column = batch.column(0)
@@ -248,7 +263,7 @@ def _without_nul(raw: bytes, path: Path, offset: int) -> bytes:
     return raw
 
 
-def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | None:
+def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | list[Piece] | None:
     line = reading.decode(raw, where, offset).removeprefix("\ufeff").strip()
     if not line:
         return None
@@ -262,11 +277,18 @@ def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str |
     return field_text(record, where, reading)
 
 
-def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | None:
-    """The text of a record's field `text_key`; None where it is null.
+def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | list[Piece] | None:
+    """The text of a record's field `text_key`; None where it is null; or the pieces of a conversation.
 
-    Raises BadRecord for a missing field or one that is no string, NotText for half a surrogate pair.
+    Raises BadRecord for a missing field, one that is no string and what is no conversation, NotText for half a
+    surrogate pair.
     """
+    if reading.chat is not None:
+        try:
+            pieces = reading.chat.pieces(record)
+        except BadConversation as error:
+            raise BadRecord(f"{where}: {error}. {SKIP_BAD}") from None
+        return [Piece(reading.encodable(text, where), trained) for text, trained in pieces]
     if reading.text_key not in record:
         raise BadRecord(
             f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "

@@ -1,7 +1,7 @@
 """What one training sample is: seq_len + 1 tokens, and which of the seq_len predictions count.
 
 Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction has
-no part in the loss (its target becomes IGNORE).
+no part in the loss (its target becomes IGNORE). Of conversations only the tokens of answers count.
 """
 
 from collections.abc import Iterator
@@ -67,10 +67,10 @@ class PackedSamples:
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """As Samples.read."""
-        tokens = self.split.tokens(*self.span(i)).astype(np.int64)
-        if self.mask_boundaries:
-            return tokens, tokens[:-1] != self.split.separator_id
-        return tokens, np.ones(self.seq_len, bool)
+        start, length = self.span(i)
+        tokens = self.split.tokens(start, length).astype(np.int64)
+        mask = self.split.trained(start + 1, length - 1)
+        return tokens, mask & (tokens[:-1] != self.split.separator_id) if self.mask_boundaries else mask
 
 
 class DocumentSamples:
@@ -111,7 +111,9 @@ class DocumentSamples:
         start, length = self.span(i)
         tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
         tokens[:length] = self.split.tokens(start, length)
-        return tokens, np.arange(self.seq_len) < length - 1
+        mask = np.zeros(self.seq_len, bool)
+        mask[: length - 1] = self.split.trained(start + 1, length - 1)
+        return tokens, mask
 
 
 def open_sources(config: RunConfig, name: str) -> list[Samples]:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwright.data.chat import ChatFormat
 from shardwright.data.readers import (
     ENCODING_ERRORS,
     Document,
@@ -42,6 +43,7 @@ def documents(
     encoding_errors: EncodingErrors = "error",
     skip_bad: bool = False,
     meter: Meter | None = None,
+    chat: ChatFormat | None = None,
 ) -> Iterator[Document]:
     """Every document of `source`, in an order that is the same every time.
 
@@ -52,11 +54,12 @@ def documents(
     Raises DataError, when the stream gets there: a path that is missing, a folder without files, a file that
     is not UTF-8 text or not what its suffix says. With `encoding_errors` "skip" a document that is not UTF-8
     is left out and counted; with "replace" its bad bytes become U+FFFD, which are counted. With `skip_bad` a record
-    that is not JSON, or has no string in the field `text_key`, is left out and counted.
+    that is not JSON, or has no string in the field `text_key`, is left out and counted. With `chat` each record is a
+    conversation.
     """
     if encoding_errors not in ENCODING_ERRORS:
         raise DataError(f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}")
-    reading = Reading(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter)
+    reading = Reading(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter, chat)
     if isinstance(source, str) and source.startswith(HUB):
         yield from _hub_documents(source, reading)
         return
@@ -65,6 +68,10 @@ def documents(
             yield from jsonl_documents(path, reading)
         elif path.suffix == ".parquet":
             yield from parquet_documents(path, reading)
+        elif chat is not None:
+            raise DataError(
+                f"{path}: conversations are records of {', '.join(JSON_LINES)} or .parquet files, or of hf:"
+            )
         else:
             yield from text_documents(path, reading)
 
@@ -128,7 +135,8 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
         raise DataError(f"{source}: datasets cannot open it: {_first_line(error)}") from error
     if rows.column_names is not None:
         reading.check_column(source, rows.column_names)
-        rows = rows.select_columns([reading.text_key])
+        if reading.chat is None:
+            rows = rows.select_columns([reading.text_key])
     iterator, number = iter(rows), 0
     while True:
         try:

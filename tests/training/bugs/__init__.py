@@ -7,10 +7,10 @@ with the code as it is, the code as the bug has it, and where it shows.
 from collections.abc import Mapping
 
 from tests.training.bugs import (
+    data,
     dtype,
     elsewhere,
     mask,
-    mixture,
     off_by_one,
     order,
     reduction,
@@ -22,15 +22,15 @@ from tests.training.bugs import (
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
-    "wrong scale": scale.BUGS | elsewhere.SCALE | mixture.SHARE,
+    "wrong scale": scale.BUGS | elsewhere.SCALE | data.SHARE,
     "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION,
     "wrong shard": shard.BUGS | elsewhere.SHARD,
-    "wrong order": order.BUGS | elsewhere.ORDER | mixture.ORDER,
+    "wrong order": order.BUGS | elsewhere.ORDER | data.ORDER,
     "stale value": stale.BUGS | elsewhere.STALE,
     "wrong dtype": dtype.BUGS,
-    "wrong mask": mask.BUGS,
-    "off by one": off_by_one.BUGS | mixture.OFF_BY_ONE,
-    "lost on resume": resume.BUGS | elsewhere.RESUME | mixture.RESUME,
+    "wrong mask": mask.BUGS | data.MASK,
+    "off by one": off_by_one.BUGS | data.OFF_BY_ONE,
+    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
 

@@ -1,4 +1,4 @@
-"""Bugs of a mixture of sources: its shares, its epochs, its stages."""
+"""Bugs of the data of a run: shares, epochs and stages of a mixture; what is trained on of a conversation."""
 
 from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
@@ -10,6 +10,35 @@ _SHARES = f"{_TESTS}:test_three_sources_are_within_one_sample_of_their_shares_at
 _RESUME = f"{_TESTS}:test_a_resume_on_other_ranks_takes_the_samples_of_a_run_that_never_stopped"
 _LARGER_BATCH = f"{_TESTS}:test_a_stage_begins_at_its_step_when_the_batch_is_larger_after_a_resume"
 
+_SAMPLES = "shardwright.data.samples"
+_ANSWERS = "tests/data/test_samples.py:test_only_the_tokens_of_answers_are_predicted"
+
+MASK: dict[str, AnyBug] = {
+    "the loss is on prompts too": UnitBug(
+        Mutation(
+            f"{_SAMPLES}:PackedSamples.read",
+            "self.split.trained(start + 1, length - 1)",
+            "np.ones(length - 1, bool)",
+        ),
+        _ANSWERS,
+    ),
+    "the mask of answers is of the token that is read, not of that predicted": UnitBug(
+        Mutation(
+            f"{_SAMPLES}:PackedSamples.read",
+            "self.split.trained(start + 1, length - 1)",
+            "self.split.trained(start, length - 1)",
+        ),
+        _ANSWERS,
+    ),
+    "the mask of the answers of a document is of the token that is read": UnitBug(
+        Mutation(
+            f"{_SAMPLES}:DocumentSamples.read",
+            "self.split.trained(start + 1, length - 1)",
+            "self.split.trained(start, length - 1)",
+        ),
+        _ANSWERS,
+    ),
+}
 SHARE: dict[str, AnyBug] = {
     "the shares of a mixture drift": UnitBug(
         Mutation(
