@@ -38,8 +38,9 @@ class Options:
         str,
         typer.Argument(
             metavar="SRC",
-            help="A file or folder of text, source code, .jsonl(.gz) or .parquet; or "
-            "hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local folder).",
+            help="A file or folder of text, source code, .jsonl(.gz, .zst) or .parquet, on disk or at a URL of fsspec "
+            "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
+            "folder).",
         ),
     ]
     out: Annotated[Path, typer.Option(help="The folder to make. It appears only when it is complete.")]

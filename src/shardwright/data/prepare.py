@@ -19,6 +19,7 @@ import numpy as np
 from shardwright import __version__
 from shardwright.data.chat import TEMPLATE, ChatFormat, Piece, read_chat_format
 from shardwright.data.order import keyed_fractions
+from shardwright.data.remote import REMOTE, size_bytes
 from shardwright.data.shards import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest, Split
 from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
@@ -72,7 +73,7 @@ class _Corpus:
     def total_bytes(self) -> int | None:
         if self.source.startswith(HUB):
             return None
-        return sum(path.stat().st_size for path in source_files(self.source, self.glob))
+        return sum(map(size_bytes, source_files(self.source, self.glob)))
 
     def pieces(self, meter: Meter) -> Iterator[tuple[int, Piece]]:
         """(document number, piece of its text); only documents that have text are numbered."""
@@ -135,7 +136,11 @@ def prepare(
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
     chat = _chat_format(loaded, tokenizer, chat_template) if format == "chat" else None
     corpus = _Corpus(str(source), text_key, glob, encoding_errors, skip_bad, chat)
-    if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
+    if (
+        REMOTE not in corpus.source
+        and Path(corpus.source).is_dir()
+        and Path(out).resolve().is_relative_to(Path(corpus.source).resolve())
+    ):
         raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     report = _Report(corpus.total_bytes(), progress)
     with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:

@@ -7,6 +7,7 @@ or one small batch of Parquet rows.
 
 import functools
 import gzip
+import io
 import itertools
 import json
 import zlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardwright.data.chat import BadConversation, ChatFormat, Piece
+from shardwright.data.remote import File, size_bytes
 from shardwright.errors import DataError
 from shardwright.units import KiB, MiB, format_bytes
 
@@ -137,7 +139,7 @@ class Reading:
             raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
 
 
-def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def text_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One text file is one document. Under `skip` the file is read twice: first to see that it is clean."""
     if reading.encoding_errors == "skip":
         try:
@@ -145,7 +147,7 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 reading.decode(_without_nul(raw, path, offset), str(path), offset)
         except NotText as error:
             reading.meter.skip(error)
-            reading.meter.read_bytes += path.stat().st_size
+            reading.meter.read_bytes += size_bytes(path)
             return
 
     def pieces() -> Iterator[str]:
@@ -160,11 +162,11 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
     yield Document(str(path), pieces())
 
 
-def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def jsonl_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One line is one object, its field `text_key` one document; a null or empty text is no document."""
     already_bytes = reading.meter.read_bytes
-    with naming(path), open(path, "rb") as file:
-        lines = gzip.GzipFile(fileobj=file) if path.name.endswith(".gz") else file
+    with naming(path), path.open("rb") as file:
+        lines = _decompressed(path, file)
         offset = 0
         for number in itertools.count(1):
             line = lines.readline(LONGEST_RECORD_BYTES + 1)
@@ -181,7 +183,7 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
             offset += len(line)
 
 
-def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One row is one document, its column `text_key` the text; only that column is read, in bits."""
     try:
         import pyarrow as pa
@@ -189,10 +191,11 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
     except ImportError:
         raise DataError(f"{path}: Parquet needs pyarrow; pip install pyarrow") from None
 
-    already_bytes, size_bytes = reading.meter.read_bytes, path.stat().st_size
+    already_bytes, file_bytes = reading.meter.read_bytes, size_bytes(path)
     with naming(path, pa.ArrowException):
         # Without these two, Arrow reads whole column chunks, which may be gigabytes, ahead of the rows.
-        file = pq.ParquetFile(path, buffer_size=MiB, pre_buffer=False)
+        content = path if isinstance(path, Path) else path.open("rb")
+        file = pq.ParquetFile(content, buffer_size=MiB, pre_buffer=False)
     with file:
         reading.check_column(path, file.schema_arrow.names)
         row = 0
@@ -203,7 +206,7 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
                         row += 1
                         where = f"{path}: row {row}"
                         yield from reading.document(where, functools.partial(field_text, record, where, reading))
-                    reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
+                    reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
             return
         with naming(path, pa.ArrowException):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[reading.text_key]):
@@ -221,7 +224,20 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
                     where = f"{path}: row {row}"
                     decoded = functools.partial(reading.decode, raw or b"", where, 0)
                     yield from reading.document(where, decoded)
-                reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
+                reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
+
+
+def _decompressed(path: File, file: Any) -> Any:
+    """The content of an open file, as lines of bytes, by the suffix of its name."""
+    if path.name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)
+    if not path.name.endswith(".zst"):
+        return file
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise DataError(f"{path}: Zstandard needs pyarrow; pip install pyarrow") from None
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
 
 
 def cut(text: str) -> Iterator[str]:
@@ -234,9 +250,9 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def _raw_pieces(path: Path) -> Iterator[tuple[int, bytes]]:
+def _raw_pieces(path: File) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of a file, at most PIECE_BYTES each, never cut inside a UTF-8 character."""
-    with naming(path), open(path, "rb") as file:
+    with naming(path), path.open("rb") as file:
         offset, held = 0, b""
         while True:
             held += file.read(PIECE_BYTES - len(held))
@@ -253,7 +269,7 @@ def _raw_pieces(path: Path) -> Iterator[tuple[int, bytes]]:
             yield offset, held
 
 
-def _without_nul(raw: bytes, path: Path, offset: int) -> bytes:
+def _without_nul(raw: bytes, path: File, offset: int) -> bytes:
     at = raw.find(b"\0")
     if at >= 0:
         raise NotText(
@@ -306,7 +322,7 @@ def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | li
 
 
 @contextmanager
-def naming(path: Path, *more: type[Exception]) -> Iterator[None]:
+def naming(path: File, *more: type[Exception]) -> Iterator[None]:
     """What reading a file may raise becomes a DataError that names it."""
     caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *more)
     try:

@@ -1,9 +1,10 @@
-"""Where documents come from: a file, a folder, or a dataset of the Hugging Face hub, as one stream.
+"""Where documents come from: a file, a folder, a URL, or a dataset of the Hugging Face hub, as one stream.
 
     text, source code      one file, one document
-    .jsonl .ndjson (.gz)   one line, one document: the field `text_key`
+    .jsonl .ndjson (.gz .zst)   one line, one document: the field `text_key`
     .parquet               one row, one document: the column `text_key`
     hf:NAME[:CONFIG][:SPLIT]   one row, one document, streamed
+    s3://BUCKET/FOLDER and other URLs of fsspec   files of these kinds, read as they stream
 
 A folder is read in sorted order, so that a source has the same documents in the same order every time.
 Memory does not grow with the corpus.
@@ -27,12 +28,13 @@ from shardwright.data.readers import (
     parquet_documents,
     text_documents,
 )
+from shardwright.data.remote import REMOTE, File, remote_files
 from shardwright.errors import DataError, nearest
 
 __all__ = ["Document", "EncodingErrors", "Meter", "documents", "source_files"]
 
 HUB = "hf:"
-JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+JSON_LINES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst"))
 
 
 def documents(
@@ -76,8 +78,11 @@ def documents(
             yield from text_documents(path, reading)
 
 
-def source_files(source: str | Path, glob: str | None = None) -> Iterator[Path]:
+def source_files(source: str | Path, glob: str | None = None) -> Iterator[File]:
     """The files `documents` reads, in its order. Raises DataError if there are none."""
+    if REMOTE in str(source):
+        yield from remote_files(str(source), glob)
+        return
     root = Path(source)
     if root.is_file():
         if glob is not None:
