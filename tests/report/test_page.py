@@ -187,7 +187,7 @@ def test_a_page_has_a_row_for_each_source_of_a_mixture(tmp_path: Path) -> None:
     assert code == SourceNumbers("code", (0.25, 1.0), 0.125, 7.0, 4.5)
     write_page(read_run(folder), tmp_path / "page.html")
     text = " ".join(Page((tmp_path / "page.html").read_text()).text)
-    for said in ("source code", "0.125 epochs", "share 25%, then 100%; validation loss 4.5000 from 7.0000"):
+    for said in ("source code", "0.125", "epochs; share 25%, then 100%; validation loss 4.5000 from 7.0000"):
         assert said in text
 
 

@@ -37,8 +37,8 @@ class SourceNumbers:
 
     def row(self) -> tuple[str, str, str]:
         """For people, as in `Headline.rows`."""
-        epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g} epochs"
-        told = [f"share {', then '.join(map(percent, self.shares))}"]
+        epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g}"
+        told = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
         if self.validation_loss is not None:
             first = self.first_validation_loss
             fell = f" from {first:.4f}" if first is not None else ""
