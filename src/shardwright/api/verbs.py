@@ -179,6 +179,6 @@ class Run:
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
         """The whole model of a checkpoint, the newest if none is named, on one process: on the CPU, in evaluation mode,
         in the type it was trained in. Raises CheckpointError where there is none, or it is damaged."""
-        from shardwright.training.sample import newest_checkpoint, restore
+        from shardwright.training.checkpoint.whole import newest_checkpoint, restore
 
         return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

@@ -24,9 +24,13 @@ VERBS = {
     "verify": "Prove that a layout computes what one process computes.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
-    "sample": "Generate text with the newest checkpoint of a run, on one process.",
+    "generate": "Continue prompts with the newest checkpoint of a run, on any layout.",
 }
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
+
+
+RENAMED = {"sample": "generate"}
+"""Old names of verbs, and what they are called now."""
 
 
 @functools.cache
@@ -83,6 +87,8 @@ class Verbs(TyperGroup):
         self.commands = _Commands({name: TyperCommand(name, help=line) for name, line in VERBS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in RENAMED:
+            ctx.fail(f"{args[0]} is called {RENAMED[args[0]]} now; see shardwright {RENAMED[args[0]]} --help")
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         return name, self.commands[name], rest

@@ -161,7 +161,8 @@ class _Run:
             screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
         else:
             out = shlex.quote(config.out)
-            screen.say(f"saved to {self.store.path_of(done)}\n  shardwright report {out}\n  shardwright sample {out}")
+            screen.say(f"saved to {self.store.path_of(done)}")
+            screen.say(f'  shardwright report {out}\n  shardwright generate {out} --prompt "..."')
         return done < steps
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
