@@ -19,7 +19,10 @@ LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replic
 class Options:
     """The arguments and options of the verb."""
 
-    model: Annotated[Path, typer.Argument(help="the folder of a run (`out` of its run file), or a checkpoint")]
+    model: Annotated[
+        Path,
+        typer.Argument(help="the folder of a run (`out` of its run file), a checkpoint, or a folder of transformers"),
+    ]
     prompt: Annotated[list[str] | None, typer.Option(help="a text to continue; may be repeated")] = None
     prompts: Annotated[
         Path | None,
@@ -47,7 +50,7 @@ class Options:
 
 @verb
 def generate(options: Options) -> None:
-    """Continue prompts with the newest checkpoint of a run, on any layout.
+    """Continue prompts with a run or a folder of transformers, on any layout.
 
     shardwright generate quickstart/run --prompt "import os"
 

@@ -24,7 +24,7 @@ VERBS = {
     "verify": "Prove that a layout computes what one process computes.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
-    "generate": "Continue prompts with the newest checkpoint of a run, on any layout.",
+    "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
 }
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 

@@ -39,13 +39,13 @@ Decode = Callable[[Sequence[Running]], list[list[int]]]
 class Batcher:
     """Continues prompts in the rows of an engine's cache.
 
-    `limit`: the most tokens of a sequence, prompt included; `end_id`: a token that ends a sequence, and is its last.
+    `limit`: the most tokens of a sequence, prompt included; `ends`: tokens that end a sequence, as its last.
     """
 
     engine: Engine
     sampling: Sampling
     limit: int
-    end_id: int | None = None
+    ends: frozenset[int] = frozenset()
     decode: Decode | None = None
     """Speculative decoding, in the place of a pass with one token of each sequence."""
     began: Callable[[Sequence[Running]], None] = field(default=lambda sequences: None)
@@ -117,7 +117,7 @@ class Batcher:
                 sequence.tokens.append(token)
 
     def _is_complete(self, sequence: Running) -> bool:
-        ended = bool(sequence.continuation) and sequence.tokens[-1] == self.end_id
+        ended = bool(sequence.continuation) and sequence.tokens[-1] in self.ends
         return ended or len(sequence.tokens) >= sequence.stop
 
 

@@ -15,7 +15,6 @@ from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import Source, Text, open_source
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
@@ -26,8 +25,8 @@ from shardwright.verification.reduce import most_ranks
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `model`: a run or a checkpoint; `batch_size`: sequences that a replica of the model runs at
-    once, each row of its cache one of them."""
+    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `batch_size`: sequences that a
+    replica of the model runs at once, each in a row of its cache."""
 
     model: Path
     prompts: tuple[str, ...]
@@ -70,7 +69,7 @@ class _Task:
 
     request: Request
     prompts: Mapping[int, Sequence[int]]
-    end_id: int | None
+    ends: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def generate(request: Request) -> Answer | None:
     problems += _prompt_problems(ids, source.spec)
     if problems:
         raise InputError(*problems)
-    task = _Task(request, ids, text.end_id)
+    task = _Task(request, ids, text.ends)
     if place is not None:
         layout.check_world(place.world_size)
         device = pick_device(request.device, place)
@@ -169,7 +168,7 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
     request, layout = task.request, task.request.layout
     source = open_source(request.model)
     model = apply(source.spec, layout, device, seed=0, param_dtype=source.dtype, compute_dtype=source.dtype)
-    source.fill(model.named_parameters)
+    source.fill(model.named_parameters.items())
     model.after_change()
     mine = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == mine}
@@ -182,17 +181,8 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
 
 def _alone(task: _Task, device: torch.device) -> _Done:
     source = open_source(task.request.model)
-    engine = WholeEngine(whole_model(source, device), *_cache_sizes(task, source, task.prompts))
+    engine = WholeEngine(source.whole(device), *_cache_sizes(task, source, task.prompts))
     return _complete(task, engine, source, task.prompts)
-
-
-def whole_model(source: Source, device: torch.device) -> Transformer:
-    """All of a model on one process, in evaluation mode."""
-    with torch.device("meta"):
-        model = Transformer(source.spec).to(source.dtype)
-    model = model.to_empty(device=device).eval()
-    source.fill(dict(model.named_parameters()))
-    return model
 
 
 def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
@@ -203,7 +193,7 @@ def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int
 
 def _complete(task: _Task, engine: Engine, source: Source, prompts: Mapping[int, Sequence[int]]) -> _Done:
     request = task.request
-    batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.end_id)
+    batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
     began = time.perf_counter()
     tokens = batcher.complete(prompts, request.max_tokens)
     return _Done(tokens, time.perf_counter() - began, engine.cache.n_bytes)
@@ -213,7 +203,7 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
     completions = []
     for index, prompt in enumerate(request.prompts):
         new = done.tokens[index]
-        if new[-1] == text.end_id:
+        if new[-1] in text.ends:
             ended = "end of text"
         else:
             ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"

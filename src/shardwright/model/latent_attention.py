@@ -40,6 +40,7 @@ class LatentAttention(nn.Module):
         d, heads = spec.d_model, spec.n_heads
         self.widths = (latent.nope_dim, latent.rope_dim)
         self.kv_widths = (latent.nope_dim, latent.v_dim)
+        self.score_scale = 1.0 if spec.rope_scaling is None else spec.rope_scaling.score_scale
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         self.q_down = Linear(d, latent.q_rank, bias=False) if latent.q_rank else None
         self.q_latent_norm = nn.RMSNorm(latent.q_rank, eps=spec.norm_eps) if latent.q_rank else None
@@ -57,6 +58,8 @@ class LatentAttention(nn.Module):
             q_input = self.q_latent_norm(self.q_down(x_BTD))
         q_BTHN, q_BTHP = self.q_up(q_input).unflatten(-1, (-1, sum(self.widths))).split(self.widths, -1)
         q_BTHC = torch.cat((q_BTHN, rotate(q_BTHP, rotary_2TP)), -1)
+        if self.score_scale != 1:
+            q_BTHC = q_BTHC * self.score_scale
         latent_BTL, k_BTP = self.kv_down(x_BTD)
         k_BT1P = rotate(k_BTP.unsqueeze(2), rotary_2TP)
         return self.o(self.over_latents(q_BTHC, self.kv_latent_norm(latent_BTL), k_BT1P).flatten(-2))
