@@ -9,7 +9,7 @@ import typer
 
 from shardwright.cli.common import AsJson, error_console, layout_of, print_json, verb, wrong_sizes
 from shardwright.errors import InputError
-from shardwright.units import format_bytes
+from shardwright.units import format_bytes, percent
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
 """The keys of the layout that mean something without a backward pass."""
@@ -44,6 +44,11 @@ class Options:
         str, typer.Option(metavar="KEY=VALUE,...", help="degrees of the layout to run on, such as tp=2,pp=2")
     ] = ""
     batch_size: Annotated[int, typer.Option(help="sequences that a replica of the model runs at once")] = 16
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="a smaller model of the same tokenizer that proposes tokens (speculative)"),
+    ] = None
+    draft_tokens: Annotated[int, typer.Option(help="proposals of the draft in each step")] = 4
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
     json: AsJson = False
 
@@ -62,7 +67,9 @@ def generate(options: Options) -> None:
 
     prompts, problems = _prompts(options)
     problems += _sampling_problems(options)
-    problems += wrong_sizes({"--max-tokens": options.max_tokens, "--batch-size": options.batch_size})
+    problems += wrong_sizes(
+        {"--max-tokens": options.max_tokens, "--batch-size": options.batch_size, "--draft-tokens": options.draft_tokens}
+    )
     try:
         layout = layout_of(options.layout, LAYOUT_KEYS)
     except InputError as error:
@@ -78,7 +85,17 @@ def generate(options: Options) -> None:
         options.seed,
     )
     answer = generate(
-        Request(options.model, prompts, options.max_tokens, sampling, layout, options.batch_size, options.device)
+        Request(
+            options.model,
+            prompts,
+            options.max_tokens,
+            sampling,
+            layout,
+            options.batch_size,
+            options.device,
+            options.draft,
+            options.draft_tokens,
+        )
     )
     if answer is None:
         return
@@ -91,7 +108,9 @@ def generate(options: Options) -> None:
         typer.echo(each.prompt + each.text)
     n_tokens = sum(each.n_tokens for each in answer.completions)
     error_console.print(
-        f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}[/]"
+        f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}"
+        + (f"; {answer.accepted} of {answer.proposed} proposals accepted" if options.draft else "")
+        + (f" ({percent(answer.accepted / answer.proposed)})" if answer.proposed else "")
     )
 
 

@@ -25,6 +25,7 @@ VERBS = {
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
+    "eval": "Measure the perplexity of a run or a folder of transformers on prepared data.",
 }
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 

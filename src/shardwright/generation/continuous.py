@@ -5,7 +5,7 @@ A pass either begins sequences (prefill) or has one new token of each that is ru
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -48,8 +48,6 @@ class Batcher:
     ends: frozenset[int] = frozenset()
     decode: Decode | None = None
     """Speculative decoding, in the place of a pass with one token of each sequence."""
-    began: Callable[[Sequence[Running]], None] = field(default=lambda sequences: None)
-    """Called with sequences that have begun."""
 
     def complete(self, prompts: Mapping[int, Sequence[int]], max_tokens: int) -> dict[int, list[int]]:
         """Up to `max_tokens` tokens after each prompt, by the index of the prompt; `prompts` are those of this rank."""
@@ -66,7 +64,6 @@ class Batcher:
                 fresh.append(Running(index, list(ids), len(ids), stop, free.pop(0)))
             for sequence, new in zip(fresh or running, self._step(fresh, running), strict=True):
                 self._extend(sequence, new)
-            self.began(fresh)
             running = sorted([*running, *fresh], key=lambda each: each.slot)
             for sequence in [each for each in running if self._is_complete(each)]:
                 done[sequence.prompt] = sequence.continuation

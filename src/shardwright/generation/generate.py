@@ -13,6 +13,7 @@ from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import Engine, LayoutEngine, WholeEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import Source, Text, open_source
+from shardwright.generation.speculative import Speculative
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
@@ -26,7 +27,8 @@ from shardwright.verification.reduce import most_ranks
 @dataclass(frozen=True)
 class Request:
     """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `batch_size`: sequences that a
-    replica of the model runs at once, each in a row of its cache."""
+    replica of the model runs at once, each in a row of its cache; `draft`: a model that proposes up to `draft_tokens`
+    tokens a step (`speculative.py`)."""
 
     model: Path
     prompts: tuple[str, ...]
@@ -35,6 +37,8 @@ class Request:
     layout: Layout = field(default_factory=Layout)
     batch_size: int = 16
     device: str = "auto"
+    draft: Path | None = None
+    draft_tokens: int = 4
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,13 @@ class Completion:
 @dataclass(frozen=True)
 class Answer:
     """`seconds`: from the first pass to the last, of all ranks together; `cache_bytes`: keys and values of the first
-    rank."""
+    rank; `proposed`, `accepted`: tokens of the draft model."""
 
     completions: tuple[Completion, ...]
     seconds: float
     cache_bytes: int
+    proposed: int = 0
+    accepted: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,6 +85,8 @@ class _Done:
     tokens: Mapping[int, Sequence[int]]
     seconds: float
     cache_bytes: int
+    proposed: int = 0
+    accepted: int = 0
 
 
 def generate(request: Request) -> Answer | None:
@@ -94,6 +102,8 @@ def generate(request: Request) -> Answer | None:
     text = source.text()
     ids = {index: encoded(text, prompt) for index, prompt in enumerate(request.prompts)}
     problems += _prompt_problems(ids, source.spec)
+    if request.draft is not None:
+        problems += _draft_problems(request.draft, source.spec)
     if problems:
         raise InputError(*problems)
     task = _Task(request, ids, text.ends)
@@ -158,6 +168,19 @@ def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[
     return problems
 
 
+def _draft_problems(draft: Path, spec: ModelSpec) -> list[str]:
+    try:
+        found = open_source(draft).spec.vocab_size
+    except InputError as error:
+        return [f"--draft: {problem}" for problem in error.problems]
+    if found == spec.vocab_size:
+        return []
+    return [
+        f"--draft {draft}: its vocabulary has {found} tokens and that of the model {spec.vocab_size}; a draft model "
+        f"needs the same tokenizer"
+    ]
+
+
 def _on_cpu(task: _Task) -> _Done:
     """One rank that was forked here."""
     return _on_rank(task, torch.device("cpu"))
@@ -172,17 +195,24 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
     model.after_change()
     mine = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == mine}
-    done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts)
+    done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
     parts: list[_Done] = [done] * layout.world_size
     dist.all_gather_object(parts, done)
     tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
-    return replace(parts[0], tokens=tokens, seconds=max(part.seconds for part in parts))
+    replicas = [parts[group[0]] for group in layout.groups("pp", "cp", "tp")]
+    return replace(
+        parts[0],
+        tokens=tokens,
+        seconds=max(part.seconds for part in parts),
+        proposed=sum(part.proposed for part in replicas),
+        accepted=sum(part.accepted for part in replicas),
+    )
 
 
 def _alone(task: _Task, device: torch.device) -> _Done:
     source = open_source(task.request.model)
     engine = WholeEngine(source.whole(device), *_cache_sizes(task, source, task.prompts))
-    return _complete(task, engine, source, task.prompts)
+    return _complete(task, engine, source, task.prompts, device)
 
 
 def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
@@ -191,12 +221,21 @@ def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int
     return max(1, min(task.request.batch_size, len(prompts))), min(longest, source.spec.max_seq_len)
 
 
-def _complete(task: _Task, engine: Engine, source: Source, prompts: Mapping[int, Sequence[int]]) -> _Done:
+def _complete(
+    task: _Task, engine: Engine, source: Source, prompts: Mapping[int, Sequence[int]], device: torch.device
+) -> _Done:
     request = task.request
     batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
+    speculative = None
+    if request.draft is not None:
+        draft = open_source(request.draft)
+        drafting = WholeEngine(draft.whole(device), *_cache_sizes(task, draft, prompts))
+        batcher.decode = speculative = Speculative(batcher, drafting, request.draft_tokens, drafting.cache.n_positions)
     began = time.perf_counter()
     tokens = batcher.complete(prompts, request.max_tokens)
-    return _Done(tokens, time.perf_counter() - began, engine.cache.n_bytes)
+    seconds = time.perf_counter() - began
+    proposed, accepted = (speculative.proposed, speculative.accepted) if speculative else (0, 0)
+    return _Done(tokens, seconds, engine.cache.n_bytes, proposed, accepted)
 
 
 def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> Answer:
@@ -211,4 +250,4 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
         whole = text.tokenizer.decode([*ids[index], *new], skip_special_tokens=False)
         begin = text.tokenizer.decode(list(ids[index]), skip_special_tokens=False)
         completions.append(Completion(prompt, whole.removeprefix(begin), len(ids[index]), len(new), ended))
-    return Answer(tuple(completions), done.seconds, done.cache_bytes)
+    return Answer(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)
