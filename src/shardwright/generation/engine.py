@@ -61,7 +61,7 @@ class WholeEngine:
         self.cache = Cache(n_slots, n_positions)
         _attach(model, self.cache, lambda x: x, lambda x: x)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
         """As `Engine.run`."""
         return [self._logits(batch) for batch in batches]
