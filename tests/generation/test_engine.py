@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import WholeEngine
 from shardwright.layout import Layout
@@ -23,7 +24,7 @@ from tests.generation.models import (
     whole_model,
     without_cache,
 )
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -70,3 +71,24 @@ def test_the_tokens_do_not_depend_on_the_layout(layout, spec):
     expected = [without_cache(whole_model(spec, dtype), PROMPTS, each) for dtype in dtypes for each in samplings]
     of_ranks = run_ranks(on_layout, layout.world_size, layout, spec, samplings, dtypes)
     assert [merged(case) for case in zip(*of_ranks, strict=True)] == expected
+
+
+@prove
+def test_keys_of_another_rank_are_seen():
+    """What other ranks hold is seen where each has one kv head of two."""
+    from tests.training.bugs.generation import OTHER_RANK
+
+    arguments = (Layout(tp=2, sequence_parallel=False), GROUPED, (GREEDY,), (torch.float64,), 3)
+    (found,) = [merged(case) for case in zip(*run_ranks(on_layout, 2, *arguments, (OTHER_RANK,)), strict=True)]
+    assert found != without_cache(whole_model(GROUPED), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_the_bytes_of_the_cache_are_those_of_the_formula(spec):
+    engine = WholeEngine(whole_model(spec, torch.float32), 3, 20)
+    Batcher(engine, GREEDY, 20).complete(PROMPTS, 4)
+    assert engine.cache.n_bytes == spec.n_layers * 3 * 20 * cache_bytes_per_token(spec, 1, 4)
+    heads = {1: 2, 2: 1, 4: 1}
+    for tp, n in heads.items():
+        expected = 2 * n * 8 * 4 if spec is GROUPED else (12 + 4) * 4
+        assert cache_bytes_per_token(spec, tp, 4) == expected

@@ -47,6 +47,34 @@ def test_a_draft_changes_no_greedy_token(spec):
     assert same.accepted == same.proposed > 0
 
 
+@torch.no_grad()
+def counts_without_cache(n_proposed: int) -> tuple[int, int]:
+    """Proposals, and how many are accepted, by full forward passes; greedy."""
+    target, draft = whole_model(GROUPED), whole_model(DRAFT)
+    proposed = accepted = 0
+    for prompt in PROMPTS.values():
+        tokens, stop = list(prompt), len(prompt) + N_TOKENS
+        tokens.append(int(target(torch.tensor([tokens]))[0, -1].argmax()))  # the prefill's
+        while len(tokens) < stop:
+            tried = list(tokens)
+            for _ in range(min(n_proposed, stop - len(tokens) - 1)):
+                tried.append(int(draft(torch.tensor([tried]))[0, -1].argmax()))
+            best = target(torch.tensor([tried]))[0].argmax(-1).tolist()
+            n, proposed = len(tokens), proposed + len(tried) - len(tokens)
+            while len(tokens) < len(tried) and best[len(tokens) - 1] == tried[len(tokens)]:
+                tokens.append(tried[len(tokens)])
+            accepted += len(tokens) - n
+            tokens.append(best[len(tokens) - 1])
+    return proposed, accepted
+
+
+def test_the_draft_proposes_what_it_would_without_a_cache():
+    found = speculative(GROUPED, whole_model(DRAFT), GREEDY)
+    found.batcher.complete(PROMPTS, N_TOKENS)
+    assert (found.proposed, found.accepted) == counts_without_cache(3)
+    assert found.accepted > 0
+
+
 def drafted_on_layout(layout: Layout, sampling: Sampling) -> dict[int, list[int]]:
     device = torch.device("cpu")
     model = apply(GROUPED, layout, device, seed=SEED, param_dtype=torch.float64, compute_dtype=torch.float64)

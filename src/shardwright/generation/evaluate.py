@@ -66,7 +66,13 @@ def evaluate(request: EvalRequest) -> Evaluation | None:
         )
     try:
         samples = _samples(request, seq_len)
-        samples.split.manifest.check_vocabulary(source.spec.vocab_size)
+        manifest = samples.split.manifest
+        manifest.check_vocabulary(source.spec.vocab_size)
+        if source.tokenizer_sha256() not in (None, manifest.tokenizer_sha256):
+            problems.append(
+                f"--data {request.data} was prepared with another tokenizer than that of the model, so its token ids "
+                f"mean other texts; prepare it again with --tokenizer and the tokenizer.json of the model"
+            )
     except DataError as error:
         problems += error.problems
     if problems:

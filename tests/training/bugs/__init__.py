@@ -6,18 +6,30 @@ with the code as it is, the code as the bug has it, and where it shows.
 
 from collections.abc import Mapping
 
-from tests.training.bugs import dtype, elsewhere, mask, off_by_one, order, reduction, resume, scale, shard, stale
+from tests.training.bugs import (
+    dtype,
+    elsewhere,
+    generation,
+    mask,
+    off_by_one,
+    order,
+    reduction,
+    resume,
+    scale,
+    shard,
+    stale,
+)
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
-    "wrong scale": scale.BUGS | elsewhere.SCALE,
+    "wrong scale": scale.BUGS | elsewhere.SCALE | generation.SCALE,
     "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD,
-    "wrong order": order.BUGS | elsewhere.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE,
+    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD,
+    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER,
+    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE,
     "wrong dtype": dtype.BUGS,
-    "wrong mask": mask.BUGS,
-    "off by one": off_by_one.BUGS,
+    "wrong mask": mask.BUGS | generation.MASK,
+    "off by one": off_by_one.BUGS | generation.OFF_BY_ONE,
     "lost on resume": resume.BUGS | elsewhere.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
