@@ -139,8 +139,7 @@ class ModelSection(_ModelOverrides):
 
 def table_of(spec: ModelSpec) -> dict[str, Any]:
     """A model as the section [model] of a run file, with every size."""
-    found = {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
-    return {"preset": "debug"} | found
+    return {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
 
 
 def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:
