@@ -1,7 +1,11 @@
 """Small models of `transformers` with random weights, one for each supported architecture, and helpers to compare."""
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +178,14 @@ def ours(weights: Weights, dtype: torch.dtype) -> Transformer:
     model = Transformer(weights.spec).to(dtype).eval()
     fill(model.named_parameters(), weights.spec, weights)
     return model
+
+
+@cache
+def kept(family: str) -> Path:
+    """The folder of a model, one of `FAMILIES` or `SCALINGS`, that all tests of a process share; not to be changed."""
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return saved(folder, FAMILIES.get(family, lambda: scaled(family)))
 
 
 def tokens(n_sequences: int = 2, n_tokens: int = 48) -> Tensor:

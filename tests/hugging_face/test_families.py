@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from shardwright.training import importing
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights
-from shardwright.training.weights import open_weights
+from shardwright.training.weights import Weights, open_weights
 from tests.marks import prove, rest_prove
 
 pytest.importorskip("transformers")
@@ -17,6 +20,7 @@ from tests.hugging_face.models import (
     FAMILIES,
     SCALINGS,
     deepseek_v3,
+    kept,
     logits_error,
     ours,
     saved,
@@ -31,13 +35,14 @@ from tests.hugging_face.models import (
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_comes_in_and_goes_out_bit_for_bit(family: str, tmp_path: Path):
-    check_round_trip(family, tmp_path)
+@pytest.mark.parametrize("family", rest_prove(FAMILIES, "gpt2", "deepseek-v3"))
+def test_a_model_comes_in_and_goes_out_bit_for_bit(family: str):
+    with TemporaryDirectory() as folder:
+        comes_in_and_goes_out(family, Path(folder))
 
 
-def check_round_trip(family: str, folder: Path) -> None:
-    source = saved(folder / "hf", FAMILIES[family])
+def comes_in_and_goes_out(family: str, folder: Path) -> None:
+    source = kept(family)
     import_weights(source, folder / "weights")
     expected = tensors(source)
     for weights, shard_bytes in ((folder / "weights", 5 * 10**9), (source, 40_000)):
@@ -49,33 +54,43 @@ def check_round_trip(family: str, folder: Path) -> None:
     assert open_weights(folder / "weights").spec == open_weights(folder / "out-40000").spec
 
 
-@pytest.mark.parametrize("family", rest_prove(FAMILIES, "llama", "gpt2", "deepseek-v3"))
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path):
-    check_logits(family, tmp_path)
-
-
-def check_logits(family: str, folder: Path) -> None:
-    source = saved(folder / "hf", FAMILIES[family])
+@pytest.mark.parametrize("family", rest_prove(FAMILIES, "llama"))
+def test_logits_are_those_of_transformers(family: str):
     for dtype, tolerance in TOLERANCES.items():
-        assert logits_error(source, source, dtype) < tolerance
-    import_weights(source, folder / "weights")
-    export(folder / "weights", folder / "out")
-    for dtype, tolerance in TOLERANCES.items():  # config.json that we wrote says the same
-        assert logits_error(folder / "out", folder / "weights", dtype) < tolerance
-        found, expected = (their_logits(each, dtype, tokens()) for each in (folder / "out", source))
+        assert logits_error(kept(family), kept(family), dtype) < tolerance
+
+
+@prove
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_configuration_that_is_written_says_the_same(family: str, tmp_path: Path):
+    import_weights(kept(family), tmp_path / "weights")
+    export(tmp_path / "weights", tmp_path / "out")
+    for dtype in TOLERANCES:
+        found, expected = (their_logits(each, dtype, tokens()) for each in (tmp_path / "out", kept(family)))
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", rest_prove(SCALINGS, "yarn"))
-def test_scaled_frequencies_are_those_of_transformers(kind: str, tmp_path: Path):
-    check_scaling(kind, tmp_path)
+def test_scaled_frequencies_are_those_of_transformers(kind: str):
+    assert logits_error(kept(kind), kept(kind), torch.float64) < TOLERANCES[torch.float64]
+    assert logits_error(kept(kind), kept("llama"), torch.float64) > 1e-3  # the same weights without scaling
 
 
-def check_scaling(kind: str, folder: Path) -> None:
-    source = saved(folder / "hf", lambda: scaled(kind))
-    plain = saved(folder / "plain", FAMILIES["llama"])
-    assert logits_error(source, source, torch.float64) < TOLERANCES[torch.float64]
-    assert logits_error(source, plain, torch.float64) > 1e-3  # the same weights without scaling
+@pytest.mark.parametrize("family", ["gpt2", "deepseek-v3"])
+def test_any_box_is_that_of_the_whole_parameter(family: str):
+    with TemporaryDirectory() as folder, patch.object(importing, "BLOCK_BYTES", 700):
+        import_weights(kept(family), Path(folder) / "weights")
+        boxes_are_those_of_the_whole(open_weights(kept(family)))
+        boxes_are_those_of_the_whole(open_weights(Path(folder) / "weights"))
+
+
+def boxes_are_those_of_the_whole(weights: Weights) -> None:
+    for name, shape in weights.shapes.items():
+        whole = weights.read(name, (0,) * len(shape), shape)
+        for begin, end in ((0, 2), (1, 3), (2, 3)):  # thirds of every dim
+            spans = [(n * begin // 3, n * end // 3) for n in shape]
+            box = weights.read(name, [low for low, _ in spans], [high - low for low, high in spans])
+            assert torch.equal(box, whole[tuple(slice(*span) for span in spans)]), name
 
 
 @prove
@@ -99,11 +114,15 @@ def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: 
     assert found.tolist() == expected.tolist()
 
 
-def test_a_type_is_changed_when_asked_for_and_a_selection_bias_stays_wide(tmp_path: Path):
-    source = saved(tmp_path / "hf", FAMILIES["deepseek-v3"])
-    export(source, tmp_path / "out", dtype="bf16")
-    before, found = tensors(source), tensors(tmp_path / "out")
+def test_a_type_is_changed_when_asked_for_and_a_selection_bias_stays_wide():
+    with TemporaryDirectory() as folder:
+        changes_the_type(Path(folder) / "out")
+
+
+def changes_the_type(out: Path) -> None:
+    export(kept("deepseek-v3"), out, dtype="bf16")
+    before, found = tensors(kept("deepseek-v3")), tensors(out)
     for name, tensor in found.items():
         wanted = before[name] if name.endswith("e_score_correction_bias") else before[name].bfloat16()
         assert torch.equal(tensor, wanted), name
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
