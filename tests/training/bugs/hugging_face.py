@@ -16,7 +16,7 @@ BUGS: dict[str, AnyBug] = {
     ),
     "the matrices of gate and up are swapped": UnitBug(
         Mutation(
-            f"{TABLE}:file_tensors",
+            "shardwright.hugging_face.reader:file_tensors",
             "{**architecture.layer, **architecture.also(spec)}",
             "architecture.layer | {'ffn.gate': architecture.layer['ffn.up'], 'ffn.up': architecture.layer['ffn.gate']}",
         ),
@@ -59,7 +59,7 @@ BUGS: dict[str, AnyBug] = {
     ),
     "the base of the rotary frequencies is not taken": UnitBug(
         Mutation(
-            "shardwright.hugging_face.rope:read_rope",
+            "shardwright.hugging_face.architecture:read_rope",
             "float(given.pop('rope_theta', None) or config.get('rope_theta', _THETA))",
             "float(given.pop('rope_theta', None) and _THETA)",
         ),
@@ -69,17 +69,17 @@ BUGS: dict[str, AnyBug] = {
     "a shard over tp is read from the first row": UnitBug(
         Mutation(f"{READER}._box", "tensor.first_row(part) + offsets[0]", "tensor.first_row(part)"), BOXES, ("gpt2",)
     ),
-    "a box of a checkpoint is read where it begins in the whole": UnitBug(
+    "a box of a checkpoint is read from the first rows of its shards": UnitBug(
         Mutation(
             "shardwright.training.weights:CheckpointWeights.read",
-            "zip(spans, shard.offsets, strict=True)",
-            "zip(spans, offsets, strict=True)",
+            "box[here] = self._shard(shard)[there]",
+            "box[here] = self._shard(shard)[tuple(slice(0, each.stop - each.start) for each in there)]",
         ),
         BOXES,
         ("deepseek-v3",),
     ),
     "rotated queries and keys do not get YaRN's factor": UnitBug(
-        Mutation("shardwright.model.rotary:rotary_table", "table * spec.rope_scaling.attention_scale", "table"),
+        Mutation("shardwright.model.transformer:rotary_table", "table * spec.rope_scaling.attention_scale", "table"),
         SCALED,
         ("yarn",),
     ),
