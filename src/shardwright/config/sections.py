@@ -134,7 +134,7 @@ class ModelSection(_ModelOverrides):
         """This section as it is kept with a run: every size where they come from a folder, which may go away."""
         if self.folder is None:
             return self.model_dump(exclude_none=True)
-        return table_of(self.spec())
+        return {"preset": self.preset} | table_of(self.spec())
 
 
 def table_of(spec: ModelSpec) -> dict[str, Any]:
