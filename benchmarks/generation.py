@@ -61,8 +61,8 @@ def main() -> None:
         text = [
             f"# Decoding beside transformers, {date.today()}\n",
             f"{machine().removesuffix(' a rank.')}; transformers {transformers.__version__}. New tokens a "
-            f"CPU-second of all sequences together, {options.tokens} tokens after a prompt of {PROMPT_TOKENS}, medians of "
-            f"{options.rounds} rounds.\n",
+            f"CPU-second of all sequences together, {options.tokens} tokens after a prompt of {PROMPT_TOKENS}, "
+            f"medians of {options.rounds} rounds.\n",
             "| sequences | ours | transformers | ours / transformers, median (min to max) |",
             "| --- | --- | --- | --- |",
             *lines,

@@ -134,13 +134,12 @@ class ModelSection(_ModelOverrides):
         """This section as it is kept with a run: every size where they come from a folder, which may go away."""
         if self.folder is None:
             return self.model_dump(exclude_none=True)
-        return table_of(self.spec())
+        return {"preset": self.preset} | table_of(self.spec())
 
 
 def table_of(spec: ModelSpec) -> dict[str, Any]:
     """A model as the section [model] of a run file, with every size."""
-    found = {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
-    return {"preset": "debug"} | found
+    return {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
 
 
 def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:

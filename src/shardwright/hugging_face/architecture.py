@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.errors import ConfigError, nearest
+from shardwright.errors import ConfigError
 from shardwright.hugging_face.rope import read_rope, write_rope
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec, differences
@@ -119,8 +119,8 @@ class Architecture:
     def misfits(self, spec: ModelSpec) -> list[str]:
         """Why a model is not one of this architecture: what would be another after writing and reading config.json."""
         try:
-            if any(_value(spec, ours) is _ABSENT for ours in self.sizes):
-                return [f"it has no {next(ours for ours in self.sizes if _value(spec, ours) is _ABSENT)}"]
+            if absent := [ours for ours in self.sizes if _value(spec, ours) is _ABSENT]:
+                return [f"it has no {ours}" for ours in absent]
             back = self.spec(self.config(spec))
         except ConfigError as error:
             return error.problems
@@ -167,10 +167,7 @@ def find(config: Config) -> Architecture:
     """The architecture of a config.json. Raises ConfigError for one that is not supported."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise ConfigError(
-            f"model_type={model_type!r} is not supported; {nearest(str(model_type), ARCHITECTURES)}; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+        raise ConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[model_type]
     named = config.get("architectures") or [architecture.class_name]
     if architecture.class_name not in named:

@@ -27,7 +27,8 @@ TOKENIZER_FILES = (
 )
 """Files of a tokenizer, which are carried along."""
 GENERATION = "generation_config.json"
-_LENGTH = struct.Struct("<Q")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LENGTH = struct.Struct("<Q")
 _BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3)  # their imports register them
 
 
@@ -109,7 +110,7 @@ def read_header(path: Path) -> dict[str, Held]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            (length,) = LENGTH.unpack(file.read(LENGTH.size))
             header = json.loads(file.read(length)) if length < size else None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
@@ -118,7 +119,7 @@ def read_header(path: Path) -> dict[str, Held]:
     if not isinstance(header, dict):
         raise DamagedError(f"{path} is damaged: it does not begin with the header of a safetensors file")
     header.pop("__metadata__", None)
-    begin = _LENGTH.size + length
+    begin = LENGTH.size + length
     needed = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != needed:
         raise DamagedError(
@@ -159,3 +160,20 @@ def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
     yield from problems[:n]
     if len(problems) > n:
         yield f"and {len(problems) - n} more"
+
+
+def token_ids(path: Path) -> dict[str, int | list[int]]:
+    """The ids of the tokens that begin, end and pad a text, of generation_config.json or else config.json; those that
+    are there."""
+    found: dict[str, int | list[int]] = {}
+    for name in (CONFIG, GENERATION):
+        if (path / name).is_file():
+            table = _json(path / name)
+            found |= {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
+    return found
+
+
+def write_token_ids(path: Path, ids: dict[str, int | list[int]]) -> None:
+    """Write generation_config.json with the ids, unless there is one."""
+    if not (path / GENERATION).is_file():
+        (path / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")

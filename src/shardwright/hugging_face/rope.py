@@ -45,9 +45,10 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
     whole: dict[str, Any] = {
         each: value if each in ("truncate", "original_max_seq_len") else float(value) for each, value in ours.items()
     }
+    whole["kind"] = kind
     if "factor" not in whole:
         return theta, None, ["rope_scaling.factor is missing"]
-    return theta, RopeScaling(**{"kind": kind} | whole), []
+    return theta, RopeScaling(**whole), []
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from shardwright.run_folder import CHECKPOINTS, published
 from shardwright.training.checkpoint.manifest import FILE_NAME, Manifest, ShardRecord, read_manifest
 from shardwright.training.checkpoint.storage import read_shard
 
-MODEL = "model/"
-"""What the name of a parameter begins with in a manifest."""
+MODEL, OPTIMIZER = "model/", "optimizer/"
+"""What the names of parameters and of an optimizer's moments begin with in a manifest."""
 
 
 class Weights(Protocol):
@@ -46,16 +46,24 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint of ours, of any layout. Each shard that is read is checked against its sha256."""
+    """The weights of a checkpoint of ours, of any layout. Each shard that is read is checked against its sha256.
 
-    def __init__(self, path: Path, manifest: Manifest, spec: ModelSpec) -> None:
+    `optimizer`: the same of the optimizer's moments, with names such as `exp_avg/layers.0.ffn.up.weight`; None if there
+    are none.
+    """
+
+    WHY_NO_MOMENTS = "the optimizer begins anew"
+
+    def __init__(self, path: Path, manifest: Manifest, spec: ModelSpec, prefix: str = MODEL) -> None:
         self.path, self.manifest, self.spec = path, manifest, spec
-        held = {name.removeprefix(MODEL): each for name, each in manifest.tensors.items() if name.startswith(MODEL)}
+        held = {name.removeprefix(prefix): each for name, each in manifest.tensors.items() if name.startswith(prefix)}
         self._held = held
         self.shapes = {name: each.shape for name, each in held.items()}
         self.dtypes = {name: each.dtype for name, each in held.items()}
         moments = len(manifest.tensors) - len(held)
-        self.left_out = {f"{moments} tensors of the optimizer": "the optimizer starts anew"} if moments else {}
+        has_moments = prefix == MODEL and moments > 0
+        self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
+        self.left_out = {f"{moments} tensors of the optimizer": self.WHY_NO_MOMENTS} if has_moments else {}
         self._last: tuple[ShardRecord, Tensor] | None = None
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@ from tests.training.bugs import (
     dtype,
     elsewhere,
     generation,
+    hugging_face,
     mask,
     off_by_one,
     order,
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     "wrong dtype": dtype.BUGS,
     "wrong mask": mask.BUGS | generation.MASK,
     "off by one": off_by_one.BUGS | generation.OFF_BY_ONE,
+    "wrong weights from files": hugging_face.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
