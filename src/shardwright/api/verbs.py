@@ -94,6 +94,9 @@ def verify(
     the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
     or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
     """
+    from shardwright.verification.ranks import start_server
+
+    start_server()  # it imports PyTorch while this process does
     from shardwright.verification import Case, Verifier
     from shardwright.verification.case import cut, cut_layout
     from shardwright.verification.culprit import find_culprit
