@@ -183,6 +183,7 @@ def resolved_toml(config: RunConfig) -> str:
     lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
     layout = config.layout.layout()
+    values["model"] = config.model.resolved()
     values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}
     lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():

@@ -12,6 +12,7 @@ from shardwright.config.sections import (
     CheckpointSection,
     DataSection,
     EvaluationSection,
+    InitSection,
     LayoutSection,
     MetricsSection,
     ModelSection,
@@ -41,6 +42,7 @@ class RunConfig(Section):
         "families of models of your own; imported before the rest of the run file is read",
     )
     model: ModelSection = Field(default_factory=ModelSection)
+    init: InitSection = Field(default_factory=InitSection)
     data: DataSection
     batch: BatchSection
     layout: LayoutSection = Field(default_factory=LayoutSection)
@@ -89,6 +91,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
+    if (init := valid.get("init")) and init.optimizer and init.weights is None:
+        found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data and data.mask_boundaries and data.sequences != "packed":

@@ -22,6 +22,7 @@ from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.header import changes_since, header, started
+from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
@@ -116,6 +117,8 @@ class _Run:
             self.store.require_space(checkpoint_bytes(self.trainer))
             # Only now: a run that is refused must not write over the run file of the one that is there.
             write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
+        if start.checkpoint is None and config.init.weights is not None:
+            self.remarks += begin_with(self.trainer, config.init)
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
@@ -139,7 +142,7 @@ class _Run:
                 if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
                     screen.say(f"changed since then: {', '.join(changed)}")
             elif config.checkpoint.resume == "auto":
-                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from the initial weights")
+                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
             if writers and start.step < steps:
                 for line in header(config, self.samples, self.device, start.step):
                     screen.say(line)

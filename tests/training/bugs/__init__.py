@@ -6,7 +6,19 @@ with the code as it is, the code as the bug has it, and where it shows.
 
 from collections.abc import Mapping
 
-from tests.training.bugs import dtype, elsewhere, mask, off_by_one, order, reduction, resume, scale, shard, stale
+from tests.training.bugs import (
+    dtype,
+    elsewhere,
+    hugging_face,
+    mask,
+    off_by_one,
+    order,
+    reduction,
+    resume,
+    scale,
+    shard,
+    stale,
+)
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
@@ -18,6 +30,7 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     "wrong dtype": dtype.BUGS,
     "wrong mask": mask.BUGS,
     "off by one": off_by_one.BUGS,
+    "wrong weights from files": hugging_face.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
