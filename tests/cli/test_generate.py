@@ -68,7 +68,7 @@ def test_prompts_of_a_file_are_continued(folder: Path):
 
 
 def test_a_sequence_ends_at_max_seq_len(folder: Path):
-    (found,) = generated(folder, "--prompt", "a", "--max-tokens", 100)["completions"]
+    (found,) = generated(folder, "--prompt", "a", "--max-tokens", 100, "--greedy")["completions"]
     assert (found["n_tokens"], found["ended"]) == (31, "max_seq_len")
 
 

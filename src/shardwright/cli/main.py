@@ -28,7 +28,7 @@ VERBS = {
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
     "eval": "Measure the perplexity of a run or a folder of transformers on prepared data.",
     "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",
-    "export": "Write the weights of a run as a folder that Hugging Face transformers loads.",
+    "export": "Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.",
 }
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
