@@ -24,6 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 from shardwright.errors import InputError
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+MODEL_FILE = "model.toml"
+"""In a folder that `shardwright import` wrote: the section [model] of its weights."""
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the time of a step; a record has the seconds of each as PHASE_s."""

@@ -27,7 +27,7 @@ from shardwright.data.prepare import prepare
 from shardwright.model.init import initialise
 from shardwright.model.random import sample_keys
 from shardwright.model.transformer import Transformer
-from shardwright.training.sample import newest_checkpoint, restore
+from shardwright.training.checkpoint.whole import newest_checkpoint, restore
 from tests.marks import rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.runs import checkpoints, records, train

@@ -149,7 +149,7 @@ def test_every_line_has_the_time_and_each_start_says_where_and_with_what(tmp_pat
     assert (first["device"], first["torch"]) == ("cpu", torch.__version__)
     assert second["checkpoint"].endswith("step-00000002")
     assert "steps   1, from 3 to 3: 64 tokens" in done.stdout
-    assert re.search(r"saved to \S+/step-00000003\n +shardwright report \S+/out\n +shardwright sample", done.stdout)
+    assert re.search(r"saved to \S+/step-00000003\n +shardwright report \S+/out\n +shardwright generate", done.stdout)
 
 
 def test_the_header_says_what_is_trained_and_the_lines_how_long_it_takes(tmp_path: Path, tokens: Path):

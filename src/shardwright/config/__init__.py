@@ -8,7 +8,14 @@ back as a run file with every default filled in; it is saved with each run.
 
 from shardwright.config.reading import as_toml, flat, keys_named, load, model_of, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
-from shardwright.config.sections import MODEL_TABLES, OptimizerSection, ScheduleSection
+from shardwright.config.sections import (
+    MODEL_TABLES,
+    OptimizerSection,
+    ScheduleSection,
+    contradictions,
+    spec_of_folder,
+    table_of,
+)
 
 __all__ = [
     "MODEL_TABLES",
@@ -16,10 +23,13 @@ __all__ = [
     "RunConfig",
     "ScheduleSection",
     "as_toml",
+    "contradictions",
     "flat",
     "keys_named",
     "load",
     "model_of",
     "parse",
     "resolved_toml",
+    "spec_of_folder",
+    "table_of",
 ]

@@ -36,6 +36,11 @@ def name_of(source: SourceSection) -> str:
     return source.name or Path(source.path).name
 
 
+def tokenizer_folder(data: DataSection) -> Path:
+    """The folder of data with the tokenizer of a run; all its sources have the same."""
+    return Path(sources_of(data)[0].path)
+
+
 def mixtures_of(data: DataSection) -> list[Mixture]:
     """The mixture that a run begins with, and that of each later stage, in order. The section has no problems."""
     sources = sources_of(data)

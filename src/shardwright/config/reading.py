@@ -14,7 +14,7 @@ from pydantic import (
 
 from shardwright import extensions
 from shardwright.config.run_config import RunConfig, broken_rules
-from shardwright.errors import ConfigError, nearest
+from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
 
@@ -27,7 +27,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file") from None
+        raise ConfigError(f"{path}: no such run file{near_path(path, '*.toml')}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
     except OSError as error:
@@ -88,6 +88,8 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+        if re.search(r",\s*\w[\w.]*=", text):
+            return [f"--set {override}: one key is set at a time; give each a --set of its own"]
     *sections, key = path.strip().split(".")
     for section in sections:
         below = table.setdefault(section, {})
@@ -182,6 +184,7 @@ def resolved_toml(config: RunConfig) -> str:
     lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
     layout = config.layout.layout()
+    values["model"] = config.model.resolved()
     values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}
     lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():

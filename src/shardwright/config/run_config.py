@@ -13,6 +13,7 @@ from shardwright.config.sections import (
     CheckpointSection,
     DataSection,
     EvaluationSection,
+    InitSection,
     LayoutSection,
     MetricsSection,
     ModelSection,
@@ -42,6 +43,7 @@ class RunConfig(Section):
         "families of models of your own; imported before the rest of the run file is read",
     )
     model: ModelSection = Field(default_factory=ModelSection)
+    init: InitSection = Field(default_factory=InitSection)
     data: DataSection
     batch: BatchSection
     layout: LayoutSection = Field(default_factory=LayoutSection)
@@ -90,6 +92,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
+    if (init := valid.get("init")) and init.optimizer and init.weights is None:
+        found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:

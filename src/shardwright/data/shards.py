@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwright.data.chat import TEMPLATE
-from shardwright.errors import DataError, nearest
+from shardwright.errors import DataError, near_path, nearest
 
 FORMAT = "shardwright.tokens"
 FORMAT_VERSION = 2
@@ -304,7 +304,7 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
 
 def _read_json(folder: Path) -> Any:
     if not folder.exists():
-        raise DataError(f"{folder}: there is no such data folder; make it with `{PREPARE}`")
+        raise DataError(f"{folder}: there is no such data folder{near_path(folder, '*/')}; make it with `{PREPARE}`")
     if not folder.is_dir():
         raise DataError(f"{folder}: a file, not a folder of token shards; make one with `{PREPARE}`")
     path = folder / MANIFEST

@@ -23,6 +23,7 @@ from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.header import changes_since, header, started
+from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
@@ -113,6 +114,8 @@ class _Run:
             self.store.require_space(checkpoint_bytes(self.trainer))
             # Only now: a run that is refused must not write over the run file of the one that is there.
             write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
+        if start.checkpoint is None and config.init.weights is not None:
+            self.remarks += begin_with(self.trainer, config.init)
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
@@ -137,7 +140,7 @@ class _Run:
                 if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
                     screen.say(f"changed since then: {', '.join(changed)}")
             elif config.checkpoint.resume == "auto":
-                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from the initial weights")
+                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
             if writers and start.step < steps:
                 for line in header(config, self.sources, self.order, self.device, start.step, start.samples):
                     screen.say(line)
@@ -159,7 +162,8 @@ class _Run:
             screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
         else:
             out = shlex.quote(config.out)
-            screen.say(f"saved to {self.store.path_of(done)}\n  shardwright report {out}\n  shardwright sample {out}")
+            screen.say(f"saved to {self.store.path_of(done)}")
+            screen.say(f'  shardwright report {out}\n  shardwright generate {out} --prompt "..."')
         return done < steps
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:

@@ -16,6 +16,7 @@ from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
+from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
@@ -154,6 +155,8 @@ def _check(config: RunConfig, alone: bool) -> None:
         problems += error.problems
     out = Path(config.out)
     saved = published(out / CHECKPOINTS)
+    if config.init.weights is not None and not saved:
+        problems += initial_weights_problems(config)
     if config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from shardwright.errors import CheckpointError, DamagedError
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "manifest.json"
 
 

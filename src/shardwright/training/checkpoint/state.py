@@ -83,7 +83,7 @@ def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progres
     try:
         manifest = read_manifest(folder)
         if problems := _differences(manifest, tensors, trainer, data):
-            refusal = CheckpointError(*(f"{folder}: {problem}" for problem in problems))
+            refusal = CheckpointError(*(f"{folder}: {problem}" for problem in [*problems, _A_NEW_RUN]))
     except CheckpointError as error:
         refusal = error
     _raise_first(refusal)
@@ -153,6 +153,12 @@ def _differences(
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
     return found + differing
+
+
+_A_NEW_RUN = (
+    "only the same run goes on from a checkpoint; a new run with these weights, and with other data, sequences or "
+    "optimizer, takes --set init.weights=PATH, a new --set out=... and no --resume"
+)
 
 
 def _short(value: Any) -> str:
