@@ -114,6 +114,8 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("lr_schedule.warmup_steps=11", "is more than the steps=10 of the run"),
         ("lr_schedule.decay_steps=2", "lr_schedule.decay_steps=2 is for lr_schedule.shape='wsd'"),
         ("steps", "--set steps: write key=value"),
+        ("steps=2,layout.tp=2", "one key is set at a time; give each a --set of its own"),
+        ("layout.dp_shard=-1", "there is no -1 for the ranks that are left"),
         ("layout.ep=2", "layout.ep=2 does not divide dp_shard x cp x tp = 1 x 1 x 1 = 1; valid: 1"),
     ],
 )
@@ -214,6 +216,9 @@ def test_a_file_that_is_not_toml_is_named(tmp_path: Path, content: bytes, said: 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such run file"):
         load(tmp_path / "none.toml")
+    (tmp_path / "debug.toml").touch()
+    with pytest.raises(ConfigError, match=rf"did you mean {re.escape(str(tmp_path / 'debug.toml'))}\?"):
+        load(tmp_path / "debg.toml")
     with pytest.raises(ConfigError, match="is a folder"):
         load(tmp_path)
 

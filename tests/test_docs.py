@@ -189,7 +189,7 @@ def test_every_key_named_is_one_of_the_run_file(page: Path):
     # Names of keys alone, as `layout.zero` or `layout.zero = 2`; config.py and the like are files.
     for code in inline(page.read_text(encoding="utf-8")):
         named = re.match(rf"(({'|'.join(sections)})\.[a-z_0-9]+)(?:\s*=|$)", code)
-        if named and not named[1].endswith((".py", ".jsonl")):
+        if named and not named[1].endswith((".py", ".jsonl", ".safetensors")):
             section, _, name = named[1].partition(".")
             of_python = hasattr({"layout": Layout, "model": DistributedModel}.get(section), name)
             assert of_python or named[1] in known_keys(), f"`{code}`: there is no such key"

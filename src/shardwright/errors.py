@@ -16,6 +16,7 @@ a traceback. What only a bug can cause is an `assert`.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 from shardwright.synonyms import called_here
 
@@ -65,6 +66,14 @@ class DamagedError(CheckpointError):
 
 class WorkerError(ShardwrightError):
     """A worker process died, hung, or reported an error of its own."""
+
+
+def near_path(path: str | Path, pattern: str) -> str:
+    """`; did you mean x?` for a misspelt path, x one that is there and matches `pattern`; empty if there is none."""
+    path = Path(path)
+    there = {str(each) for each in path.parent.glob(pattern)} if path.parent.is_dir() else set()
+    close = get_close_matches(str(path), there, n=1, cutoff=CUTOFF)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -66,7 +66,8 @@ class Key:
                 hint = nearest(value, valid) if isinstance(value, str) else f"valid: {', '.join(map(str, valid))}"
                 return f"not one of the choices; {hint}"
         elif self.type is int and value < 1:
-            return "1 or more is needed"
+            rest = ": the number itself, there is no -1 for the ranks that are left" if value == -1 else ""
+            return f"1 or more is needed{rest}"
         return None
 
     def searched(self, layout: Any) -> Sequence[Any]:

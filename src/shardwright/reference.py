@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -46,6 +46,8 @@ def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
             for key in _section_keys(f"{path}.{name}", model_of(field.annotation)):
                 default = defaults[key.path.rpartition(".")[2]]
                 yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=as_toml(default))
+        elif get_origin(field.annotation) is list and issubclass(row := get_args(field.annotation)[0], BaseModel):
+            yield from _section_keys(f"{path}.{name}", row)
 
 
 def _key(path: str, field: Any) -> Key:
@@ -57,7 +59,9 @@ def _type_name(annotation: Any) -> str:
     if getattr(annotation, "__origin__", None) is Literal:
         return " | ".join(as_toml(choice) for choice in annotation.__args__)
     options = [option for option in getattr(annotation, "__args__", ()) if option is not type(None)]
-    if getattr(annotation, "__origin__", None) is list:
+    if get_origin(annotation) is dict:
+        return "table"
+    if get_origin(annotation) is list:
         return f"list of {_type_name(options[0])}"
     if options:
         return " | ".join(_type_name(option) for option in options)

@@ -24,6 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 from shardwright.errors import InputError
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+MODEL_FILE = "model.toml"
+"""In a folder that `shardwright import` wrote: the section [model] of its weights."""
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the time of a step; a record has the seconds of each as PHASE_s."""
@@ -77,7 +79,8 @@ class Started:
 class Logged:
     """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
     since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
-    record was written (None in files of older versions), the rest is said of a model with experts alone."""
+    record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
+    sources, the rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -100,16 +103,19 @@ class Logged:
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_sent_bytes: float | None = None
+    epochs: dict[str, float] | None = None
     time: str | None = None
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An `evaluation` record: the loss on the validation split after `step` steps."""
+    """An `evaluation` record: the loss on the validation split after `step` steps. Of a mixture, `sources` has the loss
+    on that of each source, and `loss` is their mean, weighted as that step was mixed."""
 
     step: int
     loss: float
     time: str | None = None
+    sources: dict[str, float] | None = None
 
 
 AnyRecord = Started | Logged | Evaluated

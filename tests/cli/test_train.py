@@ -122,7 +122,7 @@ def test_a_line_of_the_keys_is_whole_on_a_narrow_screen():
         assert line.endswith(f"{key['default']}): {key['description']}")
 
 
-@pytest.mark.parametrize("verb", ["quickstart", "data", "train", "report", "sample"])
+@pytest.mark.parametrize("verb", ["quickstart", "data", "train", "report", "generate"])
 def test_every_verb_explains_itself(verb: str):
     result = CliRunner().invoke(app, [verb, "--help"])
     assert result.exit_code == 0

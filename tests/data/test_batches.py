@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ class Numbered:
 
 
 def batches(samples: Any, global_batch: int = 4, micro_batch: int = 2, **options: Any) -> Batches:
-    defaults: dict[str, Any] = {"data_rank": 0, "data_ranks": 1, "seed": 0, "vocab_size": 2**16}
-    return Batches(samples, global_batch=global_batch, micro_batch=micro_batch, **defaults | options)
+    defaults: dict[str, Any] = {"data_rank": 0, "data_ranks": 1, "vocab_size": 2**16}
+    order = SampleOrder(options.pop("seed", 0), len(samples))
+    return Batches(samples, order=order, global_batch=global_batch, micro_batch=micro_batch, **defaults | options)
 
 
 def test_a_batch_is_accumulated_microbatches_of_inputs_and_targets() -> None:
@@ -143,7 +145,10 @@ def read_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]]
 
 
 def order_seeded_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_with(monkeypatch, lambda given: {"seed": given["seed"] + given["data_rank"]})
+    def of_rank(given: dict[str, Any]) -> dict[str, Any]:
+        return {"order": replace(given["order"], seed=given["order"].seed + given["data_rank"])}
+
+    read_with(monkeypatch, of_rank)
 
 
 def every_rank_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data.batches import Batches, evaluation_batches
+from shardwright.data.mixture import MixedSamples
 from shardwright.data.order import SampleOrder
 from shardwright.data.prepare import prepare
 from shardwright.data.samples import DocumentSamples, PackedSamples
@@ -44,8 +45,8 @@ def test_boundaries_are_those_of_the_documents_that_were_written() -> None:
     assert max(map(len, found)) > 2
     order = SampleOrder(3, len(samples))
     for rank in range(2):
-        options = {"global_batch": 8, "micro_batch": 2, "seed": 3, "vocab_size": 300, "prefetch": 0}
-        batches = Batches(samples, data_rank=rank, data_ranks=2, within_documents=True, **options)  # type: ignore[arg-type]
+        options = {"global_batch": 8, "micro_batch": 2, "vocab_size": 300, "prefetch": 0}
+        batches = Batches(samples, order, data_rank=rank, data_ranks=2, within_documents=True, **options)  # type: ignore[arg-type]
         batch = next(batches)
         wanted = [[tuple(found[int(order(np.array(i)))]) for i in row] for row in batch.sample_ids_AB.tolist()]
         assert [list(row) for row in batch.documents_AB or ()] == wanted
@@ -73,8 +74,17 @@ def test_a_row_that_fills_a_micro_batch_of_an_evaluation_is_one_document() -> No
 
 
 def test_without_documents_a_batch_has_none() -> None:
-    options = {"global_batch": 2, "micro_batch": 1, "seed": 3, "vocab_size": 300, "prefetch": 0}
-    assert next(Batches(PackedSamples(split(), SEQ_LEN), data_rank=0, data_ranks=1, **options)).documents_AB is None  # type: ignore[arg-type]
+    samples = PackedSamples(split(), SEQ_LEN)
+    options = {"global_batch": 2, "micro_batch": 1, "vocab_size": 300, "prefetch": 0}
+    batches = Batches(samples, SampleOrder(3, len(samples)), data_rank=0, data_ranks=1, **options)  # type: ignore[arg-type]
+    assert next(batches).documents_AB is None
+
+
+def test_a_mixture_has_the_documents_of_its_sources() -> None:
+    sources = [PackedSamples(split(), SEQ_LEN), DocumentSamples(split(), SEQ_LEN)]
+    mixed = MixedSamples(sources)
+    expected = [source.documents(i) for source in sources for i in range(len(source))]
+    assert [mixed.documents(i) for i in range(len(mixed))] == expected
 
 
 def test_padding_is_a_document_of_its_own() -> None:

@@ -10,6 +10,7 @@ from shardwright.data.shards import TokenSplit
 from shardwright.errors import DataError
 
 SEPARATOR = 0
+PROMPT = 65_000  # tokens from this id on are of a prompt
 
 
 class Row:
@@ -23,6 +24,9 @@ class Row:
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         return self._row[start : start + length]
+
+    def trained(self, start: int, length: int) -> np.ndarray:
+        return self.tokens(start, length) < PROMPT
 
     def document_start(self, i: int) -> int:
         return int(self._starts[i])
@@ -40,6 +44,25 @@ def test_packed_samples_share_one_token_with_their_neighbour() -> None:
     assert len(samples) == 2
     assert [samples.read(i)[0].tolist() for i in range(2)] == [[1, 2, 3, 0], [0, 4, 5, 0]]
     assert samples.read(0)[1].all()
+
+
+def test_only_the_tokens_of_answers_are_predicted() -> None:
+    """Tokens from 65_000 on are prompts; the answers are 1 2, 3 and 4 5 6."""
+    split = row([65_000, 65_001, 1, 2], [65_002, 3], [65_003, 65_004, 4, 5, 6])
+    packed = PackedSamples(split, seq_len=6)
+    tokens, mask = packed.read(0)
+    assert tokens.tolist() == [65_000, 65_001, 1, 2, 0, 65_002, 3]
+    assert mask.tolist() == [False, True, True, True, False, True]
+    tokens, mask = packed.read(1)
+    assert tokens.tolist() == [3, 0, 65_003, 65_004, 4, 5, 6]
+    assert mask.tolist() == [True, False, False, True, True, True]
+    documents = DocumentSamples(split, seq_len=4)
+    assert [documents.read(i)[1].tolist() for i in range(len(documents))] == [
+        [False, True, True, True],
+        [True, True, False, False],
+        [False, True, True, True],
+        [True, False, False, False],
+    ]
 
 
 def test_with_masked_boundaries_nothing_is_predicted_from_a_separator() -> None:

@@ -73,6 +73,10 @@ def test_a_model_needs_a_row_for_every_id(manifest: Manifest) -> None:
 def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no such data folder; make it with `shardwright data prepare"):
         Manifest.read(tmp_path / "absent")
+    (tmp_path / "tokens").mkdir()
+    with pytest.raises(DataError, match=r"no such data folder; did you mean .*/tokens\?"):
+        Manifest.read(tmp_path / "token")
+    (tmp_path / "tokens").rmdir()
     with pytest.raises(DataError, match=r"the folder is empty: no manifest\.json"):
         Manifest.read(tmp_path)
     (tmp_path / "photo.jpg").write_text("x")
@@ -90,7 +94,7 @@ def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(format_version=9, created_by="shardwright 7.0"))
-    with pytest.raises(DataError, match=r"format version 9, but .* up to 1; it was written by shardwright 7\.0"):
+    with pytest.raises(DataError, match=r"format version 9, but .* up to 2; it was written by shardwright 7\.0"):
         Manifest.read(copy)
 
 

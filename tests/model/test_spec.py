@@ -140,7 +140,7 @@ def test_all_problems_are_reported_at_once() -> None:
         "rope_scaling needs positions='rope'",
         "rope_scaling.factor=0.5",
         "high_freq_factor=1 is not greater than low_freq_factor=4",
-        "original_max_seq_len=0",
+        "original_max_seq_len: missing",
         "dropout=1 ",
         "norm_eps=0 ",
         "init_std=-0.1",

@@ -1,13 +1,16 @@
 """Proves that the page of a run is sound HTML which needs nothing but itself, and shows text as text."""
 
 import re
+import tomllib
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from shardwright.config import parse, resolved_toml
 from shardwright.errors import InputError
+from shardwright.report.headline import SourceNumbers, headline
 from shardwright.report.page import write_page
 from shardwright.report.run_record import read_run
 from shardwright.report.style import COLOURS, DARK_COLOURS
@@ -162,3 +165,33 @@ def test_a_page_that_cannot_be_written_leaves_nothing_half_written(tmp_path: Pat
     with pytest.raises(InputError, match=r"taken\.html cannot be written"):
         write_page(run, tmp_path / "taken.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken.html"]
+
+
+def test_a_page_has_a_row_for_each_source_of_a_mixture(tmp_path: Path) -> None:
+    mixed = [
+        'data={"sources" = [{path = "d/web", weight = 3}, {path = "d/code", weight = 1}], "stages" = [{from_step = 20, '
+        "weights = {code = 1}}]}"
+    ]
+    losses = [{"web": 6.0, "code": 7.0}, {"web": 5.0, "code": 4.5}]
+    records = [
+        evaluation(0, 6.25) | {"sources": losses[0]},
+        train_record(10, epochs={"web": 0.5, "code": 0.125}),
+        evaluation(50, 4.5) | {"sources": losses[1]},
+    ]
+    folder = write_run(tmp_path / "run", records)
+    run_file = (folder / "run.toml").read_text()
+    config = parse({**tomllib.loads(run_file), "data": {}}, mixed)
+    (folder / "run.toml").write_text(resolved_toml(config))
+    web, code = headline(read_run(folder)).sources
+    assert web == SourceNumbers("web", (0.75, 0.0), 0.5, 6.0, 5.0)
+    assert code == SourceNumbers("code", (0.25, 1.0), 0.125, 7.0, 4.5)
+    write_page(read_run(folder), tmp_path / "page.html")
+    text = " ".join(Page((tmp_path / "page.html").read_text()).text)
+    for said in ("source code", "0.125", "epochs; share 25%, then 100%; validation loss 4.5000 from 7.0000"):
+        assert said in text
+
+
+def test_a_run_over_one_folder_has_no_rows_of_sources(tmp_path: Path) -> None:
+    told = headline(read_run(usual(tmp_path / "run")))
+    assert told.sources == ()
+    assert not [name for name, _, _ in told.rows() if name.startswith("source")]

@@ -27,7 +27,7 @@ from shardwright.data.prepare import prepare
 from shardwright.model.init import initialise
 from shardwright.model.random import sample_keys
 from shardwright.model.transformer import Transformer
-from shardwright.training.sample import newest_checkpoint, restore
+from shardwright.training.checkpoint.whole import newest_checkpoint, restore
 from tests.marks import rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.runs import checkpoints, records, train
@@ -412,8 +412,8 @@ BUGS = {
         [
             Mutation(
                 f"{LOOP}:_Run._load",
-                "Start(progress.step, progress.samples, path)",
-                "Start(progress.step - 1, progress.samples - self.config.batch.global_batch, path)",
+                "Start(progress.step, progress.samples, path, past)",
+                "Start(progress.step - 1, progress.samples - self.config.batch.global_batch, path, past)",
             )
         ],
         "loss",

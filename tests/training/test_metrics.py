@@ -18,7 +18,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.load import expert_numbers
-from shardwright.training.metrics import JsonLines, line, missing_extras, open_writers
+from shardwright.training.metrics import JsonLines, _numbers, line, missing_extras, open_writers
 from shardwright.training.start import start
 from tests.training.runs import lines, records, train, write_run_file
 
@@ -149,7 +149,7 @@ def test_every_line_has_the_time_and_each_start_says_where_and_with_what(tmp_pat
     assert (first["device"], first["torch"]) == ("cpu", torch.__version__)
     assert second["checkpoint"].endswith("step-00000002")
     assert "steps   1, from 3 to 3: 64 tokens" in done.stdout
-    assert re.search(r"saved to \S+/step-00000003\n +shardwright report \S+/out\n +shardwright sample", done.stdout)
+    assert re.search(r"saved to \S+/step-00000003\n +shardwright report \S+/out\n +shardwright generate", done.stdout)
 
 
 def test_the_header_says_what_is_trained_and_the_lines_how_long_it_takes(tmp_path: Path, tokens: Path):
@@ -244,3 +244,10 @@ def test_a_peak_is_that_of_the_device_or_not_known(name: str, flops_per_s: float
 
 def test_a_cpu_has_no_known_peak():
     assert peak_flops_per_s(torch.device("cpu"), torch.float32) is None
+
+
+def test_a_line_of_a_mixture_has_the_epochs_and_losses_of_its_sources():
+    assert " | epochs web 0.25, code 1.5 | " in line(RECORD | {"epochs": {"web": 0.25, "code": 1.5}}, 20)
+    told = {"kind": "evaluation", "step": 5, "loss": 2.5, "sources": {"web": 2.0, "code": 3.0}}
+    assert line(told, 20) == "step     5/20 | validation loss 2.5000 | web 2.0000, code 3.0000"
+    assert _numbers(told) == {"loss": 2.5, "sources/web": 2.0, "sources/code": 3.0}

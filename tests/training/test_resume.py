@@ -371,4 +371,4 @@ def test_the_installed_command_with_workers_of_its_own_resumes_after_a_kill(run_
 
 def test_a_resume_that_finds_nothing_says_that_it_starts_anew(run_file):
     run = train(run_file, "--resume", "--set", "steps=1", "--set", "lr_schedule.warmup_steps=0")
-    assert "out/checkpoints to resume from: starting from the initial weights" in run.stdout
+    assert "out/checkpoints to resume from: starting from step 0" in run.stdout

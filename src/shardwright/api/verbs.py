@@ -43,12 +43,14 @@ def plan(
     memory_margin: float = 0.1,
     top: int = 10,
     hardware: str | Path | None = None,
+    fix: Mapping[str, Any] | None = None,
 ) -> "Plan":
     """Find the fastest layouts of a cluster that fit, without a GPU and without PyTorch.
 
     `model`: a ModelSpec or the name of a preset. `cluster`: accelerators and how many, such as "h100:64".
     `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, bf16, fp16 or fp8. `memory_margin`:
-    share of an accelerator's memory that is kept free. `hardware`: a TOML file with accelerators of your own.
+    share of an accelerator's memory that is kept free. `hardware`: a TOML file with accelerators of your own. `fix`:
+    search only layouts with these values of [layout] and micro_batch, such as {"tp": 8, "pp": 1}.
 
     Returns a Plan: `best` has up to `top` layouts, the fastest first, each with `layout`, `micro_batch`, `step_s` in
     seconds, `peak_bytes` and `parts_s`, where the time of a step goes; empty where nothing fits. Raises InputError for
@@ -56,6 +58,7 @@ def plan(
     """
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
+    from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search
 
     job = Job(
@@ -66,7 +69,7 @@ def plan(
         precision=precision,
         optimizer=optimizer,
     )
-    return search(job, memory_margin=memory_margin, top=top)
+    return search(job, memory_margin=memory_margin, top=top, fixed=None if fix is None else fixed_values(fix))
 
 
 def verify(
@@ -94,6 +97,9 @@ def verify(
     the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
     or the batch, WorkerError where a rank fails or takes more than `timeout_s` seconds.
     """
+    from shardwright.verification.ranks import start_server
+
+    start_server()  # it imports PyTorch while this process does
     from shardwright.verification import Case, Verifier
     from shardwright.verification.case import cut, cut_layout
     from shardwright.verification.culprit import find_culprit
@@ -179,6 +185,6 @@ class Run:
     def model(self, checkpoint: str | Path | None = None) -> "Transformer":
         """The whole model of a checkpoint, the newest if none is named, on one process: on the CPU, in evaluation mode,
         in the type it was trained in. Raises CheckpointError where there is none, or it is damaged."""
-        from shardwright.training.sample import newest_checkpoint, restore
+        from shardwright.training.checkpoint.whole import newest_checkpoint, restore
 
         return restore(newest_checkpoint(self.folder) if checkpoint is None else Path(checkpoint))

@@ -5,7 +5,8 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ from rich.segment import Segments
 from rich.table import Table
 
 from shardwright import extensions
-from shardwright.errors import InputError, ShardwrightError
+from shardwright.errors import InputError, LayoutError, ShardwrightError, nearest
+from shardwright.layout import KEYS, Layout
 
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -110,6 +112,33 @@ def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None 
     if not path.absolute().parent.is_dir():
         return [f"{option} {path}: there is no folder {path.parent}; make it first"]
     return [f"{option} {path}: that is a folder; name a file in it"] if path.is_dir() else []
+
+
+def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
+    """The layout of an option `tp=2,pp=2`; `valid`: the keys that it may have, all if not given.
+
+    Raises LayoutError with every problem.
+    """
+    keys = KEYS if valid is None else {name: KEYS[name] for name in valid}
+    values: dict[str, Any] = {}
+    problems = []
+    for item in filter(None, (each.strip() for each in text.split(","))):
+        name, equals, value = (each.strip() for each in item.partition("="))
+        name = name.removeprefix("layout.")
+        if not equals:
+            problems.append(f"--layout {item}: write key=value, such as tp=2")
+        elif name not in keys:
+            what = "means nothing here" if name in KEYS else "there is no such key of the layout"
+            problems.append(f"--layout {item}: {what}; {nearest(name, keys)}")
+        elif keys[name].type is int and not value.isdecimal():
+            problems.append(f"--layout {item}: a whole number is needed")
+        elif keys[name].type is bool and value not in ("true", "false"):
+            problems.append(f"--layout {item}: true or false is needed")
+        else:
+            values[name] = tomllib.loads(f"value = {value}")["value"] if keys[name].type in (int, bool) else value
+    if problems:
+        raise LayoutError(*problems)
+    return Layout(**values)
 
 
 def load_extensions(names: Iterable[str] | None) -> None:

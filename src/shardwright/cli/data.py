@@ -4,12 +4,13 @@ import time
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from shardwright.cli.common import AsJson, console, error_console, print_json, say, verb
 from shardwright.data.inspect import inspect as inspect_folder
@@ -37,8 +38,9 @@ class Options:
         str,
         typer.Argument(
             metavar="SRC",
-            help="A file or folder of text, source code, .jsonl(.gz) or .parquet; or "
-            "hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local folder).",
+            help="A file or folder of text, source code, .jsonl(.gz, .zst) or .parquet, on disk or at a URL of fsspec "
+            "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
+            "folder).",
         ),
     ]
     out: Annotated[Path, typer.Option(help="The folder to make. It appears only when it is complete.")]
@@ -59,6 +61,16 @@ class Options:
     ] = USUAL["validation"]
     seed: Annotated[int, typer.Option(help="Chooses the documents of the split `validation`.")] = USUAL["seed"]
     shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = USUAL["shard_tokens"]
+    format: Annotated[
+        Literal["text", "chat"],
+        typer.Option(
+            help="chat: records have `messages`, or `prompt` and `completion`; only the answers are trained on."
+        ),
+    ] = USUAL["format"]
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A Jinja file that writes `messages` as text, in place of the tokenizer's own template."),
+    ] = None
     text_key: Annotated[str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")] = (
         USUAL["text_key"]
     )
@@ -100,13 +112,14 @@ def prepare(options: Options) -> None:
 def inspect(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `data prepare` made.")],
     split: Annotated[str, typer.Option(help="The split whose documents are shown.")] = "train",
-    documents: Annotated[int, typer.Option(help="How many documents to show, decoded.")] = 3,
+    documents: Annotated[int, typer.Option(help="How many documents or samples to show, decoded.")] = 3,
     seq_len: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Also show packed sequences of N tokens with data.attention='document': the share of the scores that "
-            "is left, and the balance of the ranks of cp.",
+            help="Show packed samples of N tokens, as training reads them, not documents; and what "
+            "data.attention='document' does in them: the share of the scores that is left, the balance of the ranks "
+            "of cp.",
         ),
     ] = None,
     verify: Annotated[
@@ -116,6 +129,8 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """Show what is in a folder of tokens: splits, shards, tokenizer, and the first documents decoded.
+
+    Of conversations the tokens that are trained on are green, or between ⟦ and ⟧ where there is no colour.
 
     Example: `shardwright data inspect data/books --split validation --documents 1 --verify`
     """
@@ -257,5 +272,17 @@ def _print_folder(answer: dict[str, Any]) -> None:
     if packing := answer["packing"]:
         _print_packing(packing)
     for document in answer["documents"]:
-        console.rule(f"{answer['split']} document {document['document']}: {document['tokens']:,} tokens", align="left")
-        console.print(document["text"] + (" ..." if document["shortened"] else ""), markup=False)
+        trained = f", {document['trained_tokens']:,} trained on" if "segments" in document else ""
+        title = f"{answer['split']} {answer['shown']} {document['document']}: {document['tokens']:,} tokens{trained}"
+        console.rule(title, align="left")
+        console.print(_text_of(document), soft_wrap=True)
+
+
+def _text_of(document: dict[str, Any]) -> Text:
+    """The text of a document, that of trained tokens green or, where there is no colour, between marks."""
+    coloured = console.color_system is not None and not console.no_color
+    text = Text()
+    for segment in document.get("segments") or [{"text": document["text"], "trained": False}]:
+        marks = ("⟦", "⟧") if segment["trained"] and not coloured else ("", "")
+        text.append(segment["text"].join(marks), style="green" if segment["trained"] else "")
+    return text.append(" ..." if document["shortened"] else "")

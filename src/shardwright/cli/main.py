@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import keyword
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,21 +25,30 @@ VERBS = {
     "verify": "Prove that a layout computes what one process computes.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
-    "sample": "Generate text with the newest checkpoint of a run, on one process.",
+    "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
+    "eval": "Measure the perplexity of a run or a folder of transformers on prepared data.",
+    "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",
+    "export": "Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.",
 }
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
 
+RENAMED = {"sample": "generate"}
+"""Old names of verbs, and what they are called now."""
+
+
 @functools.cache
 def _command(name: str) -> Any:
-    """A module holds an `app` where its verb has verbs of its own, else a function of the verb's name."""
-    module = import_module(f"shardwright.cli.{name}")
+    """A module holds an `app` where its verb has verbs of its own, else a function of the verb's name. A name that is a
+    word of Python's has an underscore after it."""
+    python = f"{name}_" if keyword.iskeyword(name) else name
+    module = import_module(f"shardwright.cli.{python}")
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     if isinstance(inner := getattr(module, "app", None), typer.Typer):
         alone.add_typer(inner, name=name)
         group: Any = typer.main.get_command(alone)
         return _with_whole_paragraphs(group.commands[name])
-    alone.command(name)(getattr(module, name))
+    alone.command(name)(getattr(module, python))
     return _with_whole_paragraphs(typer.main.get_command(alone))
 
 
@@ -83,6 +93,8 @@ class Verbs(TyperGroup):
         self.commands = _Commands({name: TyperCommand(name, help=line) for name, line in VERBS.items()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in RENAMED:
+            ctx.fail(f"{args[0]} is called {RENAMED[args[0]]} now; see shardwright {RENAMED[args[0]]} --help")
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         return name, self.commands[name], rest

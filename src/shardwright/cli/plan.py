@@ -78,11 +78,11 @@ def _search(asked: Asked, options: Options) -> None:
 
     with error_console.status("evaluating every layout") as status:
         started = time.perf_counter()
-        found = search(asked.job, memory_margin=options.memory_margin, top=options.top)
+        found = search(asked.job, memory_margin=options.memory_margin, top=options.top, fixed=asked.fixed)
         took_s = time.perf_counter() - started
         status.update("looking at others")
         others = [*_own(asked, found), *runners_up(found), *well_known(found)] if found.best else []
-        instead = [] if found.best else remedies(asked.job, options.memory_margin)
+        instead = [] if found.best else remedies(asked.job, options.memory_margin, asked.fixed)
     # Whoever reads may stop reading (`| head`), so files are written before anything is printed.
     if found.best:
         _write(asked, found.best[0].choice, options)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.job import Job
     from shardwright.planner.choice import Choice
+    from shardwright.planner.fixed import Fixed
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
@@ -74,6 +75,13 @@ class Options:
             "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1; keys of a run file's layout section",
         ),
     ] = None
+    fix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEYS",
+            help="search only layouts with these values, such as tp=8,pp=1; keys as for --explain",
+        ),
+    ] = None
     budget_tokens: Annotated[
         float | None,
         typer.Option(metavar="N", help="tokens of the whole run, such as 15e12: adds days and accelerator-hours"),
@@ -90,12 +98,13 @@ class Options:
 @dataclass(frozen=True)
 class Asked:
     """What is to be planned. `name`: of the model, as people call it; `config`: the run file, if there is one;
-    `explained`: the layout of --explain."""
+    `explained`: the layout of --explain; `fixed`: the values of --fix."""
 
     job: "Job"
     name: str
     config: "RunConfig | None"
     explained: "Choice | None"
+    fixed: "Fixed | None"
 
 
 def ask(options: Options) -> Asked:
@@ -130,13 +139,18 @@ def ask(options: Options) -> Asked:
     from shardwright.cost.job import Job
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
+    from shardwright.planner.fixed import read_fixed
     from shardwright.planner.run_file import PRECISIONS as WRITTEN
 
     if options.write is not None and precision in PRECISIONS and precision not in WRITTEN:
         wrong.append(f"--write with --precision {precision}: train computes in {' or '.join(WRITTEN)}")
-    spec = found = explained = None
+    spec = found = explained = fixed = None
     try:
         explained = None if options.explain is None else read(options.explain)
+    except InputError as error:
+        wrong += error.problems
+    try:
+        fixed = None if options.fix is None else read_fixed(options.fix)
     except InputError as error:
         wrong += error.problems
     try:
@@ -166,13 +180,16 @@ def ask(options: Options) -> Asked:
         optimizer=optimizer,
         document_tokens=document_tokens,
     )
-    return Asked(job, name, config, explained)
+    return Asked(job, name, config, explained, fixed)
 
 
 def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
     """A run file; where it cannot be read, its problems are added to `wrong`."""
     if not Path(run_file).exists() and not run_file.endswith(".toml"):
-        wrong.append(f"{run_file}: no such run file; give one, or the word evaluate and a table of runs")
+        from shardwright.model.presets import PRESETS
+
+        model = f"; a preset is named with --model {run_file}" if run_file in PRESETS else ""
+        wrong.append(f"{run_file}: no such run file{model or '; give one, or the word evaluate and a table of runs'}")
         return None
     from shardwright.config import load
 
@@ -186,8 +203,8 @@ def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":
 def _document_tokens(
     options: Options, config: "RunConfig | None", seq_len: int | None, wrong: list[str]
 ) -> float | None:
-    """The mean length of a token's document, from the option or the data of the run file; None where attention goes
-    over sequences. Problems are added to `wrong`."""
+    """The mean length of a token's document, from the option or the data of the run file as it is mixed at
+    first; None where attention goes over sequences. Problems are added to `wrong`."""
     given = options.document_tokens
     if given is not None:
         if seq_len is not None and not 1 <= given <= seq_len:
@@ -198,17 +215,23 @@ def _document_tokens(
         return given
     if config is None or config.data.attention != "document" or seq_len is None or seq_len < 1:
         return None
+    from shardwright.config.mixture import mixtures_of, sources_of
     from shardwright.data.packing import attended_tokens, packed_lengths
     from shardwright.data.shards import open_split
 
     try:
-        lengths = packed_lengths(open_split(config.data.path, "train").document_lengths(), seq_len)
+        splits = [open_split(source.path, "train") for source in sources_of(config.data)]
     except InputError as error:
         wrong += [
             f"{problem}; or give the mean length of a document by --document-tokens" for problem in error.problems
         ]
         return None
-    return attended_tokens(lengths) if len(lengths) else None
+    lengths = [packed_lengths(split.document_lengths(), seq_len) for split in splits]
+    if not all(map(len, lengths)):
+        return None
+    weights = mixtures_of(config.data)[0].weights
+    parts = zip(weights, map(attended_tokens, lengths), strict=True)
+    return sum(weight * tokens for weight, tokens in parts) / sum(weights)
 
 
 def _model_name(config: "RunConfig | None", spec: Any) -> str:
@@ -229,6 +252,8 @@ def _wrong_options(options: Options) -> list[str]:
         wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
     if options.explain is not None and html is not None:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
+    if options.explain is not None and options.fix is not None:
+        wrong.append("--fix restricts what is searched, and --explain searches nothing; leave one out")
     if options.overwrite and write is None:
         wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
     if write is not None and target is not None and write.resolve() == Path(target).resolve():

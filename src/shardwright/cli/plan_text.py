@@ -36,9 +36,10 @@ def print_plan(
 ) -> None:
     """The best layout, those behind it, and why others lose. Something fits."""
     n_fit, memory = len(plan.pool), plan.job.cluster.accelerator.memory_bytes
+    room = f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})"
     console.print(
-        f"{plan.survey.n_layouts:,} layouts, {n_fit:,} of them fit in {format_bytes(plan.limit_bytes)} "
-        f"({1 - margin:.0%} of {format_bytes(memory)}); searched in {format_seconds(took_s)}",
+        f"{plan.survey.n_layouts:,} layouts{_restricted(plan)}, {n_fit:,} of them fit in {room}; "
+        f"searched in {format_seconds(took_s)}",
         soft_wrap=True,
     )
     best = plan.best[0]
@@ -55,6 +56,10 @@ def print_plan(
         _print_alternatives(best, [row for row in rows if not row[1].as_fast(best)], plan.limit_bytes)
         if equal := also_fast(best, alternatives):
             console.print(f"[bold]as fast[/]: {equal}", soft_wrap=True)
+
+
+def _restricted(plan: Plan) -> str:
+    return "" if plan.fixed is None else f" with {plan.fixed}"
 
 
 def print_layout(priced: Priced, limit_bytes: float, budget_tokens: float | None) -> None:
@@ -89,7 +94,7 @@ def print_nothing_fits(plan: Plan, margin: float, remedies: Sequence[Remedy]) ->
     """What is nearest, and what would make it fit."""
     nearest, memory = plan.survey.nearest, plan.job.cluster.accelerator.memory_bytes
     console.print(
-        f"[bold red]nothing fits:[/] all {plan.survey.n_layouts:,} layouts need more than "
+        f"[bold red]nothing fits:[/] all {plan.survey.n_layouts:,} layouts{_restricted(plan)} need more than "
         f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})",
         soft_wrap=True,
     )

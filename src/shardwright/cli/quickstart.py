@@ -203,10 +203,11 @@ def _train(config: RunConfig, places: Places, say: Any, quiet: bool) -> bool:
 
 def _show(places: Places, say: Any) -> dict[str, Any]:
     """Pictures and a sample from what the run left; what it came to."""
+    from shardwright.generation.generate import Request, generate
+    from shardwright.generation.sampling import Sampling
     from shardwright.report.curves import draw_curves
     from shardwright.report.page import write_page
     from shardwright.report.run_record import read_run
-    from shardwright.training.sample import open_sampler
     from shardwright.training.start import summary
 
     answer = summary(places.run)
@@ -214,7 +215,9 @@ def _show(places: Places, say: Any) -> dict[str, Any]:
     curves, page = places.run / CURVES, places.run / PAGE
     draw_curves(run, curves)
     write_page(run, page)
-    sample = open_sampler(places.run).complete(PROMPT, 60, temperature=0.5)
+    generated = generate(Request(places.run, (PROMPT,), 60, Sampling(temperature=0.5, top_k=40)))
+    assert generated is not None
+    sample = PROMPT + generated.completions[0].text
     ratio = answer["validation_loss"] / answer["first_validation_loss"]
     say(
         f"4 result      validation loss {answer['first_validation_loss']:.2f} -> {answer['validation_loss']:.2f} "
@@ -242,7 +245,7 @@ def _next_steps(answer: dict[str, Any], places: Places, seconds: float) -> None:
     tell(
         f"""
 What to try next
-  {command} sample {run} --prompt "import os"
+  {command} generate {run} --prompt "import os"
   {command} data inspect {places.data}
   {command} train {run_file} --set out=runs/zero3 --set layout.zero=3   # parameters sharded too
   {command} report {run}

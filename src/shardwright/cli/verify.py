@@ -118,6 +118,9 @@ def verify(options: Options) -> None:
         raise typer.BadParameter(
             "name a run file, such as examples/debug.toml, or draw settings with --fuzz N", param_hint="RUN_FILE"
         )
+    from shardwright.verification.ranks import start_server
+
+    start_server()  # it imports PyTorch while this process does
     configs = _configs(options)
     from shardwright.verification import Verifier
     from shardwright.verification.verifier import TIMEOUT_S

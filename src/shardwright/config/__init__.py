@@ -8,7 +8,15 @@ back as a run file with every default filled in; it is saved with each run.
 
 from shardwright.config.reading import as_toml, flat, keys_named, load, model_of, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
-from shardwright.config.sections import MODEL_TABLES, OptimizerSection, ScheduleSection, Scope
+from shardwright.config.sections import (
+    MODEL_TABLES,
+    OptimizerSection,
+    ScheduleSection,
+    Scope,
+    contradictions,
+    spec_of_folder,
+    table_of,
+)
 
 __all__ = [
     "MODEL_TABLES",
@@ -17,10 +25,13 @@ __all__ = [
     "ScheduleSection",
     "Scope",
     "as_toml",
+    "contradictions",
     "flat",
     "keys_named",
     "load",
     "model_of",
     "parse",
     "resolved_toml",
+    "spec_of_folder",
+    "table_of",
 ]

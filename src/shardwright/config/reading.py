@@ -14,7 +14,7 @@ from pydantic import (
 
 from shardwright import extensions
 from shardwright.config.run_config import RunConfig, broken_rules
-from shardwright.errors import ConfigError, nearest
+from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
 
@@ -27,7 +27,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file") from None
+        raise ConfigError(f"{path}: no such run file{near_path(path, '*.toml')}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
     except OSError as error:
@@ -88,6 +88,8 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+        if re.search(r",\s*\w[\w.]*=", text):
+            return [f"--set {override}: one key is set at a time; give each a --set of its own"]
     *sections, key = path.strip().split(".")
     for section in sections:
         below = table.setdefault(section, {})
@@ -172,7 +174,8 @@ def _owner(path: Sequence[str]) -> Any:
     """The section that the last of these names is a key of."""
     owner: Any = RunConfig
     for part in path[:-1]:
-        owner = model_of(owner.model_fields[part].annotation)
+        if not part.isdecimal():  # a place in a list, whose annotation names the section of each
+            owner = model_of(owner.model_fields[part].annotation)
     return owner
 
 
@@ -181,16 +184,32 @@ def resolved_toml(config: RunConfig) -> str:
     lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
     layout = config.layout.layout()
+    values["model"] = config.model.resolved()
     values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}
     lines += [f"{key} = {as_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, section in values.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in section.items())]
+            tables = {key: value for key, value in section.items() if value and _is_tables(value)}
+            plain = {key: value for key, value in section.items() if key not in tables}
+            lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in plain.items())]
+            for key, rows in tables.items():
+                for row in rows:
+                    lines += ["", f"[[{name}.{key}]]", *(f"{k} = {as_toml(v)}" for k, v in row.items())]
     return "\n".join(lines) + "\n"
 
 
 def as_toml(value: Any) -> str:
     """A value as it is written in a run file."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {as_toml(below)}" for key, below in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml_key(key)} = {as_toml(below)}" for key, below in value.items()) + " }"
+    if _is_tables(value):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(row, dict) for row in value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)

@@ -7,11 +7,13 @@ from pydantic import (
     Field,
 )
 
+from shardwright.config.mixture import mixture_problems
 from shardwright.config.sections import (
     BatchSection,
     CheckpointSection,
     DataSection,
     EvaluationSection,
+    InitSection,
     LayoutSection,
     MetricsSection,
     ModelSection,
@@ -43,6 +45,7 @@ class RunConfig(Section):
         "families of models of your own; imported before the rest of the run file is read",
     )
     model: ModelSection = Field(default_factory=ModelSection)
+    init: InitSection = Field(default_factory=InitSection)
     data: DataSection
     batch: BatchSection
     layout: LayoutSection = Field(default_factory=LayoutSection)
@@ -91,8 +94,12 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
+    if (init := valid.get("init")) and init.optimizer and init.weights is None:
+        found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
+    if data:
+        found += mixture_problems(data, valid.get("steps"))
     if data and data.mask_boundaries and data.sequences != "packed":
         found.append(
             "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"

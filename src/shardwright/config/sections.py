@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -9,19 +11,23 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from shardwright import extensions
 from shardwright.errors import ConfigError, nearest
+from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.keys import Key as LayoutKey
 from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
-from shardwright.model.spec import ModelSpec
+from shardwright.model.spec import ModelSpec, differences
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
+from shardwright.run_folder import MODEL_FILE, RUN_FILE
 
 
 class _Refused(PydanticCustomError):
@@ -58,32 +64,63 @@ def _overrides(name: str, spec: type[Described]) -> Any:
         return (kind | None, Field(None, description=field.metadata["help"]))
 
     changes = {field.name: override(field) for field in dataclasses.fields(spec)}
-    return create_model(name, __base__=Section, __doc__=spec.__doc__, **changes)
+    return create_model(name, __base__=Section, __doc__=spec.__doc__, **changes | _SOURCES.get(spec, {}))
 
 
+_FROM: Any = Field(
+    None,
+    description="instead of a preset: a folder of Hugging Face transformers, one that `shardwright import` wrote, a "
+    "checkpoint or a run, whose sizes these are; other keys here may not contradict it",
+)
+# `from` is a word of Python's, which only a field that is made by name can have.
+_SOURCES: dict[type[Described], dict[str, Any]] = {ModelSpec: {"from": (str | None, _FROM)}}
 _ModelOverrides: Any = _overrides("_ModelOverrides", ModelSpec)
 
 
 class ModelSection(_ModelOverrides):
-    """The model: a preset, and any size of it changed."""
+    """The model: a preset or the model of a folder, and any size of it changed."""
 
     preset: str = Field("debug", description="a named model to start from; every other key here changes it")
 
+    @property
+    def folder(self) -> str | None:
+        """The value of `from`."""
+        found: str | None = getattr(self, "from")
+        return found
+
     def spec(self) -> ModelSpec:
-        """The preset with the changes. Raises ConfigError for an unknown preset, or for a table that the preset does
-        not have and that is not given whole."""
-        preset = resolve(self.preset)
-        changes = {k: v for k in self.model_fields_set - {"preset"} if (v := getattr(self, k)) is not None}
+        """The preset, or the model of the folder, with the changes.
+
+        Raises ConfigError for an unknown preset, for a table that it does not have and that is not given whole, and for
+        changes with which the weights of the folder would be those of another model.
+        """
+        if self.folder is None:
+            return self._changed(resolve(self.preset), f"model.preset={self.preset!r}")
+        if "preset" in self.model_fields_set:
+            raise ConfigError(
+                f"model.preset={self.preset!r} and model.from={self.folder!r} both name a model; give one"
+            )
+        saved = spec_of_folder(Path(self.folder))
+        wanted = self._changed(saved, f"model.from={self.folder!r}")
+        if problems := contradictions(saved, wanted, f"model.from={self.folder!r}"):
+            raise ConfigError(*problems)
+        return wanted
+
+    def _changed(self, base: ModelSpec, of: str) -> ModelSpec:
+        """A model with the changes of this section; `of` names it in errors."""
+        given = self.model_fields_set - {"preset", "from"}
+        changes = {k: v for k in given if (v := getattr(self, k)) is not None}
         problems: list[str] = []
         for name in changes.keys() & MODEL_TABLES.keys():
             inner = changes[name].model_dump(exclude_none=True)
-            if (base := getattr(preset, name)) is not None:
-                changes[name] = dataclasses.replace(base, **inner)
+            table = getattr(base, name)
+            if table is not None and inner.get("kind", getattr(table, "kind", None)) == getattr(table, "kind", None):
+                changes[name] = dataclasses.replace(table, **inner)
                 continue
             required = [f for f in dataclasses.fields(MODEL_TABLES[name]) if f.default is dataclasses.MISSING]
             missing = [field for field in required if field.name not in inner]
             problems += [
-                f"model.{name}.{field.name}: missing, and model.preset={self.preset!r} has no {name} to take it from; "
+                f"model.{name}.{field.name}: missing, and {of} has no {name} to take it from; "
                 f"it is {field.metadata['help'][0].lower()}{field.metadata['help'][1:].rstrip('.')}"
                 for field in missing
             ]
@@ -91,7 +128,72 @@ class ModelSection(_ModelOverrides):
                 changes[name] = MODEL_TABLES[name](**inner)
         if problems:
             raise ConfigError(*problems)
-        return dataclasses.replace(preset, **changes)
+        return dataclasses.replace(base, **changes)
+
+    def resolved(self) -> dict[str, Any]:
+        """This section as it is kept with a run: every size where they come from a folder, which may go away."""
+        if self.folder is None:
+            return self.model_dump(exclude_none=True)
+        return {"preset": self.preset} | table_of(self.spec())
+
+
+def table_of(spec: ModelSpec) -> dict[str, Any]:
+    """A model as the section [model] of a run file, with every size."""
+    return {name: value for name, value in dataclasses.asdict(spec).items() if value is not None}
+
+
+def contradictions(saved: ModelSpec, wanted: ModelSpec, of: str) -> list[str]:
+    """Why weights of the model `saved` are not those of `wanted`, one sentence each; `of` names the former.
+
+    Longer sequences, another base or scaling of the rotary frequencies and what only training uses may differ.
+    """
+    free = ("rope_theta", "rope_scaling", *(() if saved.positions == "learned" else ("max_seq_len",)))
+    return [
+        f"model.{key}={there!r} contradicts {of}, which has {here!r}; leave it out, or set model.from"
+        for key, here, there in differences(saved, wanted, free)
+    ]
+
+
+def spec_of_folder(path: Path) -> ModelSpec:
+    """The model of a folder of transformers or of `shardwright import`, of a checkpoint or of a run.
+
+    Raises ConfigError for another folder, and for a model that is not supported, with every reason.
+    """
+    for name in (MODEL_FILE, RUN_FILE):
+        if (path / name).is_file():
+            try:
+                table = tomllib.loads((path / name).read_text(encoding="utf-8"))
+                if problems := extensions.load_named(table, path):
+                    raise ConfigError(*problems)
+                return ModelSection.model_validate(table.get("model", {})).spec()
+            except (ValueError, ValidationError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(f"{path / name} is damaged, or of another version: {error}") from None
+    if is_folder_of_transformers(path):
+        return read_folder(path).spec
+    what = "holds no model" if path.is_dir() else "is no folder"
+    raise ConfigError(
+        f"{path} {what}; give a folder of transformers (config.json), one that `shardwright import` wrote "
+        f"({MODEL_FILE}), a checkpoint or a run ({RUN_FILE})"
+    )
+
+
+class SourceSection(Section):
+    """One source of a mixture."""
+
+    path: str = Field(min_length=1, description="a folder written by `shardwright data prepare`")
+    name: str | None = Field(None, min_length=1, description="what stages and records call it; else its folder's name")
+    weight: float | None = Field(
+        None, description="its share of the samples, relative to the other weights; none: a stage brings it in"
+    )
+
+
+class StageSection(Section):
+    """Other weights from a step on."""
+
+    from_step: int = Field(description="steps that are done when this stage begins")
+    weights: dict[str, float] = Field(description="name of a source = its weight; a source not named takes no part")
 
 
 Scope = Literal["sequence", "document"]
@@ -100,7 +202,9 @@ Scope = Literal["sequence", "document"]
 class DataSection(Section):
     """Where the tokens are and how sequences are made of them."""
 
-    path: str = Field(description="a folder written by `shardwright data prepare`")
+    path: str | None = Field(None, description="a folder written by `shardwright data prepare`; or give sources")
+    sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
+    stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
     sequences: Literal["packed", "documents"] = Field(
         "packed",
         description="packed: documents one after another, split every seq_len tokens; "
@@ -237,6 +341,19 @@ class CheckpointSection(Section):
     )
 
 
+class InitSection(Section):
+    """What a new run begins with: random weights, unless some are given. Step, data and learning rate begin anew."""
+
+    weights: str | None = Field(
+        None,
+        description="weights to begin with: a folder of Hugging Face transformers, one that `shardwright import` "
+        "wrote, a checkpoint, or a run, of which the newest one is taken",
+    )
+    optimizer: bool = Field(
+        False, description="also take the moments of the optimizer and their step counts, which a checkpoint has"
+    )
+
+
 class MetricsSection(Section):
     """What is written while training. JSON lines always go to OUT/metrics.jsonl."""
 
@@ -249,4 +366,6 @@ class EvaluationSection(Section):
     """Validation loss."""
 
     every: NotNegative = Field(0, description="steps between evaluations; 0: only before and after training")
-    samples: NotNegative = Field(64, description="sequences evaluated, the same ones each time; 0: no evaluation")
+    samples: NotNegative = Field(
+        64, description="sequences evaluated, the same ones each time, of each source of data; 0: no evaluation"
+    )

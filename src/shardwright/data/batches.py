@@ -1,8 +1,8 @@
 """Batches of samples for one data rank, prefetched by a thread; the position in the data is one integer.
 
-Running sample g (0, 1, 2, ... over the whole run) is the sample `SampleOrder(seed, n)(g)`. A step takes the
-next global_batch of them, data rank r the r-th contiguous block. So what a step trains on depends on neither
-the number of ranks nor where a run was resumed.
+Running sample g (0, 1, 2, ... over the whole run) is the sample `order(g)`: `SampleOrder` for one source,
+`MixtureOrder` for several. A step takes the next global_batch of them, data rank r the r-th contiguous block. So what a
+step trains on depends on neither the number of ranks nor where a run was resumed.
 
 Letters of shapes: A accumulated micro-batches, B micro_batch, T seq_len.
 """
@@ -11,13 +11,12 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from shardwright.data.order import SampleOrder
 from shardwright.data.samples import IGNORE, Samples
 from shardwright.errors import DataError
 from shardwright.layout import accumulation
@@ -64,7 +63,8 @@ class Batch:
 
 
 class Batches:
-    """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on.
+    """An endless iterator of Batch, epoch after epoch, from running sample `start_sample` on; `order` gives the number
+    in `samples` of running samples.
 
     Save `next_sample` and give it back as `start_sample` to resume, on any number of ranks, with any batch.
     `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
@@ -79,12 +79,12 @@ class Batches:
     def __init__(
         self,
         samples: Samples,
+        order: Callable[[np.ndarray], np.ndarray],
         *,
         global_batch: int,
         micro_batch: int,
         data_rank: int,
         data_ranks: int,
-        seed: int,
         vocab_size: int,
         within_documents: bool = False,
         start_sample: int = 0,
@@ -95,7 +95,7 @@ class Batches:
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
         self._next_sample, self._global_batch = start_sample, global_batch
-        order, block = SampleOrder(seed, len(samples)), global_batch // data_ranks
+        block = global_batch // data_ranks
 
         def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
             for first in itertools.count(start_sample, global_batch):
@@ -205,11 +205,11 @@ def _in_microbatches(documents: Sequence[Sequence[int]], micro_batch: int) -> Do
 
 def _outside_vocabulary(samples: Samples, i: int, tokens: np.ndarray, vocab_size: int) -> DataError:
     at = int(np.argmax(tokens >= vocab_size))
-    start, _ = samples.span(i)
+    split, start = samples.origin(i)
     return DataError(
-        f"{samples.split.where(start + at)} is {tokens[at]}, outside of the vocabulary of {vocab_size} "
+        f"{split.where(start + at)} is {tokens[at]}, outside of the vocabulary of {vocab_size} "
         f"(ids 0 to {vocab_size - 1}); check the data with "
-        f"`shardwright data inspect {samples.split.folder} --verify`"
+        f"`shardwright data inspect {split.folder} --verify`"
     )
 
 

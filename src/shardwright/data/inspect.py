@@ -9,7 +9,7 @@ import numpy as np
 from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import PackedSamples
 from shardwright.data.shards import Manifest, TokenSplit, open_split
-from shardwright.data.tokenizer import load_tokenizer
+from shardwright.data.tokenizer import TextTokenizer, load_tokenizer
 from shardwright.errors import DataError
 from shardwright.split.documents import Lengths, imbalance, plan
 
@@ -19,11 +19,12 @@ RINGS = (2, 4, 8)
 
 
 def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: int | None = None) -> dict[str, Any]:
-    """The manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded.
+    """The manifest's totals, the lengths of `split`'s documents, and its first `n` documents decoded; with `seq_len`
+    instead the first `n` packed samples of so many tokens, and what attention within documents does in such samples
+    (`packing`).
 
-    With `seq_len` also what attention within documents does in packed sequences of so many tokens (`packing`). A
-    document's text is of its first SHOWN_TOKENS tokens. Raises DataError for a folder or split that is not there or is
-    damaged.
+    A document's text is of its first SHOWN_TOKENS tokens. Of conversations, `segments` are its pieces of text with
+    whether their tokens are trained on. Raises DataError for a folder or split that is not there or is damaged.
     """
     if n < 0:
         raise DataError(f"documents={n} must be 0 or more")
@@ -32,18 +33,13 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: in
     tokens = open_split(folder, split)
     tokenizer = load_tokenizer(folder / manifest.tokenizer_file, manifest.separator)
     lengths = tokens.document_lengths()
-    documents = []
-    for i in range(min(n, tokens.n_documents)):
-        ids = tokens.document(i)
-        documents.append(
-            {
-                "document": i,
-                "tokens": len(ids),
-                "ids": ids[:16].tolist(),
-                "text": tokenizer.decode(ids[:SHOWN_TOKENS].tolist()),
-                "shortened": len(ids) > SHOWN_TOKENS,
-            }
-        )
+    if seq_len is None:
+        n_there, most = tokens.n_documents, SHOWN_TOKENS
+        spans = [(tokens.document_start(i), tokens.document_start(i + 1)) for i in range(min(n, n_there))]
+    else:
+        samples = PackedSamples(tokens, seq_len)
+        n_there, most = len(samples), seq_len + 1
+        spans = [(start, start + length) for start, length in map(samples.span, range(min(n, n_there)))]
     return {
         "folder": str(folder),
         "created_by": manifest.created_by,
@@ -61,7 +57,29 @@ def inspect(directory: str | Path, split: str = "train", n: int = 3, seq_len: in
         "split": split,
         "document_tokens": _quantiles(lengths),
         "packing": None if seq_len is None else packing(tokens, seq_len),
-        "documents": documents,
+        "shown": "document" if seq_len is None else f"sample of {seq_len} tokens",
+        "documents": [_shown(tokens, tokenizer, i, span, most) for i, span in enumerate(spans)],
+    }
+
+
+def _shown(tokens: TokenSplit, tokenizer: TextTokenizer, i: int, span: tuple[int, int], most: int) -> dict[str, Any]:
+    """Document or sample i of a split, tokens span[0] to span[1] of it, decoded up to `most` tokens."""
+    start, end = span
+    ids, trained = tokens.tokens(start, end - start), tokens.trained(start, end - start)
+    shown = ids[:most]
+    changes = np.flatnonzero(np.diff(trained[:most])) + 1
+    parts = zip(np.split(shown, changes), np.split(trained[:most], changes), strict=True)
+    masked = {
+        "trained_tokens": int(trained.sum()),
+        "segments": [{"text": tokenizer.decode(part.tolist()), "trained": bool(of[0])} for part, of in parts],
+    }
+    return {
+        "document": i,
+        "tokens": len(ids),
+        "ids": ids[:16].tolist(),
+        "text": tokenizer.decode(shown.tolist()),
+        "shortened": len(ids) > most,
+        **(masked if tokens.masked else {}),
     }
 
 

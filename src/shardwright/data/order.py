@@ -49,20 +49,22 @@ class Permutation:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run with `seed` sees n samples, epoch after epoch, each in an order of its own: a pure
-    function of (seed, global index)."""
+    """The order in which a run with `seed` sees the n samples of a source, epoch after epoch, each in an order of its
+    own: a pure function of (seed, place of the source among those of the run, index in the source)."""
 
     seed: int
     n: int
+    source: int = 0
 
     def __call__(self, global_index: np.ndarray) -> np.ndarray:
-        """The sample in range(n) at each running index g >= 0: perm(seed, epoch)(g mod n), epoch = g // n."""
+        """The sample in range(n) at each running index g >= 0: perm(seed, epoch, source)(g mod n), epoch = g // n."""
         g = np.asarray(global_index, dtype=np.int64)
         epochs, positions = g // self.n, g % self.n
         samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = Permutation(self.n, (self.seed, int(epoch)))(positions[here])
+            key = (self.seed, int(epoch), self.source)[: 3 if self.source else 2]
+            samples[here] = Permutation(self.n, key)(positions[here])
         return samples
 
 

@@ -5,19 +5,22 @@ complete and on disk. A prepare that dies, by any death, leaves no OUT; the next
 clears what it left. Memory holds two batches of text and their ids, whatever the size of the corpus.
 """
 
-import dataclasses
+import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from shardwright import __version__
+from shardwright.data.chat import TEMPLATE, ChatFormat, Piece, read_chat_format
 from shardwright.data.order import keyed_fractions
-from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest, Split
+from shardwright.data.remote import REMOTE, size_bytes
+from shardwright.data.shards import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest, Split
 from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
@@ -65,21 +68,34 @@ class _Corpus:
     glob: str | None
     encoding_errors: EncodingErrors
     skip_bad: bool
+    chat: ChatFormat | None = None
 
     def total_bytes(self) -> int | None:
         if self.source.startswith(HUB):
             return None
-        return sum(path.stat().st_size for path in source_files(self.source, self.glob))
+        return sum(map(size_bytes, source_files(self.source, self.glob)))
 
-    def pieces(self, meter: Meter) -> Iterator[tuple[int, str]]:
+    def pieces(self, meter: Meter) -> Iterator[tuple[int, Piece]]:
         """(document number, piece of its text); only documents that have text are numbered."""
         number = -1
         for document in documents(**vars(self), meter=meter):
             begun = False
-            for piece in document.pieces:
+            for text, trained in zip(document.pieces, document.trained or itertools.repeat(True), strict=False):
                 if not begun:
                     begun, number = True, number + 1
-                yield number, piece
+                yield number, Piece(text, trained)
+
+    def described(self, meter: Meter) -> dict[str, Any]:
+        """What a manifest says of the source."""
+        counts = {
+            "format": "text" if self.chat is None else "chat",
+            "read_bytes": meter.read_bytes,
+            "skipped": meter.n_skipped,
+            "bad": meter.n_bad,
+            "replaced": meter.n_replaced,
+        }
+        given = {name: value for name, value in vars(self).items() if name != "chat"}
+        return given | counts | ({"skipped_first": meter.skipped} if meter.skipped else {})
 
 
 def prepare(
@@ -93,6 +109,8 @@ def prepare(
     validation: float = 0.01,
     seed: int = 0,
     shard_tokens: int = 100_000_000,
+    format: Literal["text", "chat"] = "text",
+    chat_template: str | Path | None = None,
     text_key: str = "text",
     glob: str | None = None,
     encoding_errors: EncodingErrors = "error",
@@ -103,51 +121,75 @@ def prepare(
     """Tokenise `source` (see `sources.documents`) into the new folder `out`, and return its manifest.
 
     `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample`
-    bytes of the text, spread over the corpus where its size is known. About the fraction `validation` of the
+    bytes of the text, spread over the corpus where its size is known. With `format` "chat" each record is a
+    conversation (see `chat`), of which the answers are trained on; `chat_template` is a file with a template in place
+    of the tokenizer's. About the fraction `validation` of the
     documents, chosen by a hash of (seed, document number), goes to the split "validation"; from two documents
     on both splits have one. The same call writes the same bytes.
 
     Raises DataError for bad input, an `out` that exists (`overwrite` replaces it, once the new one is
     complete), a full disk. Nothing is left behind then.
     """
-    if not 0 <= validation < 1:
-        raise DataError(f"validation={validation} is not a fraction of the documents: from 0 to below 1")
-    for name, least_1 in {"shard_tokens": shard_tokens, "tokenizer_sample": tokenizer_sample}.items():
-        if least_1 < 1:
-            raise DataError(f"{name}={least_1} must be at least 1")
-    corpus = _Corpus(str(source), text_key, glob, encoding_errors, skip_bad)
-    if Path(corpus.source).is_dir() and Path(out).resolve().is_relative_to(Path(corpus.source).resolve()):
-        raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
+    _check(validation, shard_tokens=shard_tokens, tokenizer_sample=tokenizer_sample)
+    if chat_template is not None and format != "chat":
+        raise DataError("--chat-template writes conversations; add --format chat")
     loaded = None if tokenizer is None else load_tokenizer(tokenizer, separator)
+    chat = _chat_format(loaded, tokenizer, chat_template) if format == "chat" else None
+    corpus = _Corpus(str(source), text_key, glob, encoding_errors, skip_bad, chat)
+    if (
+        REMOTE not in corpus.source
+        and Path(corpus.source).is_dir()
+        and Path(out).resolve().is_relative_to(Path(corpus.source).resolve())
+    ):
+        raise DataError(f"out={out} is inside the source {source}: it would read what it writes; choose another")
     report = _Report(corpus.total_bytes(), progress)
     with new_folder(Path(out), lambda place: _may_replace(place, overwrite), DataError, NO_ROOM_HINT) as folder:
         if loaded is None:
             texts = _sample(corpus, seed, tokenizer_sample, report)
             loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
-        (folder / TOKENIZER).write_bytes(loaded.json_bytes)
         meter = Meter()
         splits = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
         manifest = Manifest(
+            format_version=1 if chat is None else FORMAT_VERSION,
             created_by=f"shardwright {__version__}",
             dtype=_dtype(loaded),
             vocab_size=loaded.vocab_size,
             separator=loaded.separator,
             separator_id=loaded.separator_id,
             tokenizer_file=TOKENIZER,
-            tokenizer_sha256=loaded.sha256,
+            tokenizer_sha256=_kept(folder / TOKENIZER, loaded.json_bytes),
+            chat_template_sha256=_kept(folder / TEMPLATE, chat.template.encode()) if chat and chat.template else None,
             splits=splits,
-            source={
-                **dataclasses.asdict(corpus),
-                "read_bytes": meter.read_bytes,
-                "skipped": meter.n_skipped,
-                "bad": meter.n_bad,
-                "replaced": meter.n_replaced,
-            }
-            | ({"skipped_first": meter.skipped} if meter.skipped else {}),
+            source=corpus.described(meter),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
         (folder / MANIFEST).write_bytes(manifest.model_dump_json(indent=2).encode() + b"\n")
     return manifest
+
+
+def _check(validation: float, **least_1: int) -> None:
+    if not 0 <= validation < 1:
+        raise DataError(f"validation={validation} is not a fraction of the documents: from 0 to below 1")
+    for name, value in least_1.items():
+        if value < 1:
+            raise DataError(f"{name}={value} must be at least 1")
+
+
+def _kept(path: Path, content: bytes) -> str:
+    """Write a file; its checksum."""
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _chat_format(
+    tokenizer: TextTokenizer | None, tokenizer_file: str | Path | None, template: str | Path | None
+) -> ChatFormat:
+    """The format of conversations; the tokenizer now reads the special tokens that a template writes."""
+    given = None if template is None else Path(template)
+    if tokenizer is None or tokenizer_file is None:
+        return read_chat_format(None, given, ())
+    tokenizer.reads_special_tokens()
+    return read_chat_format(Path(tokenizer_file), given, tokenizer.special_tokens)
 
 
 def _may_replace(out: Path, overwrite: bool) -> None:
@@ -184,58 +226,62 @@ def _write_tokens(
 ) -> dict[str, Split]:
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
     dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
-    writers = {name: SplitWriter(folder, name, dtype, tokenizer.separator_id, shard_tokens) for name in names}
-    written = -1
+    writers = {
+        name: SplitWriter(folder, name, dtype, tokenizer.separator_id, shard_tokens, corpus.chat is not None)
+        for name in names
+    }
+    written, was_trained = -1, True
 
-    def write(numbers: list[int], encoded: "Future[list[np.ndarray]]") -> None:
-        nonlocal written
-        for number, ids in zip(numbers, encoded.result(), strict=True):
+    def write(numbers: list[int], trained: list[bool], encoded: "Future[list[np.ndarray]]") -> None:
+        nonlocal written, was_trained
+        for number, is_trained, ids in zip(numbers, trained, encoded.result(), strict=True):
             if number != written:
                 if written >= 0:
-                    writers[_split_of(written, validation, seed)].end_document()
+                    writers[_split_of(written, validation, seed)].end_document(was_trained)
                 written = number
-            writers[_split_of(number, validation, seed)].write(ids.astype(dtype))
+            writers[_split_of(number, validation, seed)].write(ids.astype(dtype), is_trained)
+            was_trained = is_trained
         n_tokens = sum(writer.n_tokens for writer in writers.values())
         report("tokens", meter, written + 1, n_tokens)
 
     try:
         # One batch is encoded while the one before is written and the one after is read.
         with all_cores(), ThreadPoolExecutor(1) as encoder:
-            waiting: tuple[list[int], Future[list[np.ndarray]]] | None = None
-            for numbers, texts in _batches(corpus.pieces(meter)):
-                encoded = encoder.submit(tokenizer.encode_batch, texts)
+            waiting: tuple[list[int], list[bool], Future[list[np.ndarray]]] | None = None
+            for numbers, pieces in _batches(corpus.pieces(meter)):
+                encoded = encoder.submit(tokenizer.encode_batch, [piece.text for piece in pieces])
                 if waiting is not None:
                     write(*waiting)
-                waiting = numbers, encoded
+                waiting = numbers, [piece.trained for piece in pieces], encoded
             if waiting is not None:
                 write(*waiting)
         if written < 0:
             n_left_out = meter.n_skipped + meter.n_bad
             left_out = f" ({n_left_out} documents were skipped; the first: {meter.skipped[0]})" if n_left_out else ""
             raise DataError(f"{corpus.source}: there is no text in it{left_out}")
-        writers[_split_of(written, validation, seed)].end_document()
+        writers[_split_of(written, validation, seed)].end_document(was_trained)
     finally:
         for writer in writers.values():
             writer.close()
     return {name: writer.split() for name, writer in writers.items()}
 
 
-def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[list[int], list[str]]]:
+def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[list[int], list[Piece]]]:
     """Pieces gathered until there is enough for every core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     enough = min(cores * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
     numbers: list[int] = []
-    texts: list[str] = []
+    gathered: list[Piece] = []
     size = 0
     for number, piece in pieces:
         numbers.append(number)
-        texts.append(piece)
-        size += len(piece)
+        gathered.append(piece)
+        size += len(piece.text)
         if size >= enough:
-            yield numbers, texts
-            numbers, texts, size = [], [], 0
-    if texts:
-        yield numbers, texts
+            yield numbers, gathered
+            numbers, gathered, size = [], [], 0
+    if gathered:
+        yield numbers, gathered
 
 
 def _split_of(document: int, validation: float, seed: int) -> str:
@@ -253,7 +299,7 @@ def _sample(corpus: _Corpus, seed: int, sample_bytes: int, report: _Report) -> I
     meter, number = Meter(), -1
     for i, (number, piece) in enumerate(corpus.pieces(meter)):
         if rate >= 1 or keyed_fractions((seed, 1), np.array(i))[0] < rate:
-            yield piece
+            yield piece.text
         if i % 64 == 0:
             report("tokenizer", meter, number + 1)
     report("tokenizer", meter, number + 1)

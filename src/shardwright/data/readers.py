@@ -7,6 +7,7 @@ or one small batch of Parquet rows.
 
 import functools
 import gzip
+import io
 import itertools
 import json
 import zlib
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardwright.data.chat import BadConversation, ChatFormat, Piece
+from shardwright.data.remote import File, size_bytes
 from shardwright.errors import DataError
 from shardwright.units import KiB, MiB, format_bytes
 
@@ -43,13 +46,15 @@ class BadRecord(DataError):
 
 @dataclass(frozen=True)
 class Document:
-    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text.
+    """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text. `trained` says of each piece of a
+    conversation whether its tokens are trained on; None of other text, whose tokens all are.
 
     The pieces are read from the source as they are asked for: use them up before the next document.
     """
 
     name: str
     pieces: Iterator[str]
+    trained: tuple[bool, ...] | None = None
 
 
 @dataclass
@@ -76,14 +81,15 @@ class Meter:
 @dataclass(frozen=True)
 class Reading:
     """How to read: the field that holds the text, what to do about bytes that are not UTF-8, whether bad records are
-    left out, the meter."""
+    left out, the meter; with `chat`, records are conversations, and no field is text."""
 
     text_key: str
     encoding_errors: EncodingErrors
     skip_bad: bool
     meter: Meter
+    chat: ChatFormat | None = None
 
-    def document(self, where: str, text_of: Callable[[], str | None]) -> Iterator[Document]:
+    def document(self, where: str, text_of: Callable[[], str | list[Piece] | None]) -> Iterator[Document]:
         """The document at `where`; none where its text is empty, or it is left out, which is counted."""
         try:
             text = text_of()
@@ -92,7 +98,9 @@ class Reading:
                 raise
             self.meter.skip(error)
             return
-        if text:
+        if isinstance(text, list):
+            yield Document(where, iter([piece.text for piece in text]), tuple(piece.trained for piece in text))
+        elif text:
             yield Document(where, cut(text))
 
     def decode(self, raw: bytes, where: str, offset: int) -> str:
@@ -126,12 +134,12 @@ class Reading:
 
     def check_column(self, source: object, columns: Iterable[str]) -> None:
         """Raises DataError if the column that is to hold the text is not there."""
-        if self.text_key not in columns:
+        if self.chat is None and self.text_key not in columns:
             there = ", ".join(columns)
             raise DataError(f"{source}: no column {self.text_key!r}; there are: {there}. Choose one with --text-key")
 
 
-def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def text_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One text file is one document. Under `skip` the file is read twice: first to see that it is clean."""
     if reading.encoding_errors == "skip":
         try:
@@ -139,7 +147,7 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 reading.decode(_without_nul(raw, path, offset), str(path), offset)
         except NotText as error:
             reading.meter.skip(error)
-            reading.meter.read_bytes += path.stat().st_size
+            reading.meter.read_bytes += size_bytes(path)
             return
 
     def pieces() -> Iterator[str]:
@@ -154,11 +162,11 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
     yield Document(str(path), pieces())
 
 
-def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def jsonl_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One line is one object, its field `text_key` one document; a null or empty text is no document."""
     already_bytes = reading.meter.read_bytes
-    with naming(path), open(path, "rb") as file:
-        lines = gzip.GzipFile(fileobj=file) if path.name.endswith(".gz") else file
+    with naming(path), path.open("rb") as file:
+        lines = _decompressed(path, file)
         offset = 0
         for number in itertools.count(1):
             line = lines.readline(LONGEST_RECORD_BYTES + 1)
@@ -175,7 +183,7 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
             offset += len(line)
 
 
-def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
     """One row is one document, its column `text_key` the text; only that column is read, in bits."""
     try:
         import pyarrow as pa
@@ -183,13 +191,23 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
     except ImportError:
         raise DataError(f"{path}: Parquet needs pyarrow; pip install pyarrow") from None
 
-    already_bytes, size_bytes = reading.meter.read_bytes, path.stat().st_size
+    already_bytes, file_bytes = reading.meter.read_bytes, size_bytes(path)
     with naming(path, pa.ArrowException):
         # Without these two, Arrow reads whole column chunks, which may be gigabytes, ahead of the rows.
-        file = pq.ParquetFile(path, buffer_size=MiB, pre_buffer=False)
+        content = path if isinstance(path, Path) else path.open("rb")
+        file = pq.ParquetFile(content, buffer_size=MiB, pre_buffer=False)
     with file:
         reading.check_column(path, file.schema_arrow.names)
         row = 0
+        if reading.chat is not None:
+            with naming(path, pa.ArrowException):
+                for batch in file.iter_batches(PARQUET_ROWS):
+                    for record in batch.to_pylist():
+                        row += 1
+                        where = f"{path}: row {row}"
+                        yield from reading.document(where, functools.partial(field_text, record, where, reading))
+                    reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
+            return
         with naming(path, pa.ArrowException):
             for batch in file.iter_batches(PARQUET_ROWS, columns=[reading.text_key]):
                 column = batch.column(0)
@@ -206,7 +224,20 @@ def parquet_documents(path: Path, reading: Reading) -> Iterator[Document]:
                     where = f"{path}: row {row}"
                     decoded = functools.partial(reading.decode, raw or b"", where, 0)
                     yield from reading.document(where, decoded)
-                reading.meter.read_bytes = already_bytes + size_bytes * row // file.metadata.num_rows
+                reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
+
+
+def _decompressed(path: File, file: Any) -> Any:
+    """The content of an open file, as lines of bytes, by the suffix of its name."""
+    if path.name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)
+    if not path.name.endswith(".zst"):
+        return file
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise DataError(f"{path}: Zstandard needs pyarrow; pip install pyarrow") from None
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd"))
 
 
 def cut(text: str) -> Iterator[str]:
@@ -219,9 +250,9 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def _raw_pieces(path: Path) -> Iterator[tuple[int, bytes]]:
+def _raw_pieces(path: File) -> Iterator[tuple[int, bytes]]:
     """(offset, bytes) of a file, at most PIECE_BYTES each, never cut inside a UTF-8 character."""
-    with naming(path), open(path, "rb") as file:
+    with naming(path), path.open("rb") as file:
         offset, held = 0, b""
         while True:
             held += file.read(PIECE_BYTES - len(held))
@@ -238,7 +269,7 @@ def _raw_pieces(path: Path) -> Iterator[tuple[int, bytes]]:
             yield offset, held
 
 
-def _without_nul(raw: bytes, path: Path, offset: int) -> bytes:
+def _without_nul(raw: bytes, path: File, offset: int) -> bytes:
     at = raw.find(b"\0")
     if at >= 0:
         raise NotText(
@@ -248,7 +279,7 @@ def _without_nul(raw: bytes, path: Path, offset: int) -> bytes:
     return raw
 
 
-def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | None:
+def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str | list[Piece] | None:
     line = reading.decode(raw, where, offset).removeprefix("\ufeff").strip()
     if not line:
         return None
@@ -262,11 +293,18 @@ def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str |
     return field_text(record, where, reading)
 
 
-def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | None:
-    """The text of a record's field `text_key`; None where it is null.
+def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | list[Piece] | None:
+    """The text of a record's field `text_key`; None where it is null; or the pieces of a conversation.
 
-    Raises BadRecord for a missing field or one that is no string, NotText for half a surrogate pair.
+    Raises BadRecord for a missing field, one that is no string and what is no conversation, NotText for half a
+    surrogate pair.
     """
+    if reading.chat is not None:
+        try:
+            pieces = reading.chat.pieces(record)
+        except BadConversation as error:
+            raise BadRecord(f"{where}: {error}. {SKIP_BAD}") from None
+        return [Piece(reading.encodable(text, where), trained) for text, trained in pieces]
     if reading.text_key not in record:
         raise BadRecord(
             f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "
@@ -284,7 +322,7 @@ def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | No
 
 
 @contextmanager
-def naming(path: Path, *more: type[Exception]) -> Iterator[None]:
+def naming(path: File, *more: type[Exception]) -> Iterator[None]:
     """What reading a file may raise becomes a DataError that names it."""
     caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *more)
     try:

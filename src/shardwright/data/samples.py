@@ -1,30 +1,31 @@
 """What one training sample is: seq_len + 1 tokens, and which of the seq_len predictions count.
 
 Position t of a sample reads token t and predicts token t + 1; where the mask is False the prediction has
-no part in the loss (its target becomes IGNORE).
+no part in the loss (its target becomes IGNORE). Of conversations only the tokens of answers count.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 
 from shardwright.config import RunConfig
-from shardwright.data.shards import TokenSplit, open_split
+from shardwright.config.mixture import name_of, sources_of
+from shardwright.data.shards import Manifest, TokenSplit, open_split
 from shardwright.errors import DataError
 
 IGNORE = -100
 
 
 class Samples(Protocol):
-    """A split seen as `len(samples)` samples of `seq_len` predictions."""
+    """Splits seen as `len(samples)` samples of `seq_len` predictions."""
 
-    split: TokenSplit
     seq_len: int
 
     def __len__(self) -> int: ...
 
-    def span(self, i: int) -> tuple[int, int]:
-        """(first token, number of tokens) of sample i in the split."""
+    def origin(self, i: int) -> tuple[TokenSplit, int]:
+        """The split that sample i is of, and its first token there."""
         ...
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,17 +61,21 @@ class PackedSamples:
     def __len__(self) -> int:
         return self._n
 
+    def origin(self, i: int) -> tuple[TokenSplit, int]:
+        """As Samples.origin."""
+        return self.split, self.span(i)[0]
+
     def span(self, i: int) -> tuple[int, int]:
-        """As Samples.span."""
+        """(first token, number of tokens) of sample i in the split."""
         assert 0 <= i < self._n, (i, self._n)
         return i * self.seq_len, self.seq_len + 1
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """As Samples.read."""
-        tokens = self.split.tokens(*self.span(i)).astype(np.int64)
-        if self.mask_boundaries:
-            return tokens, tokens[:-1] != self.split.separator_id
-        return tokens, np.ones(self.seq_len, bool)
+        start, length = self.span(i)
+        tokens = self.split.tokens(start, length).astype(np.int64)
+        mask = self.split.trained(start + 1, length - 1)
+        return tokens, mask & (tokens[:-1] != self.split.separator_id) if self.mask_boundaries else mask
 
     def documents(self, i: int) -> list[int]:
         """As Samples.documents."""
@@ -101,8 +106,12 @@ class DocumentSamples:
     def __len__(self) -> int:
         return int(self._sample_ends[-1]) if len(self._sample_ends) else 0
 
+    def origin(self, i: int) -> tuple[TokenSplit, int]:
+        """As Samples.origin."""
+        return self.split, self.span(i)[0]
+
     def span(self, i: int) -> tuple[int, int]:
-        """As Samples.span; fewer than seq_len + 1 tokens where the document ends."""
+        """(first token, number of tokens) of sample i; fewer than seq_len + 1 tokens where the document ends."""
         assert 0 <= i < len(self), (i, len(self))
         document = int(np.searchsorted(self._sample_ends, i, side="right"))
         piece = i - (int(self._sample_ends[document - 1]) if document else 0)
@@ -114,7 +123,9 @@ class DocumentSamples:
         start, length = self.span(i)
         tokens = np.full(self.seq_len + 1, self.split.separator_id, np.int64)
         tokens[:length] = self.split.tokens(start, length)
-        return tokens, np.arange(self.seq_len) < length - 1
+        mask = np.zeros(self.seq_len, bool)
+        mask[: length - 1] = self.split.trained(start + 1, length - 1)
+        return tokens, mask
 
     def documents(self, i: int) -> list[int]:
         """As Samples.documents; padding is a document."""
@@ -122,23 +133,63 @@ class DocumentSamples:
         return [n for n in (length, self.seq_len - length) if n]
 
 
-def open_samples(config: RunConfig, name: str) -> Samples:
-    """The samples of the split `name` (train, validation) of a run's data, as its run file asks for them.
+def open_sources(config: RunConfig, name: str) -> list[Samples]:
+    """The samples of the split `name` (train, validation) of each source of a run, as its run file asks for them.
 
-    Raises DataError for data that is damaged or that the model's vocabulary is too small for, and for a split with too
-    few tokens.
+    Raises DataError with every problem at once: data that is missing or damaged or that the model's vocabulary is too
+    small for, sources of different tokenizers, and splits with too few tokens.
     """
-    split = open_split(config.data.path, name)
-    split.manifest.check_vocabulary(config.model.spec().vocab_size)
+    sources = sources_of(config.data)
+    problems: list[str] = []
+    found: dict[str, Samples] = {}
+    manifests: dict[str, Manifest] = {}
+    for source in sources:
+        called = name_of(source)
+        try:
+            split = open_split(source.path, name)
+            manifests[called] = split.manifest
+            split.manifest.check_vocabulary(config.model.spec().vocab_size)
+            found[called] = _samples(split, config)
+        except DataError as error:
+            where = f"source {called!r}: " if len(sources) > 1 else ""
+            problems += [f"{where}{problem}" for problem in error.problems]
+    problems += _tokenizer_problems(manifests)
+    if problems:
+        raise DataError(*problems)
+    return list(found.values())
+
+
+def _samples(split: TokenSplit, config: RunConfig) -> Samples:
     if config.data.attention == "document" and not split.n_documents:
         raise DataError(
-            f"{config.data.path}: data.attention='document' needs to know where documents begin, and the {name} split "
-            f"has {split.n_tokens} tokens and no document in its index; prepare the data again, or take "
+            f"{split.folder}: data.attention='document' needs to know where documents begin, and the {split.name} "
+            f"split has {split.n_tokens} tokens and no document in its index; prepare the data again, or take "
             f"data.attention='sequence'"
         )
     if config.data.sequences == "documents":
         return DocumentSamples(split, config.batch.seq_len)
     return PackedSamples(split, config.batch.seq_len, mask_boundaries=config.data.mask_boundaries)
+
+
+def _tokenizer_problems(manifests: dict[str, Manifest]) -> Iterator[str]:
+    """What of the tokenizer differs between the first source and others; one that stands there twice is named too."""
+    for called, manifest in manifests.items():
+        first_called, first = next(iter(manifests.items()))
+        facts = {
+            "the tokenizer": (manifest.tokenizer_sha256[:12], first.tokenizer_sha256[:12]),
+            "the vocabulary": (manifest.vocab_size, first.vocab_size),
+            "the separator": (manifest.separator, first.separator),
+            "the type of ids": (manifest.dtype, first.dtype),
+        }
+        if differing := [f"{what} ({here}, not {there})" for what, (here, there) in facts.items() if here != there]:
+            yield (
+                f"source {called!r} and source {first_called!r} differ in {', '.join(differing)}; a run has one "
+                f"tokenizer: prepare {called!r} again with the tokenizer.json and the separator of {first_called!r}"
+            )
+    by_tokens = {manifest.fingerprint: called for called, manifest in manifests.items()}
+    for called, manifest in manifests.items():
+        if (other := by_tokens[manifest.fingerprint]) != called:
+            yield f"sources {called!r} and {other!r} hold the same tokens; keep one, with the sum of the weights"
 
 
 def _check_seq_len(seq_len: int) -> None:

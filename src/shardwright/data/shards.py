@@ -4,6 +4,8 @@
     tokenizer.json           the tokenizer that made the ids
     train-00000.bin          token ids, little-endian uint16, or uint32 for a vocabulary above 65,536
     train-00000.idx          uint64: where each document that begins in this shard begins, in tokens
+    train-00000.trained      of conversations: a byte for each token, 1 if it is trained on
+    chat_template.jinja      of conversations: the template that wrote the messages
     validation-00000.bin ...
 
 Every document ends with one separator. A shard is closed at the first document end at or after
@@ -22,10 +24,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shardwright.errors import DataError, nearest
+from shardwright.data.chat import TEMPLATE
+from shardwright.errors import DataError, near_path, nearest
 
 FORMAT = "shardwright.tokens"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 2 has masks of conversations; a folder without them is still written as version 1."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 INDEX_BYTES = 8
@@ -37,7 +41,7 @@ class _Record(BaseModel):
 
 
 class Shard(_Record):
-    """One pair of files: `tokens` ids in `bytes` bytes; `documents` of them begin here."""
+    """The files of one shard: `tokens` ids in `bytes` bytes; `documents` of them begin here."""
 
     file: str
     tokens: int
@@ -46,6 +50,8 @@ class Shard(_Record):
     sha256: str
     index_file: str
     index_sha256: str
+    trained_file: str | None = None
+    trained_sha256: str | None = None
 
 
 class Split(_Record):
@@ -60,7 +66,7 @@ class Manifest(_Record):
     """What is in a folder of tokens. `source` and `options` say how it was made; nothing depends on them."""
 
     format: str = FORMAT
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     created_by: str
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
@@ -68,6 +74,7 @@ class Manifest(_Record):
     separator_id: int
     tokenizer_file: str
     tokenizer_sha256: str
+    chat_template_sha256: str | None = None
     splits: dict[str, Split]
     source: dict[str, Any]
     options: dict[str, Any]
@@ -109,16 +116,22 @@ class Manifest(_Record):
         """A sha256 over the checksums of all shards: equal for equal tokens, partitioned into equal shards."""
         lines: list[str] = [self.dtype]
         for name in sorted(self.splits):
-            lines += [f"{name} {shard.sha256} {shard.index_sha256}" for shard in self.splits[name].shards]
+            for shard in self.splits[name].shards:
+                masks = [shard.trained_sha256] if shard.trained_sha256 else []
+                lines.append(" ".join([name, shard.sha256, shard.index_sha256, *masks]))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
     def sha256_of_files(self) -> dict[str, str]:
         """Name of every file of the folder but the manifest -> its checksum."""
         found = {self.tokenizer_file: self.tokenizer_sha256}
+        if self.chat_template_sha256:
+            found[TEMPLATE] = self.chat_template_sha256
         for split in self.splits.values():
             for shard in split.shards:
                 found |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
+                if shard.trained_file and shard.trained_sha256:
+                    found[shard.trained_file] = shard.trained_sha256
         return found
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
@@ -137,6 +150,8 @@ class Manifest(_Record):
             for shard in split.shards:
                 expected[shard.file] = shard.bytes
                 expected[shard.index_file] = shard.documents * INDEX_BYTES
+                if shard.trained_file:
+                    expected[shard.trained_file] = shard.tokens
         problems = []
         for name, n_bytes in expected.items():
             try:
@@ -156,7 +171,7 @@ class Manifest(_Record):
         problems = []
         for name, split in self.splits.items():
             for shard in split.shards:
-                if any(Path(file).name != file for file in (shard.file, shard.index_file)):
+                if any(Path(file).name != file for file in filter(None, _files_of(shard))):
                     problems.append(f"{MANIFEST} names {shard.file!r}, a file outside of the folder")
                 if shard.tokens * self.itemsize != shard.bytes:
                     problems.append(
@@ -171,6 +186,10 @@ class Manifest(_Record):
                     f"documents, its shards {tokens} and {documents}"
                 )
         return problems
+
+
+def _files_of(shard: Shard) -> tuple[str | None, ...]:
+    return shard.file, shard.index_file, shard.trained_file
 
 
 class TokenSplit:
@@ -189,20 +208,39 @@ class TokenSplit:
             np.memmap(folder / shard.index_file, dtype="<u8", mode="r") if shard.documents else np.empty(0, "<u8")
             for shard in split.shards
         ]
+        self._trained = [
+            np.memmap(folder / shard.trained_file, dtype=np.uint8, mode="r")
+            for shard in split.shards
+            if shard.trained_file
+        ]
         self._token_ends = list(accumulate(shard.tokens for shard in split.shards))
         self._document_ends = list(accumulate(shard.documents for shard in split.shards))
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
+        return self._row(self._shards, np.dtype(f"<u{self.manifest.itemsize}"), start, length)
+
+    @property
+    def masked(self) -> bool:
+        """Whether these are conversations, of which some tokens are not trained on."""
+        return bool(self._trained)
+
+    def trained(self, start: int, length: int) -> np.ndarray:
+        """Which of the tokens [length] from token `start` of the split on are trained on; bool."""
+        if not self._trained:
+            return np.ones(length, bool)
+        return self._row(self._trained, np.dtype(np.uint8), start, length).astype(bool)
+
+    def _row(self, shards: list[Any], dtype: np.dtype, start: int, length: int) -> np.ndarray:
         if start < 0 or length < 0 or start + length > self.n_tokens:
             raise IndexError(f"tokens {start} to {start + length} of a split of {self.n_tokens}")
         pieces: list[np.ndarray] = []
         while length or not pieces:
-            shard = min(bisect_right(self._token_ends, start), len(self._shards) - 1)
+            shard = min(bisect_right(self._token_ends, start), len(shards) - 1)
             if shard < 0:
-                return np.empty(0, f"<u{self.manifest.itemsize}")
+                return np.empty(0, dtype)
             offset = start - self._shard_start(shard)
-            piece = self._shards[shard][offset : offset + length]
+            piece = shards[shard][offset : offset + length]
             pieces.append(piece)
             start, length = start + len(piece), length - len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -277,7 +315,7 @@ def verify_checksums(directory: str | Path, progress: Callable[[str], None] | No
 
 def _read_json(folder: Path) -> Any:
     if not folder.exists():
-        raise DataError(f"{folder}: there is no such data folder; make it with `{PREPARE}`")
+        raise DataError(f"{folder}: there is no such data folder{near_path(folder, '*/')}; make it with `{PREPARE}`")
     if not folder.is_dir():
         raise DataError(f"{folder}: a file, not a folder of token shards; make one with `{PREPARE}`")
     path = folder / MANIFEST

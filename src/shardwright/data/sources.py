@@ -1,9 +1,10 @@
-"""Where documents come from: a file, a folder, or a dataset of the Hugging Face hub, as one stream.
+"""Where documents come from: a file, a folder, a URL, or a dataset of the Hugging Face hub, as one stream.
 
     text, source code      one file, one document
-    .jsonl .ndjson (.gz)   one line, one document: the field `text_key`
+    .jsonl .ndjson (.gz .zst)   one line, one document: the field `text_key`
     .parquet               one row, one document: the column `text_key`
     hf:NAME[:CONFIG][:SPLIT]   one row, one document, streamed
+    s3://BUCKET/FOLDER and other URLs of fsspec   files of these kinds, read as they stream
 
 A folder is read in sorted order, so that a source has the same documents in the same order every time.
 Memory does not grow with the corpus.
@@ -15,6 +16,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwright.data.chat import ChatFormat
 from shardwright.data.readers import (
     ENCODING_ERRORS,
     Document,
@@ -26,12 +28,13 @@ from shardwright.data.readers import (
     parquet_documents,
     text_documents,
 )
+from shardwright.data.remote import REMOTE, File, remote_files
 from shardwright.errors import DataError, nearest
 
 __all__ = ["Document", "EncodingErrors", "Meter", "documents", "source_files"]
 
 HUB = "hf:"
-JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+JSON_LINES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst"))
 
 
 def documents(
@@ -42,6 +45,7 @@ def documents(
     encoding_errors: EncodingErrors = "error",
     skip_bad: bool = False,
     meter: Meter | None = None,
+    chat: ChatFormat | None = None,
 ) -> Iterator[Document]:
     """Every document of `source`, in an order that is the same every time.
 
@@ -52,11 +56,12 @@ def documents(
     Raises DataError, when the stream gets there: a path that is missing, a folder without files, a file that
     is not UTF-8 text or not what its suffix says. With `encoding_errors` "skip" a document that is not UTF-8
     is left out and counted; with "replace" its bad bytes become U+FFFD, which are counted. With `skip_bad` a record
-    that is not JSON, or has no string in the field `text_key`, is left out and counted.
+    that is not JSON, or has no string in the field `text_key`, is left out and counted. With `chat` each record is a
+    conversation.
     """
     if encoding_errors not in ENCODING_ERRORS:
         raise DataError(f"encoding_errors={encoding_errors!r}; {nearest(str(encoding_errors), ENCODING_ERRORS)}")
-    reading = Reading(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter)
+    reading = Reading(text_key, encoding_errors, skip_bad, Meter() if meter is None else meter, chat)
     if isinstance(source, str) and source.startswith(HUB):
         yield from _hub_documents(source, reading)
         return
@@ -65,12 +70,19 @@ def documents(
             yield from jsonl_documents(path, reading)
         elif path.suffix == ".parquet":
             yield from parquet_documents(path, reading)
+        elif chat is not None:
+            raise DataError(
+                f"{path}: conversations are records of {', '.join(JSON_LINES)} or .parquet files, or of hf:"
+            )
         else:
             yield from text_documents(path, reading)
 
 
-def source_files(source: str | Path, glob: str | None = None) -> Iterator[Path]:
+def source_files(source: str | Path, glob: str | None = None) -> Iterator[File]:
     """The files `documents` reads, in its order. Raises DataError if there are none."""
+    if REMOTE in str(source):
+        yield from remote_files(str(source), glob)
+        return
     root = Path(source)
     if root.is_file():
         if glob is not None:
@@ -128,7 +140,8 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
         raise DataError(f"{source}: datasets cannot open it: {_first_line(error)}") from error
     if rows.column_names is not None:
         reading.check_column(source, rows.column_names)
-        rows = rows.select_columns([reading.text_key])
+        if reading.chat is None:
+            rows = rows.select_columns([reading.text_key])
     iterator, number = iter(rows), 0
     while True:
         try:

@@ -40,6 +40,16 @@ class TextTokenizer:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of its special tokens, in the order of ids."""
+        added = sorted(self.tokenizer.get_added_tokens_decoder().items())
+        return tuple(token.content for _, token in added if token.special)
+
+    def reads_special_tokens(self) -> None:
+        """From now on a special token that is written in a text is that token, as a chat template means it."""
+        self.tokenizer.encode_special_tokens = False
+
     def decode(self, ids: list[int]) -> str:
         """Text of `ids`, separators shown."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -36,18 +36,24 @@ class _HashedFile:
 class SplitWriter:
     """Takes documents piece by piece and lays them out in shards by the rule that `shards` states."""
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, dtype: np.dtype, separator_id: int, shard_tokens: int, masked: bool = False
+    ) -> None:
+        """With `masked`, which tokens are trained on is written beside the tokens."""
         self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
+        self._masked = masked
         self._separator = np.array([separator_id], dtype)
         self._shards: list[Shard] = []
         self._bin: _HashedFile | None = None
         self._idx: _HashedFile | None = None
+        self._trained: _HashedFile | None = None
         self._inside_document = False
         self._shard_token_count = self._shard_document_count = 0
         self.n_tokens = 0
 
-    def write(self, tokens: np.ndarray) -> None:
-        """More tokens of the current document; the first call after `end_document` begins one."""
+    def write(self, tokens: np.ndarray, trained: bool = True) -> None:
+        """More tokens of the current document, all trained on or none; the first call after `end_document` begins
+        one."""
         while True:
             room = 2 * self._shard_tokens - self._shard_token_count
             if room == 0:
@@ -56,15 +62,17 @@ class SplitWriter:
             self._begin()
             assert self._bin is not None
             self._bin.write(tokens[:room])
+            if self._trained is not None:
+                self._trained.write(np.full(len(tokens[:room]), trained, np.uint8))
             self._shard_token_count += len(tokens[:room])
             self.n_tokens += len(tokens[:room])
             tokens = tokens[room:]
             if not len(tokens):
                 return
 
-    def end_document(self) -> None:
-        """The separator, and a new shard if this one has its size."""
-        self.write(self._separator)
+    def end_document(self, trained: bool = True) -> None:
+        """The separator, trained on or not, and a new shard if this one has its size."""
+        self.write(self._separator, trained)
         self._inside_document = False
         if self._shard_token_count >= self._shard_tokens:
             self._close_shard()
@@ -72,7 +80,7 @@ class SplitWriter:
     def close(self) -> None:
         """Finish the last shard; where an error left a document unfinished, only let go of the files."""
         if self._inside_document:
-            for file in (self._bin, self._idx):
+            for file in (self._bin, self._idx, self._trained):
                 if file is not None:
                     file.abandon()
         else:
@@ -91,6 +99,8 @@ class SplitWriter:
             stem = self._stem()
             self._bin = _HashedFile(self._folder / f"{stem}.bin")
             self._idx = _HashedFile(self._folder / f"{stem}.idx")
+            if self._masked:
+                self._trained = _HashedFile(self._folder / f"{stem}.trained")
             self._shard_token_count = self._shard_document_count = 0
         if not self._inside_document:
             self._idx.write(np.array([self._shard_token_count], "<u8"))
@@ -109,9 +119,11 @@ class SplitWriter:
             sha256=self._bin.finish(),
             index_file=f"{stem}.idx",
             index_sha256=self._idx.finish(),
+            trained_file=None if self._trained is None else f"{stem}.trained",
+            trained_sha256=None if self._trained is None else self._trained.finish(),
         )
         self._shards.append(shard)
-        self._bin = self._idx = None
+        self._bin = self._idx = self._trained = None
         self._shard_token_count = self._shard_document_count = 0
 
     def _stem(self) -> str:

@@ -4,8 +4,8 @@
     latent = norm(x W_down)          k, v of every head = latent W_up          one rotated key a token, for all heads
     q = norm(x W_q_down) W_q_up      or q = x W_q
 
-Attention runs on full keys and values, since training uses them once; storing only the latent vector is the saving of
-this method in generation.
+Training runs attention on full keys and values, since it uses them once. Generation stores only the latent vector and
+the rotated key of a token (`generation/latent.py`).
 
 The rotated elements of a head are paired as everywhere in Shardwright, i with i + P/2. DeepSeek's checkpoints pair 2i
 with 2i + 1. The scores do not depend on the order of the elements, so it is enough to permute the rows of the weights
@@ -39,6 +39,7 @@ class LatentAttention(nn.Module):
         d, heads = spec.d_model, spec.n_heads
         self.widths = (latent.nope_dim, latent.rope_dim)
         self.kv_widths = (latent.nope_dim, latent.v_dim)
+        self.score_scale = 1.0 if spec.rope_scaling is None else spec.rope_scaling.score_scale
         self.attend: Attend = attend
         self.q_down = Linear(d, latent.q_rank, bias=False) if latent.q_rank else None
         self.q_latent_norm = nn.RMSNorm(latent.q_rank, eps=spec.norm_eps) if latent.q_rank else None
@@ -55,17 +56,23 @@ class LatentAttention(nn.Module):
         if self.q_down is not None and self.q_latent_norm is not None:
             q_input = self.q_latent_norm(self.q_down(x_BTD))
         q_BTHN, q_BTHP = self.q_up(q_input).unflatten(-1, (-1, sum(self.widths))).split(self.widths, -1)
-        latent_BTL, k_BTP = self.kv_down(x_BTD)
-        kv_BTHX = self.kv_up(self.kv_latent_norm(latent_BTL)).unflatten(-1, (-1, sum(self.kv_widths)))
-        k_BTHN, v_BTHV = kv_BTHX.split(self.kv_widths, -1)
-        k_BTHP = rotate(k_BTP.unsqueeze(2), rotary_2TP).expand(-1, -1, k_BTHN.shape[2], -1)
         q_BTHC = torch.cat((q_BTHN, rotate(q_BTHP, rotary_2TP)), -1)
-        k_BTHC = torch.cat((k_BTHN, k_BTHP), -1)
+        if self.score_scale != 1:
+            q_BTHC = q_BTHC * self.score_scale
+        latent_BTL, k_BTP = self.kv_down(x_BTD)
+        k_BT1P = rotate(k_BTP.unsqueeze(2), rotary_2TP)
+        return self.o(self.over_latents(q_BTHC, self.kv_latent_norm(latent_BTL), k_BT1P, documents).flatten(-2))
+
+    def over_latents(self, q_BTHC: Tensor, latent_BTL: Tensor, k_BT1P: Tensor, documents: Documents | None) -> Tensor:
+        """Attention on the keys and values of every head that the latent vectors and the rotated keys give;
+        (B, T, H, V). Generation replaces it, to keep the latent vectors alone."""
+        kv_BTHX = self.kv_up(latent_BTL).unflatten(-1, (-1, sum(self.kv_widths)))
+        k_BTHN, v_BTHV = kv_BTHX.split(self.kv_widths, -1)
+        k_BTHC = torch.cat((k_BTHN, k_BT1P.expand(-1, -1, k_BTHN.shape[2], -1)), -1)
         # Fused kernels require values as wide as keys, so values are padded. On a CPU, forward and backward of 1024
         # tokens with 8 heads took 73 ms with values of 64 padded to 96, and 173 ms with the unfused kernel.
         v_BTHC = F.pad(v_BTHV, (0, sum(self.widths) - v_BTHV.shape[-1]))
-        o_BTHV = self.attend(q_BTHC, k_BTHC, v_BTHC, documents)[..., : v_BTHV.shape[-1]]
-        return self.o(o_BTHV.flatten(-2))
+        return self.attend(q_BTHC, k_BTHC, v_BTHC, documents)[..., : v_BTHV.shape[-1]]
 
 
 class LatentAndKey(nn.Module):

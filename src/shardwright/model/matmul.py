@@ -79,6 +79,8 @@ def linear(
     saves_first: bool = False,
 ) -> Tensor:
     """y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after it."""
+    if not torch.is_grad_enabled():
+        return forward(x, weight, bias_F, counts_E)
     saves_first = saves_first and not torch.compiler.is_compiling()
     y: Tensor = _Linear.apply(x, weight, bias_F, counts_E, saves_first)
     if saves_first:

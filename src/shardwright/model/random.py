@@ -153,9 +153,20 @@ def keep_mask(site_keys_B: Tensor, positions_T: Tensor, d: int, p: float) -> Ten
 def uniform(site_keys_B: Tensor, positions_T: Tensor, n: int) -> Tensor:
     """`n` numbers in [0, 1) for each token, float64 (B, T, n), a function of only key, GLOBAL position and index; not
     those that `keep_mask` draws with the same key."""
-    rows_BT = _mix(_mix(site_keys_B + _GOLDEN)[:, None] + positions_T * _GOLDEN)
-    index_N = torch.arange(1, n + 1, device=positions_T.device) * _GOLDEN
-    return ((_mix(rows_BT[:, :, None] + index_N) >> 11) & (2**53 - 1)).double() * 2.0**-53
+    return _uniform(_mix(_mix(site_keys_B + _GOLDEN)[:, None] + positions_T * _GOLDEN), n)
+
+
+def sampling_uniform(seed: int, prompts_B: Tensor, positions_B: Tensor, n: int) -> Tensor:
+    """`n` numbers in [0, 1) for the token at each position of each prompt's continuation, float64 (B, n): a function of
+    only seed, index of the prompt, position and index."""
+    keys_B = _mix(prompts_B * _GOLDEN + _key(seed, "sampling"))
+    return _uniform(_mix(keys_B + positions_B * _GOLDEN), n)
+
+
+def _uniform(rows: Tensor, n: int) -> Tensor:
+    """`n` numbers in [0, 1) for each word of `rows`, in a new last dim; float64."""
+    index_N = torch.arange(1, n + 1, device=rows.device) * _GOLDEN
+    return ((_mix(rows[..., None] + index_N) >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 def keep_probability(p: float) -> float:

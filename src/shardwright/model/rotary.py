@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), with Llama-3's frequency scaling.
+"""Rotary position embedding (Su et al., arXiv 2104.09864), with the scalings of frequencies for longer contexts.
 
 Element i of a head is paired with element i + C/2, the order of Hugging Face's weights.
 
@@ -10,25 +10,52 @@ import math
 import torch
 from torch import Tensor
 
+from shardwright.model.sections import RopeScaling
 from shardwright.model.spec import ModelSpec
 
 
 def frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
     """Radians by which each pair is rotated per position; float64 (C/2,).
 
-    f_i = theta ** (-2i / C). With scaling, the frequency of pairs with fewer than `low_freq_factor` turns in the
-    original context is divided by `factor`, that of pairs with more than `high_freq_factor` is unchanged, and between
-    the two it is interpolated linearly in the turns (Llama 3.1 reference code).
+    f_i = theta ** (-2i / C), i = 0 .. C/2 - 1. With scaling, f_i (kept_i + (1 - kept_i) / factor):
+
+    linear  kept = 0 (Chen et al., arXiv 2306.15595)
+    llama3  kept rises linearly from 0 to 1 in the turns f_i s / 2 pi of a pair, from `low_freq_factor` to
+            `high_freq_factor`; s is `original_max_seq_len` (Llama 3.1 reference code)
+    yarn    kept falls linearly from 1 to 0 in i, between the pairs with `beta_fast` and `beta_slow` turns (YaRN, arXiv
+            2309.00071, section 3.2, with the bounds in i of its code)
     """
     exponents = torch.arange(0, spec.rope_dim, 2, device=device, dtype=torch.float64) / spec.rope_dim
     turning = spec.rope_theta**-exponents
     scaling = spec.rope_scaling
     if scaling is None:
         return turning
-    turns = turning * (scaling.original_max_seq_len / (2 * math.pi))
-    width = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
+    if scaling.kind == "linear":
+        return turning / scaling.factor
+    if scaling.kind == "yarn":
+        first, last = _yarn_bounds(scaling, spec)
+        pairs = torch.arange(len(turning), device=device, dtype=torch.float64)
+        kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    else:
+        turns = turning * (scaling.original_max_seq_len / (2 * math.pi))
+        width = scaling.high_freq_factor - scaling.low_freq_factor
+        kept = ((turns - scaling.low_freq_factor) / width).clamp(0, 1)
     return turning * ((1 - kept) / scaling.factor + kept)
+
+
+def _yarn_bounds(scaling: RopeScaling, spec: ModelSpec) -> tuple[float, float]:
+    """The pairs i between which YaRN interpolates: those with `beta_fast` and with `beta_slow` turns in the original
+    context, i = C ln(s / (2 pi turns)) / (2 ln theta); with `truncate`, rounded outwards to whole pairs."""
+
+    def pair(turns: float) -> float:
+        length = scaling.original_max_seq_len / (2 * math.pi * turns)
+        return spec.rope_dim * math.log(length) / (2 * math.log(spec.rope_theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.rope_dim - 1)
+    return first, last if last != first else last + 0.001  # a step, as in the code of the authors
 
 
 def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,11 +63,14 @@ def rotary_table(spec: ModelSpec, positions_T: Tensor, dtype: torch.dtype) -> Te
     C) for positions (B, T).
 
     Angles are computed in float64 and rounded once to `dtype`. The table is computed in every forward pass and not
-    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one.
+    stored, so `to_empty`, a move to another device or a dry run cannot leave a wrong one. YaRN's factor for queries and
+    keys is in it.
     """
     angles_TC = positions_T[..., None].to(torch.float64) * frequencies(spec, positions_T.device)
     cos_TC, sin_TC = angles_TC.cos(), angles_TC.sin()
     table = torch.stack((torch.cat((cos_TC, cos_TC), -1), torch.cat((-sin_TC, sin_TC), -1)))
+    if spec.rope_scaling is not None:
+        table = table * spec.rope_scaling.attention_scale
     return table.to(dtype).unsqueeze(-2)
 
 

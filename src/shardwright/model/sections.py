@@ -4,12 +4,13 @@ Notation of the formulas: E experts, K experts per token, G groups of experts, T
 """
 
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields
-from math import ceil
+from dataclasses import MISSING, Field, dataclass, field, fields
+from math import ceil, log
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 Score = Literal["softmax", "sigmoid"]
 AuxScope = Literal["sequence", "batch"]
+Scaling = Literal["llama3", "linear", "yarn"]
 
 
 class Described(Protocol):
@@ -25,34 +26,123 @@ def descriptions(section: type[Described]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's scaling of the rotary frequencies, for contexts longer than that of pretraining."""
+    """Scaling of the rotary frequencies, for contexts longer than that of pretraining.
 
-    factor: float = field(metadata={"help": "Divides the lowest frequencies."})
+    The formulas are in `model/rotary.py`. A field that the `kind` does not use stays at its default.
+    """
+
+    kind: Scaling = field(
+        default="llama3",
+        metadata={
+            "help": "llama3: the lowest frequencies are divided; linear: all are divided; yarn: those with few turns "
+            "are divided, and queries and keys are scaled."
+        },
+    )
+    factor: float = field(metadata={"help": "Divides the frequencies that are scaled."})
     low_freq_factor: float = field(
-        metadata={"help": "Frequencies with fewer turns than this in original_max_seq_len are divided by factor."}
+        default=0.0,
+        metadata={
+            "help": "llama3: frequencies with fewer turns than this in original_max_seq_len are divided by factor."
+        },
     )
     high_freq_factor: float = field(
-        metadata={"help": "Frequencies with more turns than this in original_max_seq_len are unchanged."}
+        default=0.0,
+        metadata={"help": "llama3: frequencies with more turns than this in original_max_seq_len are unchanged."},
     )
     original_max_seq_len: int = field(
-        metadata={"help": "Sequence length of the pretraining before the extension, in tokens."}
+        default=0,
+        metadata={"help": "llama3, yarn: sequence length of the pretraining before the extension, in tokens."},
+    )
+    beta_fast: float = field(
+        default=32.0,
+        metadata={"help": "yarn: pairs with more turns than this in original_max_seq_len are unchanged."},
+    )
+    beta_slow: float = field(
+        default=1.0,
+        metadata={"help": "yarn: the frequency of pairs with fewer turns than this is divided by factor."},
+    )
+    attention_factor: float = field(
+        default=0.0,
+        metadata={
+            "help": "yarn: multiplies rotated queries and keys; 0: 1 + 0.1 ln(factor), or with mscale and "
+            "mscale_all_dim (1 + 0.1 mscale ln(factor)) / (1 + 0.1 mscale_all_dim ln(factor))."
+        },
+    )
+    mscale: float = field(default=0.0, metadata={"help": "yarn: see attention_factor (DeepSeek); 0: none."})
+    mscale_all_dim: float = field(
+        default=0.0,
+        metadata={
+            "help": "yarn: see attention_factor; latent attention also multiplies its scores by "
+            "(1 + 0.1 mscale_all_dim ln(factor))^2 (DeepSeek); 0: none."
+        },
+    )
+    truncate: bool = field(
+        default=True, metadata={"help": "yarn: the bounds of the interpolated pairs are rounded to whole pairs."}
     )
 
     def problems(self) -> list[str]:
         """Every broken rule, one a line; empty if there is none."""
+        if self.kind not in get_args(Scaling):
+            return [f"rope_scaling.kind={self.kind!r} is not known; valid: {', '.join(get_args(Scaling))}"]
         found = []
         if self.factor < 1:
             found.append(f"rope_scaling.factor={self.factor:g} is less than 1; valid: 1 or more")
-        if self.low_freq_factor <= 0:
-            found.append(f"rope_scaling.low_freq_factor={self.low_freq_factor:g} is not positive")
-        if self.high_freq_factor <= self.low_freq_factor:
+        used = _USED_BY_SCALING[self.kind]
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in used and value != each.default and each.default is not MISSING:
+                takes = [name for name, names in _USED_BY_SCALING.items() if each.name in names]
+                found.append(
+                    f"rope_scaling.{each.name}={value} is not used by rope_scaling.kind={self.kind!r}; leave it out, "
+                    f"or set kind to {' or '.join(map(repr, takes))}"
+                )
+            elif each.name in used and each.default == 0 and value == 0 and each.name not in _MAY_BE_ZERO:
+                found.append(f"rope_scaling.{each.name}: missing, and kind={self.kind!r} has no default for it")
+            elif each.name in used and each.name != "kind" and value < 0:
+                found.append(f"rope_scaling.{each.name}={value:g} is negative; valid: more than 0")
+        if self.kind == "llama3" and 0 < self.high_freq_factor <= self.low_freq_factor:
             found.append(
                 f"rope_scaling.high_freq_factor={self.high_freq_factor:g} is not greater than "
                 f"low_freq_factor={self.low_freq_factor:g}"
             )
-        if self.original_max_seq_len < 1:
-            found.append(f"rope_scaling.original_max_seq_len={self.original_max_seq_len} is not positive")
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            found.append(
+                f"rope_scaling.beta_fast={self.beta_fast:g} is not greater than beta_slow={self.beta_slow:g}; usual: "
+                f"32 and 1"
+            )
         return found
+
+    @property
+    def attention_scale(self) -> float:
+        """What rotated queries and keys are multiplied by (YaRN, arXiv 2309.00071, section 3.4; as transformers has
+        it)."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """What the scores of latent attention are multiplied by (the code of DeepSeek-V3)."""
+        return self._grown(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
+
+    def _grown(self, mscale: float) -> float:
+        return 1.0 + 0.1 * mscale * log(self.factor) if self.factor > 1 else 1.0
+
+
+_USED_BY_SCALING: dict[str, tuple[str, ...]] = {
+    "llama3": ("kind", "low_freq_factor", "high_freq_factor", "original_max_seq_len"),
+    "linear": ("kind",),
+    "yarn": (
+        "kind", "original_max_seq_len", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+        "truncate",
+    ),
+}  # fmt: skip
+"""The fields besides `factor` that each kind of scaling uses."""
+_MAY_BE_ZERO = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ s sequence length; of mixtures E experts, k experts per token, g d_ffn of an exp
 attention r widths of the latent vectors, n and p unrotated and rotated elements of a head, v width of a value head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from shardwright.errors import nearest
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
@@ -57,7 +57,7 @@ class ModelSpec:
         default=10000.0, metadata={"help": "Base of the rotary frequencies; not used with learned positions."}
     )
     rope_scaling: RopeScaling | None = field(
-        default=None, metadata={"help": "Llama-3 scaling of the rotary frequencies, or none."}
+        default=None, metadata={"help": "Scaling of the rotary frequencies for longer contexts, or none."}
     )
     qk_norm: bool = field(
         default=False, metadata={"help": "RMSNorm of every query and key head before the rotation (Qwen3)."}
@@ -209,3 +209,45 @@ class ModelSpec:
         """
         square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
+
+
+FREE = (
+    "dropout",
+    "init_std",
+    "moe.capacity_factor",
+    "moe.aux_loss",
+    "moe.aux_scope",
+    "moe.z_loss",
+    "moe.force_balance",
+)
+"""Fields that change neither the parameters nor, where nothing is dropped, what the model computes from them."""
+
+
+def differences(saved: ModelSpec, wanted: ModelSpec, also_free: Iterable[str] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """The fields in which weights of one model are not weights of another: (field, of `saved`, of `wanted`).
+
+    Besides `FREE` and `also_free`, the size of `moe.bias_rate` is free, but not whether there is a bias; and d_ffn is
+    where every layer has experts.
+    """
+    for key, here in _flat(saved).items():
+        there = _flat(wanted).get(key)
+        if key == "moe.bias_rate":
+            here, there = bool(here), bool(there)
+        unused = key == "d_ffn" and saved.n_expert_layers == wanted.n_expert_layers == saved.n_layers == wanted.n_layers
+        if here != there and key not in FREE and key not in also_free and not unused:
+            yield key, here, there
+    for key, there in _flat(wanted).items():
+        if key not in _flat(saved):
+            yield key, None, there
+
+
+def _flat(spec: ModelSpec) -> dict[str, Any]:
+    """The fields of a spec, those of its tables as `moe.top_k`; tables that it does not have are not there."""
+    found: dict[str, Any] = {}
+    for each in fields(spec):
+        value = getattr(spec, each.name)
+        if isinstance(value, MoESpec | LatentAttentionSpec):
+            found |= {f"{each.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
+        elif not (value is None and each.name in ("moe", "latent_attention")):
+            found[each.name] = value
+    return found

@@ -147,9 +147,14 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
     )
 
 
+def _both(kind: Condition, fixed: Condition | None) -> Condition:
+    return kind if fixed is None else lambda candidates: kind(candidates) & fixed(candidates)
+
+
 def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:
-    """Kinds of which there is no layout at all are left out."""
-    for name, condition in kinds:
+    """Kinds of which there is no layout at all, or none with the plan's fixed values, are left out."""
+    for name, kind in kinds:
+        condition = _both(kind, plan.fixed)
         fastest = plan.pool.fastest(1, plan.pool.where(condition))
         if fastest:
             yield Alternative(name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)

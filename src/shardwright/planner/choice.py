@@ -37,22 +37,7 @@ def read(text: str) -> Choice:
     What is left out is as in a run file. `stage_layers=20+21+20` has the layers of each stage. Raises LayoutError with
     every problem at once.
     """
-    kinds = {name: key.type for name, key in KEYS.items()} | {"micro_batch": int}
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals:
-            problems.append(f"--explain {pair!r}: write key=value, such as tp=8")
-        elif key not in kinds:
-            problems.append(f"--explain {key}={value}: there is no such key; {nearest(key, kinds)}")
-        elif key in values:
-            problems.append(f"--explain {key}={value}: given twice, and {written(values[key])} before; leave one out")
-        else:
-            try:
-                values[key] = _value(value, kinds[key])
-            except ValueError:
-                problems.append(f"--explain {key}={value}: {_EXPECTED.get(kinds[key], _LAYERS)} is needed")
+    values, problems = pairs(text, "--explain")
     micro_batch = values.pop("micro_batch", 1)
     if micro_batch < 1:
         problems.append(f"--explain micro_batch={micro_batch}: sequences at a time, 1 or more")
@@ -63,6 +48,28 @@ def read(text: str) -> Choice:
     if problems:
         raise LayoutError(*problems)
     return Choice(layout, micro_batch)
+
+
+def pairs(text: str, option: str) -> tuple[dict[str, Any], list[str]]:
+    """The values of `key=value` pairs, separated by commas, and what is wrong with the others; `option`: where they
+    were given."""
+    kinds = {name: key.type for name, key in KEYS.items()} | {"micro_batch": int}
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals:
+            problems.append(f"{option} {pair!r}: write key=value, such as tp=8")
+        elif key not in kinds:
+            problems.append(f"{option} {key}={value}: there is no such key; {nearest(key, kinds)}")
+        elif key in values:
+            problems.append(f"{option} {key}={value}: given twice, and {written(values[key])} before; leave one out")
+        else:
+            try:
+                values[key] = _value(value, kinds[key])
+            except ValueError:
+                problems.append(f"{option} {key}={value}: {_EXPECTED.get(kinds[key], _LAYERS)} is needed")
+    return values, problems
 
 
 _EXPECTED: dict[Any, str] = {

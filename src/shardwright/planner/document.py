@@ -57,6 +57,7 @@ def plan_document(
     `slower` as a share of the best layout's time; where nothing fits, `nearest` and `remedies` say what would."""
     found = {
         **job_document(plan.job, name, plan.limit_bytes),
+        "fixed": None if plan.fixed is None else dict(plan.fixed.values),
         "n_layouts": plan.survey.n_layouts,
         "n_fit": len(plan.pool),
         "n_simulated": plan.pool.n_simulated,

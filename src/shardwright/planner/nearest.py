@@ -6,6 +6,7 @@ from math import gcd
 
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
+from shardwright.planner.fixed import OPTION, Fixed
 from shardwright.planner.search import fits, limit_bytes
 
 MOST_TIMES = 256
@@ -22,21 +23,24 @@ class Remedy:
     job: Job
 
 
-def remedies(job: Job, memory_margin: float) -> list[Remedy]:
-    """Single changes of the job with each of which some layout fits, the least change of each kind.
+def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list[Remedy]:
+    """Single changes of the job with each of which some layout with the fixed values fits, the least of each kind;
+    first, whether one fits without them.
 
     Layout, micro-batch and recomputation are not among them: every choice of those has been searched.
     """
 
-    def works(changed: Job, margin: float = memory_margin) -> bool:
+    def works(changed: Job, margin: float = memory_margin, condition: Fixed | None = fixed) -> bool:
         try:
-            return fits(changed, limit_bytes(changed, margin))
+            return fits(changed, limit_bytes(changed, margin), condition)
         except LayoutError:
             return False
 
     kinds = (_larger(job), _even(job), _shorter(job), _narrower(job))
     found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
     remedies = [each for each in found if each is not None]
+    if fixed is not None and works(job, condition=None):
+        remedies.insert(0, Remedy(f"another layout: leave out {OPTION} {fixed}", job))
     if memory_margin and works(job, 0.0):
         remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
     return remedies

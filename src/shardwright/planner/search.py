@@ -13,6 +13,7 @@ from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
+from shardwright.planner.fixed import Fixed, none_searched
 from shardwright.planner.pool import Condition, Pool
 from shardwright.planner.space import groups
 
@@ -58,13 +59,15 @@ class Survey:
 @dataclass(frozen=True)
 class Plan:
     """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
-    for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`)."""
+    for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`).
+    `fixed`: the values that all of them have."""
 
     job: Job
     limit_bytes: float
     survey: Survey
     best: list[Priced]
     equals: list[list[Choice]]
+    fixed: Fixed | None = None
 
     @property
     def pool(self) -> Pool:
@@ -86,19 +89,22 @@ def limit_bytes(job: Job, memory_margin: float) -> float:
     return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
 
 
-def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP) -> Plan:
+def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fixed | None = None) -> Plan:
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
-    `memory_margin`: share of an accelerator's memory that is kept free. What is found is what evaluating every layout
-    of `planner.space` with a simulated schedule would find (`Pool.fastest`).
+    `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
+    is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`).
 
-    Raises LayoutError where no layout can partition the batch, InputError for a margin that is no share.
+    Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
+    no share.
     """
     limit = limit_bytes(job, memory_margin)
-    found = survey(job, limit)
+    found = survey(job, limit, fixed)
+    if fixed is not None and not found.n_layouts:
+        raise none_searched(job, fixed)
     listed = distinct(found.pool, top)
     best = [Priced.of(job, each.members[each.simplest]) for each in listed]
-    return Plan(job, limit, found, best, [each.others for each in listed])
+    return Plan(job, limit, found, best, [each.others for each in listed], fixed)
 
 
 def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:
@@ -125,9 +131,9 @@ def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey
     return Survey(n_layouts, pool, nearest, float(least))
 
 
-def fits(job: Job, limit: float) -> bool:
-    """Whether any layout needs no more than `limit` bytes; returns at the first that does."""
-    return any((memory.reserved_bytes(job, group) <= limit).any() for group in _parts(job, None))
+def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
+    """Whether any layout, of this kind, needs no more than `limit` bytes; returns at the first that does."""
+    return any((memory.reserved_bytes(job, group) <= limit).any() for group in _parts(job, condition))
 
 
 def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
@@ -135,6 +141,8 @@ def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
     for group in groups(job):
         if condition is not None:
             group = group.take(condition(group))
+            if not len(group):
+                continue
         step = max(1, CELLS // group.pp)
         for begin in range(0, len(group), step):
             yield group.take(slice(begin, begin + step))

@@ -1,9 +1,11 @@
 """What a run came to, in a few numbers, and its title."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from shardwright.config.mixture import mixtures_of, name_of, sources_of
 from shardwright.report.run_record import RunRecord, Segment
 from shardwright.report.timeline import PipelineNumbers
 from shardwright.report.words import model_in_words
@@ -20,6 +22,28 @@ class SegmentNumbers:
     world_size: int | None
     median_tokens_per_s: float | None
     median_mfu: float | None
+
+
+@dataclass(frozen=True)
+class SourceNumbers:
+    """One source of a mixture: its share of the samples in each stage, from 0 to 1; how often the run went through it;
+    its first and last validation loss. None is not known."""
+
+    name: str
+    shares: tuple[float, ...]
+    epochs: float | None
+    first_validation_loss: float | None
+    validation_loss: float | None
+
+    def row(self) -> tuple[str, str, str]:
+        """For people, as in `Headline.rows`."""
+        epochs = "n/a" if self.epochs is None else f"{self.epochs:.3g}"
+        told = [f"epochs; share {', then '.join(map(percent, self.shares))}"]
+        if self.validation_loss is not None:
+            first = self.first_validation_loss
+            fell = f" from {first:.4f}" if first is not None else ""
+            told.append(f"validation loss {self.validation_loss:.4f}{fell}")
+        return f"source {self.name}", epochs, "; ".join(told)
 
 
 @dataclass(frozen=True)
@@ -49,6 +73,7 @@ class Headline:
     dropped_fraction: float | None
     expert_sent_bytes: float | None
     segments: tuple[SegmentNumbers, ...]
+    sources: tuple[SourceNumbers, ...]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """For people: the name, value and a remark, which may be empty, of each number that is known."""
@@ -62,6 +87,7 @@ class Headline:
             rows.append(("validation loss", f"{last:.4f}", f"{perplexity}{fell}"))
         if self.train_loss is not None:
             rows.append(("training loss", f"{self.train_loss:.4f}", "last logged step"))
+        rows += [source.row() for source in self.sources]
         if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
             dropped = "" if self.dropped_fraction is None else f"; dropped {percent(self.dropped_fraction)}"
             worst = f"busiest expert beside the mean; worst layer {self.load_of_worst_layer:.2f}{dropped}"
@@ -125,7 +151,22 @@ def headline(run: RunRecord) -> Headline:
         dropped_fraction=last.dropped_fraction if last else None,
         expert_sent_bytes=last.expert_sent_bytes if last else None,
         segments=segments,
+        sources=tuple(_source_numbers(run)) if run.config.data.sources else (),
     )
+
+
+def _source_numbers(run: RunRecord) -> Iterator[SourceNumbers]:
+    mixtures = mixtures_of(run.config.data)
+    epochs = (run.train[-1].epochs or {}) if run.train else {}
+    for place, name in enumerate(map(name_of, sources_of(run.config.data))):
+        losses = [record.sources[name] for record in run.validation if record.sources and name in record.sources]
+        yield SourceNumbers(
+            name=name,
+            shares=tuple(each.weights[place] / sum(each.weights) for each in mixtures),
+            epochs=epochs.get(name),
+            first_validation_loss=_finite(losses[0]) if losses else None,
+            validation_loss=_finite(losses[-1]) if losses else None,
+        )
 
 
 def _segment_numbers(segment: Segment) -> SegmentNumbers:

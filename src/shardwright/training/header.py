@@ -10,26 +10,53 @@ import torch
 
 import shardwright
 from shardwright.config import RunConfig, as_toml, flat
-from shardwright.data.samples import Samples
+from shardwright.data.mixture import MixtureOrder
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import Started, now
-from shardwright.units import format_count
+from shardwright.training.sources import Sources
+from shardwright.units import format_count, percent
 
 _GIT_TIMEOUT_S = 5.0
 
 
-def header(config: RunConfig, samples: Samples, device: torch.device, first_step: int) -> list[str]:
-    """The lines that say what a run does, before its first step. `first_step`: steps that are done already."""
+def header(
+    config: RunConfig, sources: Sources, order: MixtureOrder, device: torch.device, first_step: int, first_sample: int
+) -> list[str]:
+    """The lines that say what a run does, before its first step. `first_step`, `first_sample`: steps and samples that
+    are done already."""
     batch, steps = config.batch, config.steps - first_step
     tokens_per_step = batch.global_batch * batch.seq_len
-    epochs = steps * batch.global_batch / len(samples)
+    told = _sources(config, sources, order, first_sample, first_sample + steps * batch.global_batch)
     taken = f"{steps:,}" if not first_step else f"{steps:,}, from {first_step + 1:,} to {config.steps:,}"
     return [
         f"model   {model_in_words(config)}",
         f"layout  {layout_in_words(config.layout.layout())}; device {device_name(device)}, {config.precision.compute}",
         f"batch   {format_count(tokens_per_step)} tokens a step: {batch_in_words(config)}",
-        f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens, {epochs:.3g} epochs of the "
-        f"{format_count(len(samples) * batch.seq_len)} tokens in {config.data.path}",
+        f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens{'' if sources.mixed else f', {told[0]}'}",
+        *(told if sources.mixed else []),
+    ]
+
+
+def _sources(
+    config: RunConfig, sources: Sources, order: MixtureOrder, first_sample: int, last_sample: int
+) -> list[str]:
+    """How often the steps that are left go through each source; of a mixture, with its shares from stage to stage."""
+    before, after = order.epochs(first_sample), order.epochs(last_sample)
+    sizes = [format_count(size * config.batch.seq_len) for size in order.sizes]
+    shares = [
+        ", then ".join(
+            f"{percent(stage.weights[k] / sum(stage.weights))}"
+            + (f" after step {stage.from_step:,}" if stage.from_step else "")
+            for stage in order.stages
+        )
+        for k in range(len(order.sizes))
+    ]
+    return [
+        (f"source  {name}: {share}; " if sources.mixed else "")
+        + f"{now - then:.3g} epochs of the {size} tokens in {folder}"
+        for name, share, then, now, size, folder in zip(
+            sources.names, shares, before, after, sizes, sources.folders, strict=True
+        )
     ]
 
 

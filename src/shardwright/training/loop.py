@@ -1,6 +1,7 @@
 """A run from its resolved run file to its last checkpoint, as one rank."""
 
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,25 +11,26 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.data.batches import Batches, evaluation_batches
-from shardwright.data.packing import attended_tokens, packed_lengths
-from shardwright.data.samples import open_samples
+from shardwright.data.mixture import Stage
 from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import Progress, read_manifest
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
 from shardwright.training.header import changes_since, header, started
+from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, pick_device, process_group
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
+from shardwright.training.sources import Sources, past_stages
 from shardwright.training.step import StepResult, Trainer
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
@@ -61,11 +63,13 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: steps taken and samples consumed so far, and the checkpoint that was loaded."""
+    """Where a run begins: steps taken and samples consumed so far, the checkpoint that was loaded, and the stages of
+    the mixture that had begun."""
 
     step: int = 0
     samples: int = 0
     checkpoint: Path | None = None
+    past: Sequence[Stage] = ()
 
 
 class _Run:
@@ -75,19 +79,8 @@ class _Run:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet
         self.layout = config.layout.layout()
         self.spec = config.model.spec()
-        self.samples = open_samples(config, "train")
-        self.data = {
-            "fingerprint": self.samples.split.manifest.fingerprint,
-            "seq_len": config.batch.seq_len,
-            "sequences": config.data.sequences,
-        }
-        self.attended_tokens = float(config.batch.seq_len)
-        """Tokens that attention goes over, for the FLOPs of a token."""
-        if config.data.attention == "document":
-            lengths = packed_lengths(self.samples.split.document_lengths(), config.batch.seq_len)
-            self.attended_tokens = attended_tokens(lengths)
-        # Opened once: a data folder that is made anew meanwhile must not change what the loss is measured on.
-        self.validation = open_samples(config, "validation") if config.evaluation.samples else None
+        self.sources = Sources(config)
+        self.within_documents = config.data.attention == "document"
         compute = DTYPES[config.precision.compute]
         self.compute_dtype = compute
         model = apply(
@@ -123,18 +116,21 @@ class _Run:
             self.store.require_space(checkpoint_bytes(self.trainer))
             # Only now: a run that is refused must not write over the run file of the one that is there.
             write_whole(Path(config.out) / RUN_FILE, kept_run_file(config).encode())
+        if start.checkpoint is None and config.init.weights is not None:
+            self.remarks += begin_with(self.trainer, config.init)
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
+        self.order = self.sources.order(Progress(start.step, start.samples, config.seed), start.past)
         batches = Batches(
-            self.samples,
+            self.sources.train,
+            self.order,
             global_batch=config.batch.global_batch,
             micro_batch=config.batch.micro_batch,
             data_rank=self.layout.data_rank(self.place.rank),
             data_ranks=self.layout.data_ranks,
-            seed=config.seed,
             vocab_size=self.spec.vocab_size,
-            within_documents=config.data.attention == "document",
+            within_documents=self.within_documents,
             start_sample=start.samples,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
@@ -147,9 +143,9 @@ class _Run:
                 if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
                     screen.say(f"changed since then: {', '.join(changed)}")
             elif config.checkpoint.resume == "auto":
-                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from the initial weights")
+                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
             if writers and start.step < steps:
-                for line in header(config, self.samples, self.device, start.step):
+                for line in header(config, self.sources, self.order, self.device, start.step, start.samples):
                     screen.say(line)
                 record = as_record(started(config, self.device, start.step, start.checkpoint))
                 for writer in writers:
@@ -169,7 +165,8 @@ class _Run:
             screen.say(f"stopped at step {done} of {steps}, as asked, before another step. Give the same command again")
         else:
             out = shlex.quote(config.out)
-            screen.say(f"saved to {self.store.path_of(done)}\n  shardwright report {out}\n  shardwright sample {out}")
+            screen.say(f"saved to {self.store.path_of(done)}")
+            screen.say(f'  shardwright report {out}\n  shardwright generate {out} --prompt "..."')
         return done < steps
 
     def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
@@ -188,7 +185,7 @@ class _Run:
             screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
-                self._log(step, step - logged, rate, result, writers)
+                self._log(step, step - logged, batches.next_sample, rate, result, writers)
                 trainer.clock.restart()
                 logged = step
             if _due(step, config.evaluation.every) or last:
@@ -197,12 +194,14 @@ class _Run:
                 self._save(step, batches.next_sample)
         if start.step < step < config.steps:
             if logged < step:
-                self._log(step, step - logged, rate, result, writers)
+                self._log(step, step - logged, batches.next_sample, rate, result, writers)
             if not _due(step, config.checkpoint.every):
                 self._save(step, batches.next_sample)
         return step
 
-    def _log(self, step: int, n_steps: int, rate: float, result: StepResult, writers: list[Writer]) -> None:
+    def _log(
+        self, step: int, n_steps: int, n_samples: int, rate: float, result: StepResult, writers: list[Writer]
+    ) -> None:
         """The one place of the step path where values are read back from the device."""
         self.trainer.model.sum_over_losses(result.loss_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
@@ -222,7 +221,8 @@ class _Run:
         step_s = sum(phase_means_s.values())
         batch = self.config.batch
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
-        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(self.attended_tokens)
+        attended = self.sources.attended_tokens(step)
+        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
         peak = peak_flops_per_s(self.device, self.compute_dtype)
         told = Logged(
             step=step,
@@ -238,6 +238,7 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            epochs=self.sources.by_name(self.order.epochs(n_samples)),
             time=now(),
         )
         for writer in writers:
@@ -245,25 +246,29 @@ class _Run:
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config
-        if self.validation is None:
+        if not self.sources.validation:
             return
-        batches = evaluation_batches(
-            self.validation,
-            micro_batch=config.batch.micro_batch,
-            data_rank=self.layout.data_rank(self.place.rank),
-            data_ranks=self.layout.data_ranks,
-            vocab_size=self.spec.vocab_size,
-            within_documents=config.data.attention == "document",
-            max_samples=config.evaluation.samples,
-        )
-        loss = float(self.trainer.evaluate(batches))
+        losses = {}
+        for name, samples in self.sources.validation.items():
+            batches = evaluation_batches(
+                samples,
+                micro_batch=config.batch.micro_batch,
+                data_rank=self.layout.data_rank(self.place.rank),
+                data_ranks=self.layout.data_ranks,
+                vocab_size=self.spec.vocab_size,
+                within_documents=self.within_documents,
+                max_samples=config.evaluation.samples,
+            )
+            losses[name] = float(self.trainer.evaluate(batches))
+        told = Evaluated(step, self.sources.mean(step, losses), now(), losses if self.sources.mixed else None)
         for writer in writers:
-            writer.write(as_record(Evaluated(step, loss, now())))
+            writer.write(as_record(told))
         self.trainer.clock.mark("evaluation")
 
     def _save(self, step: int, samples: int) -> None:
         progress = Progress(step, samples, self.config.seed)
-        save(self.store, self.trainer, progress, self.data, kept_run_file(self.config))
+        begun = [stage for stage in self.order.stages if stage.from_step < step]
+        save(self.store, self.trainer, progress, self.sources.described(begun), kept_run_file(self.config))
         self.trainer.clock.mark("checkpoint")
 
     def _start(self) -> Start:
@@ -295,12 +300,13 @@ class _Run:
         return Start()
 
     def _load(self, path: Path) -> Start:
-        progress = load(path, self.trainer, self.data)
+        progress = load(path, self.trainer, self.sources.described(self.sources.mixtures))
         if progress.step > self.config.steps:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
-        return Start(progress.step, progress.samples, path)
+        past = past_stages(read_manifest(path))
+        return Start(progress.step, progress.samples, path, past)
 
 
 def kept_run_file(config: RunConfig) -> str:

@@ -97,7 +97,14 @@ def _numbers(record: Record) -> Record:
     """What a record measures, by name; nothing for a `run` record."""
     if record["kind"] == "run":
         return {}
-    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+    flat = {
+        name: value
+        for key, values in record.items()
+        for name, value in (
+            [(f"{key}/{k}", v) for k, v in values.items()] if isinstance(values, dict) else [(key, values)]
+        )
+    }
+    return {k: v for k, v in flat.items() if k != "step" and isinstance(v, int | float)}
 
 
 def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
@@ -114,14 +121,18 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
 def line(record: Record, steps: int) -> str:
     """A record as one line of text."""
     if record["kind"] == "evaluation":
-        return f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
+        sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]
+        told = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
+        return " | ".join((told, *([", ".join(sources)] if sources else [])))
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
+    epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]
     return " | ".join(
         (
             f"step {record['step']:>5}/{steps}",
             f"loss {record['loss']:.4f}",
             *load,
+            *([f"epochs {', '.join(epochs)}"] if epochs else []),
             f"grad_norm {record['grad_norm']:.3g}",
             f"lr {record['lr']:.2e}",
             f"{format_count(record['tokens_per_s'])} tok/s, {format_count(record['tokens_per_s_per_device'])}/device",

@@ -1,6 +1,6 @@
 """The optimizer of a run, over whole parameters or shards of them, with its state allocated before the first step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.adamw import AdamW
 from shardwright.config import OptimizerSection
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
+from shardwright.parallel.norm import as_part, local_part
 
 
 def adamw(groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Optimizer:
@@ -38,7 +39,61 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Op
         }
         tensors = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in config.kind.state}
         optimizer.state[parameter] = counters | tensors
+    return on_shards(optimizer)
+
+
+def on_shards(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, whose `step` is given this rank's shards of parameters, gradients and states as plain tensors.
+
+    Every optimizer here updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole
+    would be; and PyTorch's dispatch of DTensors takes longer than the step of a small model. Outside of `step` groups
+    and states hold the DTensors.
+    """
+    held: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
+
+    def take_shards(*_: Any) -> None:
+        held.clear()
+        for group in optimizer.param_groups:
+            whole = group["params"]
+            group["params"] = [_shard_of(parameter, optimizer.state) for parameter in whole]
+            held.append((whole, group["params"]))
+
+    def put_back(*_: Any) -> None:
+        for group, (whole, shards) in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = whole
+            for parameter, shard in zip(whole, shards, strict=True):
+                _keep_state(parameter, shard, optimizer.state)
+        held.clear()  # which would keep the gradients alive
+
+    optimizer.register_step_pre_hook(take_shards)
+    optimizer.register_step_post_hook(put_back)
     return optimizer
+
+
+def _shard_of(parameter: nn.Parameter, states: MutableMapping[Any, Any]) -> nn.Parameter:
+    """The shard of a parameter, with its gradient and with a state in `states`."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    shard = nn.Parameter(local_part(parameter.detach()))
+    shard.grad = None if parameter.grad is None else local_part(parameter.grad)
+    if parameter in states:
+        states[shard] = {name: local_part(value) for name, value in states[parameter].items()}
+    return shard
+
+
+def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMapping[Any, Any]) -> None:
+    """Take the state of a shard out of `states`; what the step has put in the place of a tensor is copied into it."""
+    if not isinstance(parameter, DTensor):
+        return
+    for name, value in states.pop(shard, {}).items():
+        before = states[parameter].get(name)
+        if isinstance(before, Tensor) and isinstance(value, Tensor):
+            if local_part(before).data_ptr() != value.data_ptr():
+                local_part(before).copy_(value)
+        elif isinstance(value, Tensor) and value.shape == shard.shape:
+            states[parameter][name] = as_part(value, parameter, parameter.device_mesh, parameter.placements)
+        else:
+            states[parameter][name] = value
 
 
 def parameter_groups(

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.data.samples import open_samples
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
+from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
 from shardwright.training.ranks import Place, place_from_environment
+from shardwright.training.sources import Sources
 from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
 
@@ -149,12 +150,13 @@ def _check(config: RunConfig, alone: bool) -> None:
     is to start every rank, for a machine that cannot hold them."""
     problems = missing_extras(config) + (_machine_problems(config) if alone else [])
     try:
-        for name in ("train", "validation") if config.evaluation.samples else ("train",):
-            open_samples(config, name)
+        Sources(config)
     except InputError as error:
         problems += error.problems
     out = Path(config.out)
     saved = published(out / CHECKPOINTS)
+    if config.init.weights is not None and not saved:
+        problems += initial_weights_problems(config)
     if config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"

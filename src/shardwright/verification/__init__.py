@@ -6,8 +6,28 @@ with Verifier() as verifier:
 print(report.equal, report.worst)
 """
 
-from shardwright.verification.case import Case, case_of, cut
-from shardwright.verification.compare import Report, Row
-from shardwright.verification.verifier import Verifier, parity
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.verification.case import Case, case_of, cut
+    from shardwright.verification.compare import Report, Row
+    from shardwright.verification.verifier import Verifier, parity
 
 __all__ = ["Case", "Report", "Row", "Verifier", "case_of", "cut", "parity"]
+_FROM = {
+    "Case": "case",
+    "Report": "compare",
+    "Row": "compare",
+    "Verifier": "verifier",
+    "case_of": "case",
+    "cut": "case",
+    "parity": "verifier",
+}
+"""The module of each name; imported when the name is used, so that `ranks.start_server` can come before PyTorch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module 'shardwright.verification' has no attribute {name!r}")
+    return getattr(import_module(f"shardwright.verification.{_FROM[name]}"), name)

@@ -9,6 +9,7 @@ Shapes: B sequences of the global batch, T tokens of a sequence.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
@@ -249,16 +250,15 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     )
 
 
-def cut_each(case: Case, layouts: Iterable[Layout]) -> list[tuple[Case, Layout]]:
-    """A case at test size for each layout: one for those without a pipeline, one with more layers for the others."""
-    layouts = list(layouts)
-    cases = {
-        piped: cut(case, some)
-        for piped in (False, True)
-        if (some := [layout for layout in layouts if (layout.pp > 1) == piped])
-    }
-    found = [(cases[layout.pp > 1], layout) for layout in layouts]
-    return [(small, cut_layout(layout, case, small)) for small, layout in found]
+def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]:
+    """A case at test size for each layout: one for those of as many stages and data ranks, so that each has the layers
+    and the batch that it needs, and few references do for all."""
+    alike: dict[tuple[int, int], list[Layout]] = defaultdict(list)
+    for layout in layouts:
+        alike[layout.n_stages, layout.data_ranks].append(layout)
+    small = {degrees: cut(case, some) for degrees, some in alike.items()}
+    pairs = [(small[layout.n_stages, layout.data_ranks], layout) for layout in layouts]
+    return [(each, cut_layout(layout, case, each)) for each, layout in pairs]
 
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:

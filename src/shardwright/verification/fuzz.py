@@ -14,7 +14,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import PRESETS
-from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Score
+from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Scaling, Score
 from shardwright.model.spec import Activation, ModelSpec, Norm, Positions
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.split import rules
@@ -169,11 +169,25 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
 
 
 def _scaling(rng: Random, seq_len: int) -> RopeScaling:
+    kind, factor = rng.choice(get_args(Scaling)), rng.choice((2.0, 8.0))
+    length = max(1, seq_len // rng.choice((1, 2)))
+    if kind == "llama3":
+        return RopeScaling(
+            factor=factor, low_freq_factor=1.0, high_freq_factor=rng.choice((2.0, 4.0)), original_max_seq_len=length
+        )
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    mscale, all_dim = rng.choice(((0.0, 0.0), (1.0, 0.8)))
     return RopeScaling(
-        factor=rng.choice((2.0, 8.0)),
-        low_freq_factor=1.0,
-        high_freq_factor=rng.choice((2.0, 4.0)),
-        original_max_seq_len=max(1, seq_len // rng.choice((1, 2))),
+        kind="yarn",
+        factor=factor,
+        original_max_seq_len=length,
+        beta_fast=rng.choice((8.0, 32.0)),
+        beta_slow=rng.choice((1.0, 0.5)),
+        attention_factor=rng.choice((0.0, 1.3)),
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+        truncate=rng.random() < 0.5,
     )
 
 

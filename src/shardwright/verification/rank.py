@@ -12,7 +12,7 @@ from shardwright.data.batches import Batch
 from shardwright.layout import Layout
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
-from shardwright.training.optimizer import build_optimizer
+from shardwright.training.optimizer import build_optimizer, on_shards
 from shardwright.training.step import Trainer
 from shardwright.verification.case import DTYPES, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
@@ -62,8 +62,7 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
     )
     optimizer: torch.optim.Optimizer
     if training == "sgd":
-        # One at a time: parameters on different meshes cannot go through one fused call.
-        optimizer = torch.optim.SGD(model.named_parameters.values(), foreach=False)
+        optimizer = on_shards(torch.optim.SGD(model.named_parameters.values()))
     else:
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
     return Trainer(

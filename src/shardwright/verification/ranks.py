@@ -40,6 +40,15 @@ _running: dict[int, list[Worker]] = {}
 _numbers = itertools.count()
 
 
+def start_server() -> None:
+    """Start the process that ranks are forked from, which imports PyTorch while the caller goes on.
+
+    To be called before the caller imports PyTorch itself: both take seconds.
+    """
+    with _starting, _undisturbed():
+        pass
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,

@@ -7,9 +7,12 @@ with the code as it is, the code as the bug has it, and where it shows.
 from collections.abc import Mapping
 
 from tests.training.bugs import (
+    data,
     documents,
     dtype,
     elsewhere,
+    generation,
+    hugging_face,
     mask,
     off_by_one,
     order,
@@ -22,15 +25,16 @@ from tests.training.bugs import (
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
-    "wrong scale": scale.BUGS | elsewhere.SCALE,
+    "wrong scale": scale.BUGS | elsewhere.SCALE | generation.SCALE | data.SHARE,
     "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD,
-    "wrong order": order.BUGS | elsewhere.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE,
+    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD,
+    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER,
+    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE,
     "wrong dtype": dtype.BUGS,
-    "wrong mask": mask.BUGS | documents.BUGS,
-    "off by one": off_by_one.BUGS,
-    "lost on resume": resume.BUGS | elsewhere.RESUME,
+    "wrong mask": mask.BUGS | generation.MASK | data.MASK | documents.BUGS,
+    "off by one": off_by_one.BUGS | generation.OFF_BY_ONE | data.OFF_BY_ONE,
+    "wrong weights from files": hugging_face.BUGS,
+    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
 

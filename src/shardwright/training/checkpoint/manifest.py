@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from shardwright.errors import CheckpointError, DamagedError
 
-FORMAT = 1
+FORMAT = 2
 FILE_NAME = "manifest.json"
 
 
@@ -64,7 +64,8 @@ class Manifest:
     progress: Progress
     model: dict[str, Any]
     data: dict[str, Any]
-    """What makes sample number n the sample it is: `fingerprint` of the tokens, `seq_len`, `sequences`."""
+    """What makes sample number n the sample it is: `seq_len`, `sequences`, and `mixture`: the fingerprints of the
+    sources and the stages that had begun."""
     world_size: int
     tensors: dict[str, TensorRecord]
 

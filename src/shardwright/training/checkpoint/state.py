@@ -18,6 +18,7 @@ from shardwright.training.checkpoint.manifest import Manifest, Progress, TensorR
 from shardwright.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import named_state
+from shardwright.training.sources import MIXTURE, past_problems
 from shardwright.training.step import Trainer
 
 
@@ -82,7 +83,7 @@ def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progres
     try:
         manifest = read_manifest(folder)
         if problems := _differences(manifest, tensors, trainer, data):
-            refusal = CheckpointError(*(f"{folder}: {problem}" for problem in problems))
+            refusal = CheckpointError(*(f"{folder}: {problem}" for problem in [*problems, _A_NEW_RUN]))
     except CheckpointError as error:
         refusal = error
     _raise_first(refusal)
@@ -128,7 +129,9 @@ def _differences(
             f"samples would repeat; set seed={manifest.progress.seed}"
         )
     for key, here in (data or {}).items():
-        if here != (saved := manifest.data.get(key)):
+        if key == MIXTURE:
+            found += past_problems(manifest.data[key], here, manifest.progress.step)
+        elif here != (saved := manifest.data.get(key)):
             found.append(
                 f"it was trained on samples of {key}={_short(saved)}, and this run cuts them with {key}="
                 f"{_short(here)}, so it cannot go on with each sample once; give the data and sizes it was trained with"
@@ -150,6 +153,12 @@ def _differences(
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]
     return found + differing
+
+
+_A_NEW_RUN = (
+    "only the same run goes on from a checkpoint; a new run with these weights, and with other data, sequences or "
+    "optimizer, takes --set init.weights=PATH, a new --set out=... and no --resume"
+)
 
 
 def _short(value: Any) -> str:

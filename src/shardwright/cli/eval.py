@@ -1,0 +1,81 @@
+"""shardwright eval: the perplexity of a model on prepared data."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, layout_of, print_json, say, verb, wrong_sizes
+from shardwright.errors import InputError
+from shardwright.units import format_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments and options of the verb."""
+
+    model: Annotated[
+        Path,
+        typer.Argument(help="the folder of a run (`out` of its run file), a checkpoint, or a folder of transformers"),
+    ]
+    data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare`")] = None
+    split: Annotated[str, typer.Option(help="the split of that folder: validation or train")] = "validation"
+    layout: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="keys of the layout to run on, such as tp=2,dp_shard=2")
+    ] = ""
+    seq_len: Annotated[int | None, typer.Option(help="tokens of a sequence [default: max_seq_len of the model]")] = None
+    samples: Annotated[int | None, typer.Option(help="sequences, spread evenly over the split [default: all]")] = None
+    micro_batch: Annotated[int, typer.Option(help="sequences that a rank runs at a time")] = 4
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
+    json: AsJson = False
+
+
+@verb
+def eval(options: Options) -> None:
+    """Measure the perplexity of a run or a folder of transformers on prepared data.
+
+    shardwright eval quickstart/run --data quickstart/data --seq-len 256
+
+    Perplexity is the exponential of the mean cross-entropy of a token. It does not depend on the layout.
+    """
+    from shardwright.generation.evaluate import EvalRequest, evaluate
+
+    problems = wrong_sizes(
+        {"--seq-len": options.seq_len, "--samples": options.samples, "--micro-batch": options.micro_batch}
+    )
+    if options.data is None:
+        problems.append("--data is missing; name a folder that `shardwright data prepare` wrote")
+    if options.split not in ("validation", "train"):
+        problems.append(f"--split {options.split}: not one of validation, train")
+    if options.device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {options.device}: not one of auto, cpu, cuda")
+    try:
+        layout = layout_of(options.layout)
+    except InputError as error:
+        problems += error.problems
+    if problems:
+        raise InputError(*problems)
+    assert options.data is not None
+    found = evaluate(
+        EvalRequest(
+            options.model,
+            options.data,
+            options.split,
+            layout,
+            options.seq_len,
+            options.samples,
+            options.micro_batch,
+            options.device,
+        )
+    )
+    if found is None:
+        return
+    if options.json:
+        print_json(dataclasses.asdict(found) | {"n_tokens": found.n_tokens})
+    else:
+        say(f"perplexity {found.perplexity:.4f}, loss {found.loss:.5f} a token")
+        say(
+            f"{format_count(found.n_tokens)} tokens: {found.n_samples} sequences of {found.seq_len} of the "
+            f"{options.split} split in {options.data}"
+        )

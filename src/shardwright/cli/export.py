@@ -1,0 +1,54 @@
+"""shardwright export: weights as a folder of Hugging Face transformers."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, print_json, say, verb
+from shardwright.errors import InputError
+from shardwright.units import format_bytes
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@verb
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run (its newest checkpoint), a checkpoint or weights")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="the new folder that is written")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32 or fp64: type of the weights; if not given, as they are")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="most bytes of a file, such as 5GB or 500MiB")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="take the tokenizer of this folder, and its chat template")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
+
+    The folder has config.json, generation_config.json, the weights as safetensors, the tokenizer, and a model card
+    with the facts of the run. From every layout the weights are the same bytes.
+
+    shardwright export runs/debug --out hf/debug --dtype bf16
+    """
+    from shardwright.training.exporting import export as write
+
+    done = write(source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer)
+    if json:
+        answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
+        print_json({**answer, "bytes": done.n_bytes, "remarks": list(done.remarks)})
+        return
+    say(f"{done.architecture.class_name}, {done.dtype}, {format_bytes(done.n_bytes)} -> {out}")
+    for remark in done.remarks:
+        say(remark)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise InputError(f"--max-shard-size {text}: give a number and a unit, such as 5GB or 500MiB")
+    return int(match[1]) * _UNITS[match[2].upper()]

@@ -1,0 +1,165 @@
+"""shardwright generate: continue prompts with a trained model."""
+
+import dataclasses
+import json as json_text
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, error_console, layout_of, print_json, verb, wrong_sizes
+from shardwright.errors import InputError
+from shardwright.units import format_bytes, percent
+
+LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
+"""The keys of the layout that mean something without a backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments and options of the verb."""
+
+    model: Annotated[
+        Path,
+        typer.Argument(help="the folder of a run (`out` of its run file), a checkpoint, or a folder of transformers"),
+    ]
+    prompt: Annotated[list[str] | None, typer.Option(help="a text to continue; may be repeated")] = None
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='a file of prompts: one a line, or for *.jsonl a {"prompt": "..."} a line'),
+    ] = None
+    max_tokens: Annotated[int, typer.Option(help="the most new tokens of each prompt")] = 80
+    temperature: Annotated[
+        float | None, typer.Option(help="above 0; lower: closer to the most probable token [default: 0.8]")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="draw from the most probable tokens that together reach it [default: 1.0]")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option(help="draw from this many most probable tokens; 0: all [default: 40]")
+    ] = None
+    seed: Annotated[int, typer.Option(help="seed of the draws")] = 0
+    greedy: Annotated[bool, typer.Option("--greedy", help="always the most probable token; nothing is drawn")] = False
+    layout: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="degrees of the layout to run on, such as tp=2,pp=2")
+    ] = ""
+    batch_size: Annotated[int, typer.Option(help="sequences that a replica of the model runs at once")] = 16
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="a smaller model of the same tokenizer that proposes tokens (speculative)"),
+    ] = None
+    draft_tokens: Annotated[int, typer.Option(help="proposals of the draft in each step")] = 4
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
+    json: AsJson = False
+
+
+@verb
+def generate(options: Options) -> None:
+    """Continue prompts with a run or a folder of transformers, on any layout.
+
+    shardwright generate quickstart/run --prompt "import os"
+
+    The tokens do not depend on the layout, on the batch or on the other prompts. Prompts are data to dp_shard and
+    dp_replicate; ranks are started here as local processes on the CPU, or by torchrun or srun.
+    """
+    from shardwright.generation.generate import Request, generate
+    from shardwright.generation.sampling import Sampling
+
+    prompts, problems = _prompts(options)
+    problems += _sampling_problems(options)
+    problems += wrong_sizes(
+        {"--max-tokens": options.max_tokens, "--batch-size": options.batch_size, "--draft-tokens": options.draft_tokens}
+    )
+    try:
+        layout = layout_of(options.layout, LAYOUT_KEYS)
+    except InputError as error:
+        problems += error.problems
+    if options.device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {options.device}: not one of auto, cpu, cuda")
+    if problems:
+        raise InputError(*problems)
+    sampling = Sampling(
+        None if options.greedy else 0.8 if options.temperature is None else options.temperature,
+        40 if options.top_k is None else options.top_k,
+        1.0 if options.top_p is None else options.top_p,
+        options.seed,
+    )
+    answer = generate(
+        Request(
+            options.model,
+            prompts,
+            options.max_tokens,
+            sampling,
+            layout,
+            options.batch_size,
+            options.device,
+            options.draft,
+            options.draft_tokens,
+        )
+    )
+    if answer is None:
+        return
+    if options.json:
+        print_json(dataclasses.asdict(answer) | {"tokens_per_s": answer.tokens_per_s})
+        return
+    for number, each in enumerate(answer.completions, start=1):
+        if len(answer.completions) > 1:
+            typer.echo(f"--- prompt {number} of {len(answer.completions)}")
+        typer.echo(each.prompt + each.text)
+    n_tokens = sum(each.n_tokens for each in answer.completions)
+    error_console.print(
+        f"[dim]{n_tokens} tokens, {answer.tokens_per_s:.3g} a second; cache {format_bytes(answer.cache_bytes)}"
+        + (f"; {answer.accepted} of {answer.proposed} proposals accepted" if options.draft else "")
+        + (f" ({percent(answer.accepted / answer.proposed)})" if answer.proposed else "")
+    )
+
+
+def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
+    """The prompts, and what is wrong with how they are given."""
+    given = list(options.prompt or ())
+    if options.prompts is None:
+        return tuple(given), [] if given else ["nothing to continue; give --prompt TEXT or --prompts FILE"]
+    path = options.prompts
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return (), [f"--prompts {path}: there is no such file"]
+    except IsADirectoryError:
+        return (), [f"--prompts {path}: that is a folder; name a file of prompts, one a line"]
+    except (OSError, UnicodeDecodeError) as error:
+        return (), [f"--prompts {path}: cannot be read as text: {error}"]
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        return (), [f"--prompts {path}: the file is empty; write one prompt a line"]
+    if path.suffix != ".jsonl":
+        return (*given, *(line for _, line in numbered)), []
+    problems = []
+    for number, line in numbered:
+        try:
+            found = json_text.loads(line)
+        except ValueError as error:
+            problems.append(f"--prompts {path}, line {number}: not JSON ({error}): {line[:60]!r}")
+            continue
+        if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+            problems.append(f'--prompts {path}, line {number}: not an object with a text "prompt": {line[:60]!r}')
+        else:
+            given.append(found["prompt"])
+    return tuple(given), problems
+
+
+def _sampling_problems(options: Options) -> list[str]:
+    problems = []
+    drawing = {"--temperature": options.temperature, "--top-p": options.top_p, "--top-k": options.top_k}
+    if options.greedy and (given := [name for name, value in drawing.items() if value is not None]):
+        problems.append(
+            f"--greedy draws nothing, so {', '.join(given)} would mean nothing; leave out the one or the other"
+        )
+    if options.temperature is not None and not 0 < options.temperature < float("inf"):
+        problems.append(
+            f"--temperature {options.temperature:g}: a number above 0 is needed; for the most probable token: --greedy"
+        )
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        problems.append(f"--top-p {options.top_p:g}: a probability above 0 and up to 1 is needed; 1 keeps all tokens")
+    if options.top_k is not None and options.top_k < 0:
+        problems.append(f"--top-k {options.top_k}: 0 (all tokens) or a number of tokens is needed")
+    return problems

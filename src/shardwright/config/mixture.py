@@ -1,0 +1,122 @@
+"""The mixture of a run: which share of the samples each source of data has, and from which step on.
+
+Weights are ratios. As whole numbers without a common divisor they add up to the number of samples after which the
+order of sources repeats, and every source has had exactly its share.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+from pathlib import Path
+
+from shardwright.config.sections import DataSection, SourceSection
+from shardwright.errors import nearest
+
+LARGEST_PERIOD = 2**20
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """From the step after `from_step` steps on, source k has weights[k] of every sum(weights) samples; 0: none."""
+
+    from_step: int
+    weights: tuple[int, ...]
+
+
+def sources_of(data: DataSection) -> list[SourceSection]:
+    """The sources of a run, each with a name: those of `data.sources`, or the one folder of `data.path`."""
+    if data.path is not None:
+        return [SourceSection(name=Path(data.path).name, path=data.path, weight=1.0)]
+    return [source.model_copy(update={"name": name_of(source)}) for source in data.sources]
+
+
+def name_of(source: SourceSection) -> str:
+    """The name of a source: that of its folder, unless it has one of its own."""
+    return source.name or Path(source.path).name
+
+
+def tokenizer_folder(data: DataSection) -> Path:
+    """The folder of data with the tokenizer of a run; all its sources have the same."""
+    return Path(sources_of(data)[0].path)
+
+
+def mixtures_of(data: DataSection) -> list[Mixture]:
+    """The mixture that a run begins with, and that of each later stage, in order. The section has no problems."""
+    sources = sources_of(data)
+    first = {name_of(source): source.weight for source in sources if source.weight is not None}
+    stages = [(0, first), *((stage.from_step, stage.weights) for stage in data.stages)]
+    names = [name_of(source) for source in sources]
+    return [Mixture(step, whole_weights([weights.get(name, 0) for name in names])) for step, weights in stages]
+
+
+def whole_weights(weights: list[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the ratio of `weights` as they are written in decimal: 0.7, 0.3 -> 7, 3."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(each.denominator for each in exact))
+    whole = [int(each * scale) for each in exact]
+    return tuple(each // gcd(*whole) for each in whole)
+
+
+def mixture_problems(data: DataSection, steps: int | None) -> Iterator[str]:
+    """Every rule on sources and stages that is broken. `steps` of the run; None where that number is not valid."""
+    if data.path is not None and data.sources:
+        yield "data.path and data.sources are both given; name the folder of data.path as one of data.sources"
+    elif data.path is None and not data.sources:
+        yield "data.path: missing; it is a folder of `shardwright data prepare`; or give several as [[data.sources]]"
+    elif data.path is not None and data.stages:
+        yield "data.stages needs data.sources, whose weights it changes; write data.path as one of [[data.sources]]"
+    elif data.sources:
+        yield from _source_problems(data)
+        yield from _stage_problems(data, steps)
+
+
+def _source_problems(data: DataSection) -> Iterator[str]:
+    names = [name_of(source) for source in data.sources]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"data.sources: {names.count(name)} are called {name!r}; give each a name of its own, name = ..."
+    weights = {name_of(source): source.weight for source in data.sources if source.weight is not None}
+    yield from _weight_problems("data.sources", weights)
+    if not weights:
+        yield "data.sources: none has a weight, so the first step has no data; give weight to one or more of them"
+    named = set(weights).union(*(stage.weights for stage in data.stages))
+    for name in names:
+        if name not in named:
+            yield f"data.sources: {name!r} has no weight and no stage names it; give it a weight, or leave it out"
+
+
+def _stage_problems(data: DataSection, steps: int | None) -> Iterator[str]:
+    names, before = [name_of(source) for source in data.sources], 0
+    for number, stage in enumerate(data.stages):
+        where = f"data.stages.{number}"
+        if stage.from_step <= before:
+            rule = (
+                f"after that of the stage before, {before}"
+                if number
+                else "1 or more; the weights of sources are from 0"
+            )
+            yield f"{where}.from_step={stage.from_step} must be {rule}"
+        if steps is not None and stage.from_step >= steps:
+            yield (
+                f"{where}.from_step={stage.from_step} is not reached: the run has steps={steps}; raise steps, or leave "
+                f"the stage out"
+            )
+        before = max(before, stage.from_step)
+        if not stage.weights:
+            yield f"{where}.weights is empty; give the weight of one source or more, such as {{ {names[0]} = 1.0 }}"
+        for name in stage.weights:
+            if name not in names:
+                yield f"{where}.weights.{name}: there is no such source; {nearest(name, names)}"
+        yield from _weight_problems(f"{where}.weights", stage.weights)
+
+
+def _weight_problems(where: str, weights: Mapping[str, float]) -> Iterator[str]:
+    bad = {name: weight for name, weight in weights.items() if weight <= 0}
+    for name, weight in bad.items():
+        yield f"{where}: the weight of {name!r} is {weight:g}, and must be above 0; leave it out for no samples of it"
+    if weights and not bad and (period := sum(whole_weights(list(weights.values())))) > LARGEST_PERIOD:
+        given = ", ".join(f"{weight:g}" for weight in weights.values())
+        yield (
+            f"{where}: the weights {given} are whole numbers only in {period:,} samples, more than {LARGEST_PERIOD:,}; "
+            f"round them"
+        )

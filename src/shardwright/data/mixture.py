@@ -1,0 +1,166 @@
+"""The order of samples of several sources: which source each running sample is of, and which sample of it.
+
+Both are pure functions of the running index, so a run over a mixture resumes from one integer, as one over a single
+folder does, and every layout sees the same samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from shardwright.config.mixture import Mixture
+from shardwright.data.order import SampleOrder
+from shardwright.data.samples import Samples
+from shardwright.data.shards import TokenSplit
+
+
+@lru_cache(maxsize=32)
+def interleaving(weights: tuple[int, ...]) -> np.ndarray:
+    """The source of each of sum(weights) samples, after which the order of sources repeats; int64.
+
+    Of the first n samples x_k are of source k, and |x_k - n w_k / W| <= 1 - 1 / (2K - 2), where W is the sum of the
+    weights and K the number of those above 0 (Tijdeman 1980, The chairman assignment problem, Discrete Math. 32):
+    each sample goes to the source that has to have its next one the soonest, among those that would not have too many.
+    """
+    period, taking = sum(weights), [k for k, weight in enumerate(weights) if weight]
+    if len(taking) == 1:
+        return np.full(period, taking[0])
+    parts = 2 * len(taking) - 2
+    order, taken = np.empty(period, np.int64), [0] * len(weights)
+    for n in range(1, period + 1):
+        best, soonest = -1, 0
+        for k in taking:
+            behind = parts * (weights[k] * n - taken[k] * period)
+            if behind >= period:  # it would not be ahead by more than 1 - 1 / parts of a sample
+                until = (period * (parts - 1) - behind) // (parts * weights[k])  # samples that it can still wait
+                if best < 0 or until < soonest:
+                    best, soonest = k, until
+        order[n - 1] = best
+        taken[best] += 1
+    return order
+
+
+@lru_cache(maxsize=32)
+def _counts_before(weights: tuple[int, ...]) -> np.ndarray:
+    """How many of each source there are before each place of the interleaving; int64 [sum(weights), sources]."""
+    is_of = interleaving(weights)[:, None] == np.arange(len(weights))
+    return np.cumsum(is_of, axis=0) - is_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The samples from running index `from_sample` on, which are taken after `from_step` steps, in a ratio of
+    `weights` by source."""
+
+    from_step: int
+    from_sample: int
+    weights: tuple[int, ...]
+
+    def counts(self, n: np.ndarray) -> np.ndarray:
+        """Samples of each source among the first `n` (integers, any shape) of the stage; int64 [..., sources]."""
+        before, n = _counts_before(self.weights), np.asarray(n, np.int64)
+        return n[..., None] // len(before) * np.array(self.weights) + before[n % len(before)]
+
+    def source_of(self, n: np.ndarray) -> np.ndarray:
+        """The source of sample number `n` of the stage, from 0."""
+        pattern = interleaving(self.weights)
+        return pattern[n % len(pattern)]
+
+
+def stages_of(
+    mixtures: Sequence[Mixture],
+    global_batch: int,
+    past: Sequence[Stage] = (),
+    step: int = 0,
+    n_samples: int = 0,
+) -> list[Stage]:
+    """The stages of a run that has taken `step` steps and `n_samples` samples, in the stages `past`; those that follow
+    begin where their step takes its first sample, at `global_batch` samples a step from here on."""
+    n_sources = len(mixtures[0].weights)
+    begun = [replace(each, weights=each.weights + (0,) * (n_sources - len(each.weights))) for each in past]
+    return begun + [
+        Stage(each.from_step, n_samples + (each.from_step - step) * global_batch, each.weights)
+        for each in mixtures[len(past) :]
+    ]
+
+
+class MixtureOrder:
+    """The order in which a run with `seed` sees samples of several sources: a pure function of (seed, stages, index).
+
+    Source k has `sizes[k]` samples and takes them in the order of `SampleOrder`, each once an epoch of that source,
+    however often the weights change. `stages` begin with one from sample 0.
+    """
+
+    def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
+        assert stages[0].from_sample == 0, stages
+        self.sizes, self.stages = tuple(sizes), tuple(stages)
+        self._orders = [SampleOrder(seed, size, source) for source, size in enumerate(sizes)]
+        self._begins = np.array([stage.from_sample for stage in stages])
+        taken = [np.zeros(len(sizes), np.int64)]
+        for stage, end in zip(stages, self._begins[1:], strict=False):
+            taken.append(taken[-1] + stage.counts(end - stage.from_sample))
+        self._taken_before = taken
+
+    def taken(self, n_samples: int) -> np.ndarray:
+        """How many of the first `n_samples` samples of the run are of each source; int64 [sources]."""
+        at = int(np.searchsorted(self._begins, n_samples, side="right")) - 1
+        stage = self.stages[at]
+        return self._taken_before[at] + stage.counts(np.array(n_samples - stage.from_sample))
+
+    def epochs(self, n_samples: int) -> list[float]:
+        """How often the first `n_samples` samples of the run went through each source."""
+        return [float(taken / size) for taken, size in zip(self.taken(n_samples), self.sizes, strict=True)]
+
+    def located(self, global_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each running index g >= 0, and the sample of that source; int64 of the same shape."""
+        g = np.asarray(global_index, np.int64)
+        sources, samples = np.empty_like(g), np.empty_like(g)
+        at = np.searchsorted(self._begins, g, side="right") - 1
+        for number in np.unique(at):
+            here, stage = at == number, self.stages[number]
+            n = g[here] - stage.from_sample
+            sources[here] = stage.source_of(n)
+            counts = self._taken_before[number] + stage.counts(n)
+            samples[here] = np.take_along_axis(counts, sources[here][:, None], axis=1)[:, 0]
+        for source, order in enumerate(self._orders):
+            here = sources == source
+            samples[here] = order(samples[here])
+        return sources, samples
+
+    def __call__(self, global_index: np.ndarray) -> np.ndarray:
+        """The sample at each running index, as `MixedSamples` numbers them."""
+        sources, samples = self.located(global_index)
+        return np.concatenate([[0], np.cumsum(self.sizes)])[sources] + samples
+
+
+class MixedSamples:
+    """The samples of several sources as one row of `Samples`, one source after another."""
+
+    def __init__(self, sources: Sequence[Samples]) -> None:
+        self.sources, self.seq_len = tuple(sources), sources[0].seq_len
+        self._ends = np.cumsum([len(source) for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def located(self, i: int) -> tuple[Samples, int]:
+        """The source that holds sample i, and its number there."""
+        source = int(np.searchsorted(self._ends, i, side="right"))
+        return self.sources[source], i - int(self._ends[source]) + len(self.sources[source])
+
+    def origin(self, i: int) -> tuple[TokenSplit, int]:
+        """As Samples.origin."""
+        source, inside = self.located(i)
+        return source.origin(inside)
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Samples.read."""
+        source, inside = self.located(i)
+        return source.read(inside)
+
+    def documents(self, i: int) -> list[int]:
+        """As Samples.documents."""
+        source, inside = self.located(i)
+        return source.documents(inside)

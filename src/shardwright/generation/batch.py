@@ -1,0 +1,105 @@
+"""The new tokens of several sequences in one forward pass: one after another in one row, without padding between them.
+
+    sequence a, positions 5 to 7    sequence b, position 12    ->    a5 a6 a7 b12     (1, N), N = 4
+
+So a pass may have sequences of any lengths, and the model sees one sequence of N tokens with their positions. Only
+attention knows which tokens belong together (`cache.py`).
+
+Shapes: N tokens of a pass, B sequences, S positions of the cache.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Consecutive new tokens of one sequence, at positions `start` to `start + length - 1`; its keys and values are in
+    row `slot` of the cache."""
+
+    slot: int
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The position after the last of these tokens, and so the number of tokens that the last attends to."""
+        return self.start + self.length
+
+
+class RaggedBatch:
+    """The segments of one forward pass, and the tokens whose logits are wanted: the last of each segment, or, with
+    `every`, all of them."""
+
+    def __init__(self, segments: Sequence[Segment], tokens: Sequence[int], *, every: bool = False) -> None:
+        assert len(tokens) == sum(segment.length for segment in segments), (len(tokens), segments)
+        self.segments = tuple(segments)
+        self.tokens = tokens
+        self.every = every
+        self.held: list[range] | None = None
+        """With context parallelism: which tokens of the padded row this rank has; None where it has all."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all segments, without padding."""
+        return len(self.tokens)
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """The position of each token in its sequence."""
+        return [position for segment in self.segments for position in range(segment.start, segment.stop)]
+
+    @cached_property
+    def wanted(self) -> list[int]:
+        """Indices in the row of the tokens whose logits are wanted."""
+        if self.every:
+            return list(range(self.n_tokens))
+        ends, at = [], 0
+        for segment in self.segments:
+            at += segment.length
+            ends.append(at - 1)
+        return ends
+
+    @cached_property
+    def is_prefill(self) -> bool:
+        """Whether every sequence begins with this pass, so that it attends to nothing in the cache."""
+        return all(segment.start == 0 for segment in self.segments)
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token in this pass."""
+        return all(segment.length == 1 for segment in self.segments)
+
+    @cached_property
+    def longest(self) -> int:
+        """The most tokens that a token of this pass attends to."""
+        return max((segment.stop for segment in self.segments), default=0)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """The row of the cache of each sequence; (B,)."""
+        return torch.tensor([segment.slot for segment in self.segments])
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The position of the first new token of each sequence; (B,)."""
+        return torch.tensor([segment.start for segment in self.segments])
+
+    @cached_property
+    def rows(self) -> slice | Tensor:
+        """The rows of the cache, as a slice where they are neighbours, which is read without a copy."""
+        first, n = self.segments[0].slot, len(self.segments)
+        neighbours = all(segment.slot == first + i for i, segment in enumerate(self.segments))
+        return slice(first, first + n) if neighbours else self.slots
+
+    def decode_mask(self, device: torch.device) -> Tensor | None:
+        """Which positions of the cache each sequence of a decode pass attends to, (B, 1, 1, S); None where it is all
+        of them."""
+        stops = [segment.stop for segment in self.segments]
+        if min(stops) == max(stops):
+            return None
+        stop_B = torch.tensor(stops, device=device)
+        return (torch.arange(self.longest, device=device) < stop_B[:, None])[:, None, None]

@@ -1,0 +1,149 @@
+"""The cache of keys and values: attention of new tokens to all tokens of their sequences.
+
+The modules of a model are not changed. Their attribute `attend`, which context parallelism replaces too, gets an
+attention that writes the keys and values of the new tokens into the cache and reads those of all earlier ones. A module
+of a family of a user's own that has `attend` is served in the same way.
+
+A rank of tp has the keys and values of its own heads alone. `cost.cache` has the bytes as a formula.
+
+Shapes: N tokens of a pass, B sequences, S positions of the cache, H heads, K kv heads, C width of one head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.generation.batch import RaggedBatch, Segment
+from shardwright.model.attention import Attend, causal_attention
+from shardwright.model.documents import Documents
+
+
+class Cache:
+    """The keys and values of all layers of a model, or of a pipeline stage, for `n_slots` sequences of at most
+    `n_positions` tokens."""
+
+    def __init__(self, n_slots: int, n_positions: int) -> None:
+        self.n_slots, self.n_positions = n_slots, n_positions
+        self.layers: list[LayerCache] = []
+        self.batch = RaggedBatch((), ())
+        """The pass that runs."""
+        self.mask: Tensor | None = None
+        """Its `decode_mask`, made once for all layers."""
+
+    def begin(self, batch: RaggedBatch, device: torch.device) -> None:
+        """Call before a forward pass."""
+        self.batch = batch
+        self.mask = batch.decode_mask(device) if batch.segments and batch.is_decode else None
+
+    def layer(self) -> "LayerCache":
+        """The cache of one more layer."""
+        self.layers.append(LayerCache(self))
+        return self.layers[-1]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer.tensors)
+
+
+class LayerCache:
+    """The keys and values of one layer, (slots, K, S, C); allocated when the first are written, which tells K and C."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.tensors: list[Tensor] = []
+
+    def write(self, *new_NKC: Tensor) -> None:
+        """Store the keys, and the values if they are others, of the tokens of the pass that runs."""
+        cache = self.cache
+        if not self.tensors:
+            shapes = [(cache.n_slots, x.shape[1], cache.n_positions, x.shape[2]) for x in new_NKC]
+            # Zeros: what is masked is multiplied by 0, and a stray nan times 0 is nan.
+            self.tensors = [x.new_zeros(shape) for x, shape in zip(new_NKC, shapes, strict=True)]
+        for kept, x_NKC in zip(self.tensors, new_NKC, strict=True):
+            if cache.batch.is_decode and len(cache.batch.segments) > 1:
+                kept[cache.batch.slots, :, cache.batch.starts] = x_NKC
+                continue
+            for segment, x_TKC in zip(cache.batch.segments, x_NKC.split(_lengths(cache.batch)), strict=True):
+                kept[segment.slot, :, segment.start : segment.stop] = x_TKC.transpose(0, 1)
+
+    def attend(self, q_NHC: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of the new tokens to all tokens of their own sequences, which are written; (N, H, C). With `scale`
+        in the place of 1 / sqrt(C)."""
+        batch, (keys, values) = self.cache.batch, (self.tensors[0], self.tensors[-1])
+        if batch.is_decode:
+            k_BKSC, v_BKSC = (x[batch.rows, :, : batch.longest] for x in (keys, values))
+            return _attention(q_NHC.unsqueeze(2), k_BKSC, v_BKSC, self.cache.mask, scale).squeeze(2)
+        parts = []
+        for segment, q_THC in zip(batch.segments, q_NHC.split(_lengths(batch)), strict=True):
+            k_1KSC, v_1KSC = (x[segment.slot, :, : segment.stop].unsqueeze(0) for x in (keys, values))
+            q_1HTC = q_THC.transpose(0, 1).unsqueeze(0)
+            o_1HTC = _attention(q_1HTC, k_1KSC, v_1KSC, _causal_mask(segment, q_THC.device), scale)
+            parts.append(o_1HTC[0].transpose(0, 1))
+        return torch.cat(parts)
+
+
+class PrefillAttention:
+    """A replacement for `causal_attention` in a pass in which every sequence begins, so that nothing is read from the
+    cache; (1, N, H, C) each. `sharded`: context-parallel attention, for a sequence whose tokens are sharded over cp."""
+
+    def __init__(self, cache: Cache, sharded: Attend) -> None:
+        self.cache, self.sharded = cache, sharded
+
+    def __call__(self, q_1NHC: Tensor, k_1NKC: Tensor, v_1NKC: Tensor, documents: Documents | None = None) -> Tensor:
+        batch = self.cache.batch
+        if batch.held is not None:
+            return self.sharded(q_1NHC, k_1NKC, v_1NKC, documents)
+        parts = [x[:, : batch.n_tokens].split(_lengths(batch), 1) for x in (q_1NHC, k_1NKC, v_1NKC)]
+        o_1NHC = torch.cat([causal_attention(*each) for each in zip(*parts, strict=True)], 1)
+        return padded(o_1NHC[0], q_1NHC)
+
+
+class CachedAttention:
+    """A replacement for `causal_attention` over the tokens of any pass, with the cache of one layer.
+
+    `gather` brings the keys or values of all tokens of a sequence that is sharded over cp, in their order."""
+
+    def __init__(self, layer: LayerCache, prefill: PrefillAttention, gather: Callable[[Tensor], Tensor]) -> None:
+        self.layer, self.prefill, self.gather = layer, prefill, gather
+
+    def __call__(self, q_1NHC: Tensor, k_1NKC: Tensor, v_1NKC: Tensor, documents: Documents | None = None) -> Tensor:
+        batch = self.layer.cache.batch
+        n = batch.n_tokens
+        if n == 0:  # padding alone: other ranks have tokens
+            return torch.zeros_like(q_1NHC)
+        whole = [self.gather(x) for x in (k_1NKC, v_1NKC)] if batch.held is not None else [k_1NKC, v_1NKC]
+        self.layer.write(*(x[0, :n] for x in whole))
+        if batch.is_prefill:
+            return self.prefill(q_1NHC, k_1NKC, v_1NKC, documents)
+        return padded(self.layer.attend(q_1NHC[0, :n]), q_1NHC)
+
+
+def padded(o_NHC: Tensor, like_1NHC: Tensor) -> Tensor:
+    """The output of the tokens of a pass with zeros for its padding, in the shape of its queries."""
+    missing = like_1NHC.shape[1] - o_NHC.shape[0]
+    return (F.pad(o_NHC, (0, 0, 0, 0, 0, missing)) if missing else o_NHC).unsqueeze(0)
+
+
+def attend_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model whose attention can be replaced, in the order of its layers."""
+    return [module for module in model.modules() if hasattr(module, "attend")]
+
+
+def _lengths(batch: RaggedBatch) -> list[int]:
+    return [segment.length for segment in batch.segments]
+
+
+def _causal_mask(segment: Segment, device: torch.device) -> Tensor | None:
+    """What each token of a segment attends to, (T, S); None where it is everything."""
+    if segment.length == 1:
+        return None
+    return torch.ones(segment.length, segment.stop, dtype=torch.bool, device=device).tril(segment.start)
+
+
+def _attention(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    grouped = q_BHTC.shape[1] != k_BKSC.shape[1]
+    return F.scaled_dot_product_attention(q_BHTC, k_BKSC, v_BKSC, attn_mask=mask, scale=scale, enable_gqa=grouped)

@@ -1,0 +1,131 @@
+"""Continuous batching: a sequence that ends gives its row of the cache to the next prompt (Orca, Yu et al., OSDI 2022).
+
+A pass either begins sequences (prefill) or has one new token of each that is running (decode).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwright.generation.batch import RaggedBatch, Segment
+from shardwright.generation.engine import Engine
+from shardwright.generation.sampling import Sampling
+
+
+@dataclass
+class Running:
+    """A sequence with a row of the cache. `tokens`: the prompt and its continuation; all but the last are in the
+    cache after a pass. `stop`: the number of tokens at which it ends."""
+
+    prompt: int
+    tokens: list[int]
+    n_prompt: int
+    stop: int
+    slot: int
+
+    @property
+    def continuation(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.tokens[self.n_prompt :]
+
+
+Decode = Callable[[Sequence[Running]], list[list[int]]]
+"""Runs one step of all running sequences; the new tokens of each, one or more."""
+
+
+@dataclass
+class Batcher:
+    """Continues prompts in the rows of an engine's cache.
+
+    `limit`: the most tokens of a sequence, prompt included; `ends`: tokens that end a sequence, as its last.
+    """
+
+    engine: Engine
+    sampling: Sampling
+    limit: int
+    ends: frozenset[int] = frozenset()
+    decode: Decode | None = None
+    """Speculative decoding, in the place of a pass with one token of each sequence."""
+
+    def complete(self, prompts: Mapping[int, Sequence[int]], max_tokens: int) -> dict[int, list[int]]:
+        """Up to `max_tokens` tokens after each prompt, by the index of the prompt; `prompts` are those of this rank."""
+        waiting = deque(sorted(prompts.items()))
+        free = list(range(self.engine.cache.n_slots))
+        running: list[Running] = []
+        done: dict[int, list[int]] = {}
+        while self.engine.anywhere(bool(waiting or running)):
+            fresh: list[Running] = []
+            most = self.engine.n_batches if self.engine.one_prompt else len(free)
+            while waiting and free and len(fresh) < most:
+                index, ids = waiting.popleft()
+                stop = min(len(ids) + max_tokens, self.limit)
+                fresh.append(Running(index, list(ids), len(ids), stop, free.pop(0)))
+            for sequence, new in zip(fresh or running, self._step(fresh, running), strict=True):
+                self._extend(sequence, new)
+            running = sorted([*running, *fresh], key=lambda each: each.slot)
+            for sequence in [each for each in running if self._is_complete(each)]:
+                done[sequence.prompt] = sequence.continuation
+                running.remove(sequence)
+                free.append(sequence.slot)
+            free.sort()
+        return done
+
+    def _step(self, fresh: list[Running], running: list[Running]) -> list[list[int]]:
+        if fresh:
+            return self.next_tokens(fresh, [(0, len(each.tokens)) for each in fresh])
+        if self.decode is not None:
+            return self.decode(running)
+        return self.next_tokens(running, [(len(each.tokens) - 1, 1) for each in running])
+
+    def next_tokens(self, sequences: Sequence[Running], new: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """The token after each sequence, from a pass with `new` (first position, length) of its tokens."""
+
+        def choose(logits: list[Tensor]) -> Tensor:
+            chosen = [
+                self.sampling.choose(logits_WV, [each.prompt for each in group], [len(each.tokens) for each in group])
+                for logits_WV, group in zip(logits, groups, strict=False)
+                if group
+            ]
+            return chosen[0].new_tensor([token for part in chosen for token in part.tolist()])
+
+        groups, logits = self.run(sequences, new)
+        if not sequences:
+            return []
+        return [[token] for token in self.engine.agree(lambda: choose(logits), (len(sequences),)).tolist()]
+
+    def run(
+        self, sequences: Sequence[Running], new: Sequence[tuple[int, int]], *, every: bool = False
+    ) -> tuple[list[list[Running]], list[Tensor]]:
+        """Run `new` tokens of each sequence; the sequences of each pass and, where the head is, its logits."""
+        batches, groups = [], []
+        for part in _groups(list(zip(sequences, new, strict=True)), self.engine):
+            segments = [Segment(each.slot, start, length) for each, (start, length) in part]
+            tokens = [token for each, (start, length) in part for token in each.tokens[start : start + length]]
+            batches.append(RaggedBatch(segments, tokens, every=every))
+            groups.append([each for each, _ in part])
+        return groups, self.engine.run(batches)
+
+    def _extend(self, sequence: Running, new: Sequence[int]) -> None:
+        """Add tokens up to the end of the sequence."""
+        for token in new:
+            if not self._is_complete(sequence):
+                sequence.tokens.append(token)
+
+    def _is_complete(self, sequence: Running) -> bool:
+        ended = bool(sequence.continuation) and sequence.tokens[-1] in self.ends
+        return ended or len(sequence.tokens) >= sequence.stop
+
+
+Part = list[tuple[Running, tuple[int, int]]]
+
+
+def _groups(sequences: Part, engine: Engine) -> Iterator[Part]:
+    """The sequences of each pass: equal parts of neighbours, as many as the engine runs at once."""
+    n = engine.n_batches if engine.in_step else min(engine.n_batches, len(sequences))
+    begin = 0
+    for number in range(n):
+        end = begin + -(-(len(sequences) - begin) // (n - number))
+        yield sequences[begin:end]
+        begin = end

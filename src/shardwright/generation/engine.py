@@ -1,0 +1,226 @@
+"""Forward passes with a cache, on any layout: the runner, the stages and the collectives are those of training.
+
+A rank of tp has the cache of its heads, a rank of pp that of its layers. Tokens of a pass are one sequence of N tokens
+to the model, padded to a multiple of the token shards. Where cp is above 1, a pass in which one sequence begins has its
+tokens sharded over cp; all ranks of cp then keep all keys and values, and later passes run on each of them.
+
+Shapes: N tokens of a pass (padded), t tokens of a shard, W tokens whose logits are wanted, D model, V vocab, v a rank's
+rows of the vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.generation.batch import RaggedBatch
+from shardwright.generation.cache import Cache, CachedAttention, PrefillAttention, attend_modules
+from shardwright.generation.latent import CachedLatentAttention
+from shardwright.model.latent_attention import LatentAttention
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.collectives import all_gather_single, start_gather_tokens
+from shardwright.parallel.microbatch_runner import Microbatch
+from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.tensor import VocabularyHead
+from shardwright.split.rules import sequence_cuts
+from shardwright.split.sequence import spans
+
+
+class Engine(Protocol):
+    """What runs forward passes."""
+
+    cache: Cache
+    n_batches: int
+    """The most passes that `run` takes at once: more than one keeps the stages of a pipeline busy."""
+    one_prompt: bool
+    """Whether a pass can begin one sequence alone."""
+    in_step: bool
+    """Whether `run` needs exactly `n_batches` passes, empty ones among them, since other ranks wait for this one."""
+
+    def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
+        """The logits (W, V) of the wanted tokens of each pass, on a rank that has the head; elsewhere none."""
+
+    def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The integers that `choose` gives, on the CPU: one rank of those that run the same sequences calls it."""
+
+    def anywhere(self, left: bool) -> bool:
+        """Whether any rank has something left to do."""
+
+
+class WholeEngine:
+    """The passes of a whole model on this process alone."""
+
+    n_batches, one_prompt, in_step = 1, False, False
+
+    def __init__(self, model: Transformer, n_slots: int, n_positions: int) -> None:
+        self.model = model.eval()
+        self.cache = Cache(n_slots, n_positions)
+        _attach(model, self.cache, lambda x: x, lambda x: x)
+
+    @torch.inference_mode()
+    def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
+        """As `Engine.run`."""
+        return [self._logits(batch) for batch in batches]
+
+    def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """As `Engine.agree`."""
+        return choose().cpu()
+
+    def anywhere(self, left: bool) -> bool:
+        """As `Engine.anywhere`."""
+        return left
+
+    def _logits(self, batch: RaggedBatch) -> Tensor:
+        device = self.model.embedding.weight.device
+        self.cache.begin(batch, device)
+        tokens_1N = torch.tensor([batch.tokens], device=device)
+        positions_N = torch.tensor(batch.positions, device=device)
+        x_1ND = self.model.embed(tokens_1N, positions_N, None)
+        x_1ND = self.model.run_layers(x_1ND, positions_N, None)[:, batch.wanted]
+        return self.model.logits(self.model.norm(x_1ND))[0]
+
+
+class LayoutEngine:
+    """The passes of a model on this rank of a layout; every rank of the world makes one and calls `run` as often, with
+    as many passes."""
+
+    def __init__(self, model: ParallelModel, device: torch.device, n_slots: int, n_positions: int) -> None:
+        self.model, self.device, self.layout = model, device, model.layout
+        self.cache = Cache(n_slots, n_positions)
+        layout, rank = self.layout, dist.get_rank()
+        self.n_batches, self.one_prompt, self.in_step = layout.pp, layout.cp > 1, layout.data_ranks > 1
+        # Ranks of one replica run the same sequences; one of those with the head chooses their tokens.
+        replicas = layout.groups("pp", "cp", "tp")
+        self._replica, _ = dist.new_subgroups_by_enumeration([list(replica) for replica in replicas])
+        data_axes = {axis: layout.coordinates(rank)[axis] for axis in ("dp_replicate", "dp_shard")}
+        self._chooser = layout.rank_at(data_axes | {"pp": layout.pp - 1})
+        self._upcoming: Iterator[RaggedBatch] = iter(())
+        self._logits: list[Tensor] = []
+        model.train(False)
+        for part in model.parts:
+            _attach(part, self.cache, self._gather_shards, self._gather_context)
+            part.register_forward_pre_hook(self._begin)
+            if part.norm is not None:
+                part.norm.register_forward_pre_hook(self._select)
+                if isinstance(part.head, VocabularyHead):  # it reads the wanted tokens, which are not sharded
+                    part.head.axis = replace(part.head.axis, token_shards=False)
+
+    @torch.no_grad()
+    def run(self, batches: Sequence[RaggedBatch]) -> list[Tensor]:
+        """As `Engine.run`."""
+        sharded = self._is_sharded(batches)
+        cuts = sequence_cuts(self.layout) if sharded else self.layout.tp if self.layout.token_shards else 1
+        n_padded = max(1, *(-(-batch.n_tokens // cuts) for batch in batches)) * cuts
+        for batch in batches:
+            batch.held = self._held(n_padded) if sharded else None
+        self._upcoming, self._logits = iter(batches), []
+        self.model.runner.evaluate([self._microbatch(batch, n_padded) for batch in batches], self._collect)
+        return [self._whole_vocabulary(logits_Wv) for logits_Wv in self._logits]
+
+    def agree(self, choose: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
+        """As `Engine.agree`."""
+        if self._replica.size() == 1:
+            return choose().cpu()
+        chosen = torch.empty(shape, dtype=torch.int64, device=self.device)
+        if dist.get_rank() == self._chooser:
+            chosen.copy_(choose())
+        dist.broadcast(chosen, self._chooser, group=self._replica)
+        return chosen.cpu()
+
+    def anywhere(self, left: bool) -> bool:
+        """As `Engine.anywhere`."""
+        if not self.in_step:
+            return left
+        found = torch.tensor(int(left), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def _microbatch(self, batch: RaggedBatch, n_padded: int) -> Microbatch:
+        tokens_N = torch.zeros(n_padded, dtype=torch.int64)
+        tokens_N[: batch.n_tokens] = torch.tensor(batch.tokens, dtype=torch.int64)
+        positions_N = torch.zeros(n_padded, dtype=torch.int64)
+        positions_N[: batch.n_tokens] = torch.tensor(batch.positions, dtype=torch.int64)
+        if batch.held is not None:
+            held = torch.cat([torch.arange(span.start, span.stop) for span in batch.held])
+            tokens_N, positions_N = tokens_N[held], positions_N[held]
+        tokens_1N = tokens_N[None].to(self.device)
+        return Microbatch(tokens_1N, tokens_1N, positions_N.to(self.device), None)
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        """A runner takes the micro-batches of a pass in their order."""
+        self.cache.begin(next(self._upcoming), self.device)
+
+    def _select(self, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """The last norm and the head compute the wanted tokens alone."""
+        x_1ND = self._gather_shards(inputs[0])
+        batch = self.cache.batch
+        if batch.held is not None:
+            x_1ND = self._gather_context(x_1ND)
+        return (x_1ND[:, batch.wanted],)
+
+    def _collect(self, logits_1Wv: Tensor, _: Tensor) -> Tensor:
+        self._logits.append(logits_1Wv[0])
+        return logits_1Wv.new_zeros(())
+
+    def _whole_vocabulary(self, logits_Wv: Tensor) -> Tensor:
+        """All-gather of the logits over tp; (W, v) -> (W, V)."""
+        group, size = self.model.groups.tp, self.model.spec.vocab_size
+        if group is None:
+            return logits_Wv
+        rows = -(-size // self.layout.tp)
+        own_Wv = F.pad(logits_Wv, (0, rows - logits_Wv.shape[1])).contiguous()
+        gathered_nWv = own_Wv.new_empty(group.size(), *own_Wv.shape)
+        all_gather_single(gathered_nWv.flatten(0, 1), own_Wv, group=group)
+        return gathered_nWv.transpose(0, 1).flatten(1)[:, :size]
+
+    def _gather_shards(self, x_1tD: Tensor) -> Tensor:
+        """The tokens of all ranks of tp, with sequence parallelism."""
+        if not self.layout.token_shards:
+            return x_1tD
+        assert self.model.groups.tp is not None
+        return start_gather_tokens(x_1tD, self.model.groups.tp).wait()
+
+    def _gather_context(self, x_1tD: Tensor) -> Tensor:
+        """The tokens of all ranks of cp, in the order of the sequence; (1, t, ...) -> (1, N, ...)."""
+        whole = x_1tD
+        for group in (self.model.groups.cp_ulysses, self.model.groups.cp_ring):
+            if group is not None:
+                whole = start_gather_tokens(whole.flatten(2), group).wait().unflatten(2, x_1tD.shape[2:])
+        layout = self.layout
+        ring = layout.cp_ring
+        of_ranks = [spans(layout.cp_method, whole.shape[1], ring, 1, rank, 0) for rank in range(ring)]
+        positions_N = torch.cat([torch.arange(s.start, s.stop) for of_rank in of_ranks for s in of_rank])
+        ordered = torch.empty_like(whole)
+        ordered[:, positions_N.to(whole.device)] = whole
+        return ordered
+
+    def _is_sharded(self, batches: Sequence[RaggedBatch]) -> bool:
+        """Whether the tokens of these passes are sharded over cp: each begins one sequence."""
+        begins = all(batch.is_prefill and len(batch.segments) <= 1 for batch in batches)
+        return self.layout.cp > 1 and begins and any(batch.n_tokens for batch in batches)
+
+    def _held(self, n_padded: int) -> list[range]:
+        """Which tokens of a row that is sharded over cp this rank has."""
+        layout, at = self.layout, self.layout.coordinates(dist.get_rank())
+        return spans(layout.cp_method, n_padded, layout.cp_ring, layout.cp_ulysses, at["cp_ring"], at["cp_ulysses"])
+
+
+def _attach(
+    model: nn.Module,
+    cache: Cache,
+    gather_shards: Callable[[Tensor], Tensor],
+    gather_context: Callable[[Tensor], Tensor],
+) -> None:
+    """Give every attention of a model, or of a pipeline stage, a layer of the cache."""
+    for module in attend_modules(model):
+        prefill = PrefillAttention(cache, module.attend)
+        if isinstance(module, LatentAttention):
+            whole: Any = module
+            whole.over_latents = CachedLatentAttention(module, cache.layer(), gather_shards, gather_context)
+            module.attend = prefill
+        else:
+            module.attend = CachedAttention(cache.layer(), prefill, gather_context)

@@ -1,0 +1,253 @@
+"""What `shardwright generate` does: check the request, start the ranks of its layout, continue the prompts."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import InputError
+from shardwright.generation.continuous import Batcher
+from shardwright.generation.engine import Engine, LayoutEngine, WholeEngine
+from shardwright.generation.sampling import Sampling
+from shardwright.generation.source import Source, Text, open_source
+from shardwright.generation.speculative import Speculative
+from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.apply import apply
+from shardwright.split.rules import problems as split_problems
+from shardwright.split.rules import sequence_cuts
+from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+from shardwright.verification.ranks import run_ranks
+from shardwright.verification.reduce import most_ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `batch_size`: sequences that a
+    replica of the model runs at once, each in a row of its cache; `draft`: a model that proposes up to `draft_tokens`
+    tokens a step (`speculative.py`)."""
+
+    model: Path
+    prompts: tuple[str, ...]
+    max_tokens: int = 80
+    sampling: Sampling = field(default_factory=Sampling)
+    layout: Layout = field(default_factory=Layout)
+    batch_size: int = 16
+    device: str = "auto"
+    draft: Path | None = None
+    draft_tokens: int = 4
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The continuation of one prompt. `ended`: "end of text", "max_tokens", or "max_seq_len" of the model."""
+
+    prompt: str
+    text: str
+    n_prompt_tokens: int
+    n_tokens: int
+    ended: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`seconds`: from the first pass to the last, of all ranks together; `cache_bytes`: keys and values of the first
+    rank; `proposed`, `accepted`: tokens of the draft model."""
+
+    completions: tuple[Completion, ...]
+    seconds: float
+    cache_bytes: int
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens of all prompts a second."""
+        return sum(each.n_tokens for each in self.completions) / self.seconds
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every rank gets: the request, with prompts as token ids."""
+
+    request: Request
+    prompts: Mapping[int, Sequence[int]]
+    ends: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a rank gives: the continuations of its prompts by their index, and its numbers as in `Answer`."""
+
+    tokens: Mapping[int, Sequence[int]]
+    seconds: float
+    cache_bytes: int
+    proposed: int = 0
+    accepted: int = 0
+
+
+def generate(request: Request) -> Answer | None:
+    """Continue the prompts; None on a rank other than the first of those that torchrun or srun has started.
+
+    Raises InputError, with every problem at once, before anything is computed.
+    """
+    place = place_from_environment()
+    source = open_source(request.model)
+    request = replace(request, layout=without_training(request.layout, source.spec))
+    layout = request.layout
+    problems = layout_problems(source.spec, layout, place)
+    text = source.text()
+    ids = {index: encoded(text, prompt) for index, prompt in enumerate(request.prompts)}
+    problems += _prompt_problems(ids, source.spec)
+    if request.draft is not None:
+        problems += _draft_problems(request.draft, source.spec)
+    if problems:
+        raise InputError(*problems)
+    task = _Task(request, ids, text.ends)
+    if place is not None:
+        layout.check_world(place.world_size)
+        device = pick_device(request.device, place)
+        with process_group(place, device):
+            done = _on_rank(task, device)
+        return _answer(request, text, done, ids, source.spec) if place.rank == 0 else None
+    if layout.world_size == 1:
+        done = _alone(task, pick_device(request.device, Place()))
+    else:
+        done = run_ranks(_on_cpu, layout.world_size, task)[0]
+    return _answer(request, text, done, ids, source.spec)
+
+
+def without_training(layout: Layout, spec: ModelSpec) -> Layout:
+    """The same degrees for forward passes of few tokens: activations are not sharded by token, unless experts need it,
+    and a rank of dp_shard holds whole parameters from one pass to the next."""
+    return replace(
+        layout,
+        sequence_parallel=layout.tp > 1 and spec.moe is not None,
+        zero=1 if layout.dp_shard > 1 else 0,
+    )
+
+
+def layout_problems(spec: ModelSpec, layout: Layout, place: Place | None, seq_len: int | None = None) -> list[str]:
+    """Why a model cannot run on a layout, or this machine cannot run all of its ranks, one sentence each. `seq_len`:
+    the length of all sequences; by default passes are padded to one that fits."""
+    if seq_len is None:
+        seq_len = sequence_cuts(layout)
+    problems = split_problems(spec, layout, seq_len)
+    if place is None and layout.world_size > most_ranks():
+        problems.append(
+            f"the layout has {layout.world_size} ranks, and this machine can run {most_ranks()} at most; choose lower "
+            f"degrees, or start it with torchrun or srun on more machines"
+        )
+    return problems
+
+
+def encoded(text: Text, prompt: str) -> list[int]:
+    """The token ids of a prompt."""
+    ids: list[int] = text.tokenizer.encode(prompt, add_special_tokens=False).ids
+    return ids
+
+
+def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[str]:
+    problems = []
+    for index, tokens in ids.items():
+        if not tokens:
+            problems.append(f"prompt {index + 1} is empty; give it at least one character to go on from")
+        elif len(tokens) >= spec.max_seq_len:
+            problems.append(
+                f"prompt {index + 1} has {len(tokens)} tokens, and max_seq_len={spec.max_seq_len} of the model leaves "
+                f"no room for another; shorten it to {spec.max_seq_len - 1} tokens or fewer"
+            )
+        elif max(tokens) >= spec.vocab_size:
+            problems.append(
+                f"prompt {index + 1} has token id {max(tokens)}, outside of the model's vocabulary of "
+                f"{spec.vocab_size}; the tokenizer is of another model"
+            )
+    return problems
+
+
+def _draft_problems(draft: Path, spec: ModelSpec) -> list[str]:
+    try:
+        found = open_source(draft).spec.vocab_size
+    except InputError as error:
+        return [f"--draft: {problem}" for problem in error.problems]
+    if found == spec.vocab_size:
+        return []
+    return [
+        f"--draft {draft}: its vocabulary has {found} tokens and that of the model {spec.vocab_size}; a draft model "
+        f"needs the same tokenizer"
+    ]
+
+
+def _on_cpu(task: _Task) -> _Done:
+    """One rank that was forked here."""
+    return _on_rank(task, torch.device("cpu"))
+
+
+def _on_rank(task: _Task, device: torch.device) -> _Done:
+    """One rank of the layout; every rank gets the continuations of all."""
+    request, layout = task.request, task.request.layout
+    source = open_source(request.model)
+    model = apply(source.spec, layout, device, seed=0, param_dtype=source.dtype, compute_dtype=source.dtype)
+    source.fill(model.named_parameters.items())
+    model.after_change()
+    mine = layout.data_rank(dist.get_rank())
+    prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == mine}
+    done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
+    parts: list[_Done] = [done] * layout.world_size
+    dist.all_gather_object(parts, done)
+    tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
+    replicas = [parts[group[0]] for group in layout.groups("pp", "cp", "tp")]
+    return replace(
+        parts[0],
+        tokens=tokens,
+        seconds=max(part.seconds for part in parts),
+        proposed=sum(part.proposed for part in replicas),
+        accepted=sum(part.accepted for part in replicas),
+    )
+
+
+def _alone(task: _Task, device: torch.device) -> _Done:
+    source = open_source(task.request.model)
+    engine = WholeEngine(source.whole(device), *_cache_sizes(task, source, task.prompts))
+    return _complete(task, engine, source, task.prompts, device)
+
+
+def _cache_sizes(task: _Task, source: Source, prompts: Mapping[int, Sequence[int]]) -> tuple[int, int]:
+    """The rows of the cache, and the positions of each."""
+    longest = max(map(len, task.prompts.values())) + task.request.max_tokens
+    return max(1, min(task.request.batch_size, len(prompts))), min(longest, source.spec.max_seq_len)
+
+
+def _complete(
+    task: _Task, engine: Engine, source: Source, prompts: Mapping[int, Sequence[int]], device: torch.device
+) -> _Done:
+    request = task.request
+    batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
+    speculative = None
+    if request.draft is not None:
+        draft = open_source(request.draft)
+        drafting = WholeEngine(draft.whole(device), *_cache_sizes(task, draft, prompts))
+        batcher.decode = speculative = Speculative(batcher, drafting, request.draft_tokens, drafting.cache.n_positions)
+    began = time.perf_counter()
+    tokens = batcher.complete(prompts, request.max_tokens)
+    seconds = time.perf_counter() - began
+    proposed, accepted = (speculative.proposed, speculative.accepted) if speculative else (0, 0)
+    return _Done(tokens, seconds, engine.cache.n_bytes, proposed, accepted)
+
+
+def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> Answer:
+    completions = []
+    for index, prompt in enumerate(request.prompts):
+        new = done.tokens[index]
+        if new[-1] in text.ends:
+            ended = "end of text"
+        else:
+            ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"
+        # Both together, so that a character of several tokens, or a space between them, is kept.
+        whole = text.tokenizer.decode([*ids[index], *new], skip_special_tokens=False)
+        begin = text.tokenizer.decode(list(ids[index]), skip_special_tokens=False)
+        completions.append(Completion(prompt, whole.removeprefix(begin), len(ids[index]), len(new), ended))
+    return Answer(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)

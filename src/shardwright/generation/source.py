@@ -1,0 +1,119 @@
+"""Where a model comes from: its sizes, its weights, its tokenizer, and the token that ends a text."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from shardwright.config import load as load_run_file
+from shardwright.config.mixture import tokenizer_folder
+from shardwright.data.shards import TOKENIZER
+from shardwright.data.shards import Manifest as DataManifest
+from shardwright.errors import DataError
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.initialise import local_box
+from shardwright.run_folder import RUN_FILE
+from shardwright.training.checkpoint.manifest import read_manifest
+from shardwright.training.sources import MIXTURE
+from shardwright.training.weights import Weights, fill, open_weights
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenizer, and the ids of the tokens that end a text."""
+
+    tokenizer: Tokenizer
+    ends: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model of a run, a checkpoint or a folder of transformers. `spec` is the model without what only training
+    does: no expert has a capacity, and no router draws."""
+
+    weights: Weights
+    spec: ModelSpec
+    dtype: torch.dtype
+
+    def fill(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Fill parameters, whole or this rank's shards of them, by their global names.
+
+        Raises DamagedError for a checkpoint that is not as it was written.
+        """
+        fill(parameters, self.spec, self.weights, local_box)
+
+    def whole(self, device: torch.device) -> Transformer:
+        """All of the model on this process, in evaluation mode."""
+        with torch.device("meta"):
+            model = Transformer(self.spec).to(self.dtype)
+        model = model.to_empty(device=device).eval()
+        self.fill(model.named_parameters())
+        return model
+
+    def text(self) -> Text:
+        """The tokenizer beside the weights; of a run, that of the data it was trained on. Raises DataError where it is
+        not there, or is another one by now."""
+        path = self.weights.path
+        return _text_of_data(path) if (path / RUN_FILE).is_file() else _text_of_folder(path)
+
+    def tokenizer_sha256(self) -> str | None:
+        """The checksum of the tokenizer's file; None where it is not there."""
+        path = self.weights.path
+        if (path / RUN_FILE).is_file():
+            path = tokenizer_folder(load_run_file(path / RUN_FILE).data)
+        file = path / TOKENIZER
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def open_source(folder: Path) -> Source:
+    """The model in a folder: a run (its newest checkpoint), a checkpoint, or a folder of transformers.
+
+    Raises InputError for a folder that is none of these or is damaged.
+    """
+    weights = open_weights(folder)
+    spec = weights.spec
+    if spec.moe is not None:
+        spec = replace(spec, moe=replace(spec.moe, capacity_factor=0.0, force_balance=False))
+    return Source(weights, spec, getattr(torch, weights.dtypes["embedding.weight"]))
+
+
+def _text_of_data(checkpoint: Path) -> Text:
+    folder = tokenizer_folder(load_run_file(checkpoint / RUN_FILE).data)
+    try:
+        data = DataManifest.read(folder, check_files=False)
+        if data.fingerprint != read_manifest(checkpoint).data[MIXTURE]["sources"][0]["fingerprint"]:
+            raise DataError(f"{folder} holds other data now than the run was trained on")
+    except DataError as error:
+        way_out = "the tokenizer of a run is that of its data: prepare that folder again as it was"
+        raise DataError(*(f"{problem}; {way_out}" for problem in error.problems)) from None
+    return Text(_tokenizer(folder, "prepare the data again"), frozenset([data.separator_id]))
+
+
+def _text_of_folder(folder: Path) -> Text:
+    tokenizer = _tokenizer(folder, "save it there with transformers' tokenizer.save_pretrained")
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        if found is not None:
+            return Text(tokenizer, frozenset(found if isinstance(found, list) else [found]))
+    return Text(tokenizer, frozenset())
+
+
+def _tokenizer(folder: Path, way_out: str) -> Tokenizer:
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise DataError(f"{folder} has no {TOKENIZER}, by which a prompt becomes tokens; {way_out}")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({error}); {way_out}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

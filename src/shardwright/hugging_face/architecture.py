@@ -1,0 +1,188 @@
+"""What is known of an architecture of `transformers`, and the registry of those that are supported; no torch.
+
+To add one: a file like `llama.py` that registers an `Architecture`, and its name in `files.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.errors import ConfigError
+from shardwright.hugging_face.rope import read_rope, write_rope
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec, differences
+
+Config = dict[str, Any]
+"""The content of a config.json."""
+_TABLES: dict[str, Any] = {"moe": MoESpec, "latent_attention": LatentAttentionSpec}
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one tensor of a file holds parameters of ours.
+
+    `name`: in the file; `{expert}` stands for the number of the expert where each has a tensor of its own.
+    `transposed`: (in, out) in the file, as GPT-2's Conv1D has it; (out, in) otherwise.
+    `interleaved`: the rotated elements of a head are paired 2i with 2i + 1 in the file, and i with i + C/2 here. The
+    rotated ones are the parts of the row whose name ends with `_rope`.
+    """
+
+    name: str
+    transposed: bool = False
+    interleaved: bool = False
+
+
+Table = dict[str | tuple[str, ...], str | Stored]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture of `transformers` and the model that it is here.
+
+    `model_type`, `class_name`: as in config.json.
+    `sizes`: field of ModelSpec (`n_layers`, `moe.top_k`) -> key of config.json, or the keys that all have its value; a
+    key that begins with `_` is only made by `complete`, and is not written.
+    `choices`: field of ModelSpec -> the value that this architecture stands for.
+    `fixed`: key of config.json -> the one value that is supported; it is written.
+    `complete`: config.json with what `transformers` takes where a key is missing or null.
+    `ends`, `layer`: our parameter, or the module whose weight and bias it is -> its tensor; several that are stacked
+    along their output dim in one tensor are one key, a tuple. The names of `layer` follow `layers` with the number.
+    `also`: what is other in `layer` for some models.
+    `null_if_zero`: keys of config.json that are null where they are 0 here.
+    `prefix`: what every name but the head's begins with; a file may leave it out.
+    `ignored`: regular expression of names that are left out -> why; `{n_layers}` in it stands for the number.
+    `problems`: config.json -> what is not supported of it, one sentence each.
+    """
+
+    model_type: str
+    class_name: str
+    sizes: Mapping[str, str | tuple[str, ...]]
+    choices: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    complete: Callable[[Config], Config]
+    ends: Table
+    layer: Table
+    layers: str = "layers.{layer}."
+    prefix: str = "model."
+    also: Callable[[ModelSpec], Table] = lambda spec: {}
+    null_if_zero: tuple[str, ...] = ()
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    problems: Callable[[Config], Iterator[str]] = lambda config: iter(())
+
+    def spec(self, given: Config) -> ModelSpec:
+        """The model of a config.json. Raises ConfigError with every problem at once."""
+        config = self.complete({key: value for key, value in given.items() if value is not None})
+        found = [*self._problems(config), *self.problems(config)]
+        values: dict[str, Any] = dict(self.choices)
+        for ours, keys in self.sizes.items():
+            there = {key: config[key] for key in _keys(keys) if key in config}
+            if not there:
+                found.append(f"{_keys(keys)[0]} is missing; it is model.{ours} here")
+            elif len({str(value) for value in there.values()}) > 1:
+                said = " and ".join(f"{key}={value!r}" for key, value in there.items())
+                found.append(f"{said} differ; only one value for both is supported")
+            else:
+                values[ours] = next(iter(there.values()))
+        if values.get("positions") == "rope":
+            theta, scaling, wrong = read_rope(config)
+            found += wrong
+            values |= {"rope_theta": theta, "rope_scaling": scaling}
+        if found:
+            raise ConfigError(*found)
+        spec = _build(values)
+        if wrong := spec.problems():
+            raise ConfigError(*wrong)
+        return spec
+
+    def _problems(self, config: Config) -> Iterator[str]:
+        if "quantization_config" in config:
+            method = config["quantization_config"].get("quant_method", "some method")
+            yield f"the weights are quantised ({method}); convert them to bf16 or fp32 with transformers first"
+        for key, value in self.fixed.items():
+            valid = value if isinstance(value, tuple) else (value,)
+            if key in config and config[key] not in valid:
+                yield f"{key}={config[key]!r} is not supported for {self.model_type}; valid: {valid[0]!r}"
+
+    def config(self, spec: ModelSpec) -> Config:
+        """The config.json of a model, without the ids of tokens and the type of its weights."""
+        written: Config = {"architectures": [self.class_name], "model_type": self.model_type}
+        for ours, keys in self.sizes.items():
+            for key in _keys(keys):
+                if not key.startswith("_"):
+                    value = _value(spec, ours)
+                    written[key] = None if value == 0 and key in self.null_if_zero else value
+        written |= {key: value[0] if isinstance(value, tuple) else value for key, value in self.fixed.items()}
+        return written | (write_rope(spec) if spec.positions == "rope" else {})
+
+    def misfits(self, spec: ModelSpec) -> list[str]:
+        """Why a model is not one of this architecture: what would be another after writing and reading config.json."""
+        try:
+            if absent := [ours for ours in self.sizes if _value(spec, ours) is _ABSENT]:
+                return [f"it has no {ours}" for ours in absent]
+            back = self.spec(self.config(spec))
+        except ConfigError as error:
+            return error.problems
+        return [f"{key}={here!r} is {there!r} there" for key, here, there in differences(spec, back)]
+
+
+def _keys(keys: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else keys
+
+
+def _value(spec: ModelSpec, path: str) -> Any:
+    value: Any = spec
+    for name in path.split("."):
+        value = _ABSENT if value is None else getattr(value, name)
+    return value
+
+
+def _build(values: Mapping[str, Any]) -> ModelSpec:
+    """A spec from the values of its fields, those of tables as `moe.top_k`."""
+    tables: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    kinds = {each.name: each.type for each in dataclasses.fields(ModelSpec)}
+    for path, value in values.items():
+        table, _, name = path.rpartition(".")
+        if table:
+            tables.setdefault(table, {})[name] = value
+        else:
+            plain[name] = float(value) if kinds[name] is float else value
+    return ModelSpec(**plain, **{name: _TABLES[name](**inner) for name, inner in tables.items()})
+
+
+ARCHITECTURES: dict[str, Architecture] = {}
+
+
+def register(architecture: Architecture) -> Architecture:
+    """Add an architecture: its `model_type` is then valid in a config.json. Raises ConfigError if that is taken."""
+    if architecture.model_type in ARCHITECTURES:
+        raise ConfigError(f"the architecture {architecture.model_type!r} is registered already")
+    ARCHITECTURES[architecture.model_type] = architecture
+    return architecture
+
+
+def find(config: Config) -> Architecture:
+    """The architecture of a config.json. Raises ConfigError for one that is not supported."""
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ConfigError(f"model_type={model_type!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[model_type]
+    named = config.get("architectures") or [architecture.class_name]
+    if architecture.class_name not in named:
+        raise ConfigError(f"architectures={named} has no {architecture.class_name}, the only one supported of it")
+    return architecture
+
+
+def architecture_of(spec: ModelSpec) -> Architecture:
+    """The architecture that a model is one of. Raises ConfigError, saying for the nearest why it is not."""
+    misfits = {name: each.misfits(spec) for name, each in ARCHITECTURES.items()}
+    fitting = [name for name, found in misfits.items() if not found]
+    if fitting:
+        return ARCHITECTURES[fitting[0]]
+    name = min(misfits, key=lambda name: len(misfits[name]))
+    raise ConfigError(
+        f"transformers has no architecture for this model among {', '.join(ARCHITECTURES)}; the nearest is {name}: "
+        f"{'; '.join(misfits[name])}"
+    )

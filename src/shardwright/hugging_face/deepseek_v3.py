@@ -1,0 +1,81 @@
+"""DeepSeek-V3: latent attention, dense first layers, then experts with a selection bias and shared experts.
+
+Its rotated elements are interleaved. `transformers` norms the latent vectors with an epsilon of 1e-6 whatever
+`rms_norm_eps` says, so that only that value is supported.
+"""
+
+from shardwright.hugging_face import llama
+from shardwright.hugging_face.architecture import Architecture, Config, Stored, Table, register
+from shardwright.hugging_face.qwen3_moe import EXPERTS
+from shardwright.model.spec import ModelSpec
+
+ATTENTION: Table = {
+    "attention_norm": "input_layernorm",
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": Stored("self_attn.q_b_proj", interleaved=True),
+    "attention.kv_down": Stored("self_attn.kv_a_proj_with_mqa", interleaved=True),
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+    "attention.o": "self_attn.o_proj",
+}
+SHARED: Table = {
+    "ffn.router.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+    "ffn.shared.up": "mlp.shared_experts.up_proj",
+    "ffn.shared.down": "mlp.shared_experts.down_proj",
+}
+
+_QUERY = "self_attn.q_proj"
+
+
+def _has_query_latent(spec: ModelSpec) -> bool:
+    return spec.latent_attention is not None and spec.latent_attention.q_rank > 0
+
+
+def complete(config: Config) -> Config:
+    """What DeepseekV3Config takes where a key is missing; a null q_lora_rank is a query without a latent vector."""
+    return llama.complete({"q_lora_rank": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True} | config)
+
+
+DEEPSEEK_V3 = register(
+    Architecture(
+        model_type="deepseek_v3",
+        class_name="DeepseekV3ForCausalLM",
+        sizes=llama.SIZES
+        | {
+            "n_kv_heads": ("num_attention_heads", "num_key_value_heads"),
+            "head_dim": "v_head_dim",
+            "latent_attention.kv_rank": "kv_lora_rank",
+            "latent_attention.q_rank": "q_lora_rank",
+            "latent_attention.nope_dim": "qk_nope_head_dim",
+            "latent_attention.rope_dim": "qk_rope_head_dim",
+            "latent_attention.v_dim": "v_head_dim",
+            "moe.n_experts": "n_routed_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.d_ffn": "moe_intermediate_size",
+            "moe.n_shared": "n_shared_experts",
+            "moe.first_dense": "first_k_dense_replace",
+            "moe.weight_scale": "routed_scaling_factor",
+            "moe.n_groups": "n_group",
+            "moe.groups_per_token": "topk_group",
+            "moe.normalise": "norm_topk_prob",
+        },
+        choices=llama.CHOICES | {"moe.score": "sigmoid"},
+        fixed={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rope_interleave": True,
+            "rms_norm_eps": 1e-6,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+        complete=complete,
+        ends=llama.ENDS,
+        layer=ATTENTION | llama.NETWORK | EXPERTS | SHARED,
+        also=lambda spec: {} if _has_query_latent(spec) else {"attention.q_up": Stored(_QUERY, interleaved=True)},
+        null_if_zero=("q_lora_rank",),
+        ignored=llama.IGNORED
+        | {r"model\.layers\.{n_layers}\..*": "the module for a second token (multi-token prediction) is not read"},
+    )
+)

@@ -1,0 +1,179 @@
+"""A folder of `transformers`: its config.json, and which tensor lies where in its safetensors files; no torch."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import CheckpointError, ConfigError, DamagedError, InputError
+from shardwright.hugging_face import deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
+from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
+from shardwright.model.spec import ModelSpec
+
+CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Type in a safetensors file -> its name in torch, of those that are read."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""Files of a tokenizer, which are carried along."""
+GENERATION = "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LENGTH = struct.Struct("<Q")
+_BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3)  # their imports register them
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a file; `dtype` by torch's name, `begin` the byte in the file where it starts."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder says of its model."""
+
+    path: Path
+    config: dict[str, Any]
+    architecture: Architecture
+    spec: ModelSpec
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Its tokenizer.json, if there is one."""
+        path = self.path / TOKENIZER_FILES[0]
+        return path if path.is_file() else None
+
+
+def is_folder_of_transformers(path: Path) -> bool:
+    """Whether there is a config.json."""
+    return (path / CONFIG).is_file()
+
+
+def read_folder(path: Path) -> Folder:
+    """The model of a folder, from its config.json. Raises ConfigError if it is not supported, with every reason."""
+    config = _json(path / CONFIG)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path / CONFIG} holds no object of keys and values")
+    try:
+        architecture = find(config)
+        return Folder(path, config, architecture, architecture.spec(config))
+    except ConfigError as error:
+        raise ConfigError(*(f"{path / CONFIG}: {problem}" for problem in error.problems)) from None
+
+
+def held_tensors(path: Path) -> dict[str, Held]:
+    """Every tensor of a folder by its name, from the headers of its safetensors files.
+
+    Raises CheckpointError where there is none, and DamagedError for a shard that is missing or shorter than its header
+    says.
+    """
+    if (path / INDEX).is_file():
+        weight_map = _json(path / INDEX).get("weight_map", {})
+        names = sorted(set(weight_map.values()))
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise DamagedError(
+                f"{path}: {len(missing)} of the {len(names)} files that {INDEX} names are missing: {_some(missing)}; "
+                f"download them again"
+            )
+        found = {key: held for name in names for key, held in read_header(path / name).items()}
+        if absent := sorted(weight_map.keys() - found.keys()):
+            raise DamagedError(f"{path}: {INDEX} names tensors that no file holds: {_some(absent)}")
+        return found
+    if (path / WHOLE).is_file():
+        return dict(read_header(path / WHOLE))
+    pickled = sorted(each.name for each in path.glob("*") if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        raise CheckpointError(
+            f"{path} has weights as {_some(pickled)} only, pickle files that can run any code when they are read; only "
+            f"safetensors are supported: load and save the model once with transformers, "
+            f"save_pretrained(..., safe_serialization=True)"
+        )
+    raise CheckpointError(f"{path} has no weights: neither {WHOLE} nor {INDEX}")
+
+
+def read_header(path: Path) -> dict[str, Held]:
+    """The tensors of a safetensors file. Raises DamagedError for one that is cut off or no such file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = LENGTH.unpack(file.read(LENGTH.size))
+            header = json.loads(file.read(length)) if length < size else None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (struct.error, ValueError):
+        header = None
+    if not isinstance(header, dict):
+        raise DamagedError(f"{path} is damaged: it does not begin with the header of a safetensors file")
+    header.pop("__metadata__", None)
+    begin = LENGTH.size + length
+    needed = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != needed:
+        raise DamagedError(
+            f"{path} is damaged: it has {size:,} bytes, and its header says {needed:,}; download it again"
+        )
+    if odd := sorted({entry["dtype"] for entry in header.values()} - DTYPES.keys()):
+        raise CheckpointError(
+            f"{path} holds tensors of type {', '.join(odd)}; supported: {', '.join(DTYPES)}; convert quantised weights "
+            f"with transformers first"
+        )
+    return {
+        name: Held(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path.parent} is no folder of transformers: it has no {path.name}; supported architectures: "
+            f"{', '.join(ARCHITECTURES)}"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {error}") from None
+
+
+def _some(names: list[str], n: int = 3) -> str:
+    more = f" and {len(names) - n} more" if len(names) > n else ""
+    return ", ".join(names[:n]) + more
+
+
+def said_shortly(problems: list[str], n: int = 4) -> Iterator[str]:
+    """The first problems, and how many there are besides."""
+    yield from problems[:n]
+    if len(problems) > n:
+        yield f"and {len(problems) - n} more"
+
+
+def token_ids(path: Path) -> dict[str, int | list[int]]:
+    """The ids of the tokens that begin, end and pad a text, of generation_config.json or else config.json; those that
+    are there."""
+    found: dict[str, int | list[int]] = {}
+    for name in (CONFIG, GENERATION):
+        if (path / name).is_file():
+            table = _json(path / name)
+            found |= {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
+    return found
+
+
+def write_token_ids(path: Path, ids: dict[str, int | list[int]]) -> None:
+    """Write generation_config.json with the ids, unless there is one."""
+    if not (path / GENERATION).is_file():
+        (path / GENERATION).write_text(json.dumps(ids, indent=2) + "\n")

@@ -1,0 +1,33 @@
+"""Mixtral: Llama's attention, and a mixture of experts in every layer."""
+
+from shardwright.hugging_face import llama
+from shardwright.hugging_face.architecture import Architecture, Table, register
+
+EXPERTS: Table = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.router": "block_sparse_moe.gate",
+    "ffn.experts.gate": "block_sparse_moe.experts.{expert}.w1.weight",
+    "ffn.experts.up": "block_sparse_moe.experts.{expert}.w3.weight",
+    "ffn.experts.down": "block_sparse_moe.experts.{expert}.w2.weight",
+}
+
+MIXTRAL = register(
+    Architecture(
+        model_type="mixtral",
+        class_name="MixtralForCausalLM",
+        sizes=llama.SIZES
+        | {
+            "moe.n_experts": "num_local_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.d_ffn": "intermediate_size",
+        },
+        choices=llama.CHOICES | {"moe.score": "softmax", "moe.normalise": True, "moe.bias_rate": 0.0},
+        fixed={"hidden_act": "silu", "sliding_window": None},
+        complete=lambda config: llama.complete(
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8} | config, norm_eps=1e-5
+        ),
+        ends=llama.ENDS,
+        layer=llama.ATTENTION | EXPERTS,
+        ignored=llama.IGNORED,
+    )
+)

@@ -1,0 +1,39 @@
+"""Qwen3: Llama with a norm of each query and key head."""
+
+from collections.abc import Iterator
+
+from shardwright.hugging_face import llama
+from shardwright.hugging_face.architecture import Architecture, Config, Table, register
+
+CHOICES = llama.CHOICES | {"qk_norm": True}
+FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+NORMS: Table = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+ATTENTION = llama.ATTENTION | NORMS
+
+
+def complete(config: Config) -> Config:
+    """What Qwen3Config takes where a key is missing; its heads have 128 elements."""
+    return llama.complete({"head_dim": 128} | config)
+
+
+def windows(config: Config) -> Iterator[str]:
+    """Layers that attend to a window of the sequence only."""
+    kinds = set(config.get("layer_types", ())) - {"full_attention"}
+    if kinds:
+        yield f"layer_types has {', '.join(sorted(kinds))}; valid: full_attention in every layer"
+
+
+QWEN3 = register(
+    Architecture(
+        model_type="qwen3",
+        class_name="Qwen3ForCausalLM",
+        sizes=llama.SIZES,
+        choices=CHOICES,
+        fixed=FIXED,
+        complete=complete,
+        ends=llama.ENDS,
+        layer=ATTENTION | llama.NETWORK,
+        ignored=llama.IGNORED,
+        problems=windows,
+    )
+)

@@ -1,0 +1,105 @@
+"""Reads any box of a parameter of ours from a folder of `transformers`, and only the bytes that it needs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwright.errors import CheckpointError, DamagedError
+from shardwright.hugging_face.files import Folder, Held, held_tensors, read_folder, said_shortly
+from shardwright.hugging_face.table import FileTensor, Part, file_tensors, reason_to_ignore
+from shardwright.model.modules import rows
+
+
+class HuggingFaceWeights:
+    """The weights of a folder of `transformers` under our names.
+
+    `spec`: the model; `dtypes`: parameter -> the type it has in the file, by torch's name; `left_out`: tensors of the
+    files that the model has no parameter for -> why.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
+        self.folder, self.path, self.spec = folder, folder.path, folder.spec
+        self._held = held_tensors(folder.path)
+        self._tensors = _found(file_tensors(folder.architecture, folder.spec), self._held, folder)
+        known = {tensor.name for tensor in self._tensors}
+        reasons = {name: reason_to_ignore(folder.architecture, folder.spec, name) for name in self._held.keys() - known}
+        self._raise_problems(reasons)
+        self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+        self._places: dict[str, list[tuple[FileTensor, Part]]] = {}
+        for tensor in self._tensors:
+            for part in tensor.parts:
+                self._places.setdefault(part.name, []).append((tensor, part))
+        self.dtypes = {name: self._held[places[0][0].name].dtype for name, places in self._places.items()}
+        self.shapes = {name: rows(self.spec)[name].shape for name in self._places}
+        self._open: dict[Path, safe_open] = {}
+
+    def _raise_problems(self, others: dict[str, str | None]) -> None:
+        found = [f"{tensor.name} is missing" for tensor in self._tensors if tensor.name not in self._held]
+        for tensor in self._tensors:
+            held = self._held.get(tensor.name)
+            if held is not None and held.shape != tensor.shape:
+                found.append(f"{tensor.name} is {list(held.shape)}, and config.json makes it {list(tensor.shape)}")
+        found += [f"{name} is no tensor of this model" for name, reason in sorted(others.items()) if reason is None]
+        if found:
+            raise CheckpointError(*(f"{self.path}: {problem}" for problem in said_shortly(found)))
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The box [offsets, offsets + shape) of the parameter `name`, on the CPU, in the type of the file.
+
+        Raises DamagedError where the file is not readable.
+        """
+        places = self._places[name]
+        if places[0][1].expert is None:
+            return self._box(*places[0], offsets, shape)
+        of_expert = {part.expert: (tensor, part) for tensor, part in places}
+        experts = range(offsets[0], offsets[0] + shape[0])
+        boxes = [self._box(*of_expert[expert], offsets[1:], shape[1:]) for expert in experts]
+        return torch.stack(boxes) if boxes else torch.empty(tuple(shape), dtype=getattr(torch, self.dtypes[name]))
+
+    def _box(self, tensor: FileTensor, part: Part, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """A box of one tensor of a file; `offsets` within the part."""
+        first = tensor.first_row(part) + offsets[0]
+        spans = [(first, first + shape[0]), *((o, o + n) for o, n in zip(offsets[1:], shape[1:], strict=True))]
+        if tensor.order is not None:
+            places = tensor.order[first : first + shape[0]]
+            low, high = (min(places), max(places) + 1) if places else (0, 0)
+            around = self._slice(tensor.name, [(low, high), *spans[1:]])
+            return around.index_select(0, torch.tensor([place - low for place in places], dtype=torch.long))
+        if tensor.transposed and len(spans) == 2:
+            return self._slice(tensor.name, spans[::-1]).T
+        return self._slice(tensor.name, spans)
+
+    def _slice(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+        held = self._held[name]
+        try:
+            if held.file not in self._open:
+                self._open[held.file] = safe_open(held.file, framework="pt")
+            found: Tensor = self._open[held.file].get_slice(name)[tuple(slice(*span) for span in spans)]
+        except (SafetensorError, OSError) as error:
+            raise DamagedError(f"{held.file}: {name} cannot be read: {error}") from None
+        return found
+
+    def describe(self) -> str:
+        """One line: what it is."""
+        return f"{self.folder.architecture.class_name} of {self.path}"
+
+
+def _found(expected: list[FileTensor], held: dict[str, Held], folder: Folder) -> list[FileTensor]:
+    """The tensors under the names of the files, which may leave the prefix out, as those of the first GPT-2 do."""
+    prefix = folder.architecture.prefix
+    if any(name.startswith(prefix) for name in held):
+        return expected
+    return [FileTensor(t.name.removeprefix(prefix), t.parts, t.shape, t.transposed, t.order) for t in expected]
+
+
+def open_weights(path: str | Path) -> HuggingFaceWeights:
+    """The weights of a folder of `transformers`.
+
+    Raises ConfigError if its architecture is not supported, and CheckpointError or DamagedError for files that are
+    missing, damaged or of another model.
+    """
+    return HuggingFaceWeights(read_folder(Path(path)))

@@ -1,0 +1,66 @@
+"""The rotary embedding in a config.json: `rope_theta` and `rope_scaling`, or both in `rope_parameters`; no torch."""
+
+from typing import Any, get_args
+
+from shardwright.model.sections import RopeScaling, Scaling
+from shardwright.model.spec import ModelSpec
+
+_THETA = 10000.0
+_NAMES = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+}
+"""Field of RopeScaling -> its key in config.json."""
+
+
+def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[str]]:
+    """The base of the frequencies, their scaling, and what is not supported."""
+    given: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(given.pop("rope_theta", None) or config.get("rope_theta", _THETA))
+    kinds = {given.pop("type", None), given.pop("rope_type", None)} - {None}
+    kind = next(iter(kinds), "default")
+    if len(kinds) > 1 or kind not in ("default", *get_args(Scaling)):
+        valid = ", ".join(("default", *get_args(Scaling)))
+        return theta, None, [f"rope_scaling of type {' and '.join(map(repr, kinds))} is not supported; valid: {valid}"]
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        return theta, None, ["a partial_rotary_factor other than 1 is not supported"]
+    if kind == "default":
+        return theta, None, []
+    unknown = sorted(given.keys() - set(_NAMES.values()))
+    if unknown:
+        return theta, None, [f"rope_scaling has keys that are not supported: {', '.join(unknown)}"]
+    if kind == "yarn":
+        length = given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        if given.get("factor") is None and length:
+            given["factor"] = config["max_position_embeddings"] / length
+    ours = {each: given[key] for each, key in _NAMES.items() if given.get(key) is not None}
+    whole: dict[str, Any] = {
+        each: value if each in ("truncate", "original_max_seq_len") else float(value) for each, value in ours.items()
+    }
+    whole["kind"] = kind
+    if "factor" not in whole:
+        return theta, None, ["rope_scaling.factor is missing"]
+    return theta, RopeScaling(**whole), []
+
+
+def write_rope(spec: ModelSpec) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which every version of `transformers` and vLLM reads."""
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None}
+    default = RopeScaling(kind=scaling.kind, factor=scaling.factor)
+    keys = {
+        key: getattr(scaling, ours) for ours, key in _NAMES.items() if getattr(scaling, ours) != getattr(default, ours)
+    }
+    return {
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": {"rope_type": scaling.kind, "factor": scaling.factor} | keys,
+    }

@@ -1,0 +1,108 @@
+"""Writes safetensors files tensor by tensor, and the weights of a folder of `transformers`, in files of a given size.
+
+Only one tensor is in memory at a time. The same tensors give the same bytes.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwright.hugging_face.files import DTYPES, INDEX, LENGTH, WHOLE
+from shardwright.hugging_face.table import FileTensor
+
+Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
+"""(parameter, offsets, shape) -> that box of it."""
+_NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is to be written; `dtype` by torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.shape).numel() * getattr(torch, self.dtype).itemsize
+
+
+def write_safetensors(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Tensor]) -> None:
+    """Write a safetensors file; `make` gives the tensor of each entry when it is its turn."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in entries:
+        offsets = [begin, begin := begin + entry.n_bytes]
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8, as the library writes them
+    with path.open("wb") as file:
+        file.write(LENGTH.pack(len(text)) + text)
+        for entry in entries:
+            tensor = make(entry).contiguous()
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, getattr(torch, entry.dtype)), entry
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def write_weights(
+    folder: Path, tensors: Iterable[FileTensor], dtypes: Mapping[str, str], read: Read, max_shard_bytes: int
+) -> int:
+    """Write tensors as `transformers` names them, in one file or in several with an index; returns their bytes.
+
+    `dtypes`: name of the tensor -> its type in the file. A file holds at most `max_shard_bytes`, or one tensor.
+    """
+    named = {tensor.name: tensor for tensor in tensors}
+    entries = [Entry(name, dtypes[name], tensor.shape) for name, tensor in sorted(named.items())]
+    files = groups(entries, max_shard_bytes)
+    names = [WHOLE]
+    if len(files) > 1:
+        stem = WHOLE.removesuffix(".safetensors")
+        names = [f"{stem}-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+
+    def make(entry: Entry) -> Tensor:
+        return tensor_of_file(named[entry.name], read, getattr(torch, entry.dtype))
+
+    for name, inside in zip(names, files, strict=True):
+        write_safetensors(folder / name, inside, make)
+    total = sum(entry.n_bytes for entry in entries)
+    if len(files) > 1:
+        where = {entry.name: name for name, inside in zip(names, files, strict=True) for entry in inside}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def groups(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    """Entries in order, as many together as have at most `max_bytes`; each group has at least one."""
+    found: list[list[Entry]] = [[]]
+    held = 0
+    for entry in entries:
+        if found[-1] and held + entry.n_bytes > max_bytes:
+            found.append([])
+            held = 0
+        found[-1].append(entry)
+        held += entry.n_bytes
+    return found
+
+
+def tensor_of_file(tensor: FileTensor, read: Read, dtype: torch.dtype) -> Tensor:
+    """A tensor as a file of `transformers` has it, from our parameters."""
+    plain = tensor.shape[::-1] if tensor.transposed else tensor.shape
+    stack = []
+    for part in tensor.parts:
+        shape = (part.n_rows, *plain[1:])
+        offsets = (0,) * len(shape)
+        if part.expert is None:
+            stack.append(read(part.name, offsets, shape).to(dtype))
+        else:
+            stack.append(read(part.name, (part.expert, *offsets), (1, *shape)).squeeze(0).to(dtype))
+    whole = torch.cat(stack) if len(stack) > 1 else stack[0]
+    if tensor.order is not None:
+        whole = torch.empty_like(whole).index_copy_(0, torch.tensor(tensor.order), whole)
+    return whole.T if tensor.transposed and whole.dim() == 2 else whole

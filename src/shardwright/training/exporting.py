@@ -1,0 +1,118 @@
+"""`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.config import load as load_run_file
+from shardwright.config.mixture import tokenizer_folder
+from shardwright.data.shards import TOKENIZER
+from shardwright.data.shards import Manifest as DataManifest
+from shardwright.errors import CheckpointError, DataError, InputError
+from shardwright.files import new_folder
+from shardwright.hugging_face.architecture import Architecture, architecture_of
+from shardwright.hugging_face.files import CONFIG, token_ids, write_token_ids
+from shardwright.hugging_face.table import FileTensor, file_tensors
+from shardwright.hugging_face.writer import write_weights
+from shardwright.model.modules import rows
+from shardwright.run_folder import RUN_FILE
+from shardwright.training.importing import copy_tokenizer
+from shardwright.training.model_card import model_card
+from shardwright.training.weights import Weights, open_weights
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Type on the command line -> its name in torch."""
+MAX_SHARD_BYTES = 5 * 10**9
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the architecture, the type and bytes of the weights, and what is to be said of it."""
+
+    architecture: Architecture
+    dtype: str
+    n_bytes: int
+    remarks: tuple[str, ...]
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokenizer: str | Path | None = None,
+) -> Exported:
+    """Write weights to the new folder `out` in the format of `transformers`; one tensor is in memory at a time.
+
+    `source`: a run (its newest checkpoint), a checkpoint, a folder of `shardwright import` or of `transformers`.
+    `dtype`: bf16, fp16, fp32 or fp64; as they are unless given. `tokenizer`: a folder whose tokenizer is taken; unless
+    given, that of the weights or of the run's data. Raises ConfigError for a model that `transformers` has no
+    architecture for, saying why, and CheckpointError for weights that are not there or damaged.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: valid: {', '.join(DTYPES)}")
+    if max_shard_bytes < 1:
+        raise InputError(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
+    weights = open_weights(source)
+    architecture = architecture_of(weights.spec)
+    tensors = file_tensors(architecture, weights.spec)
+    types = _types(tensors, weights, dtype)
+    main = Counter(types.values()).most_common(1)[0][0]
+    with new_folder(Path(out), _is_free, CheckpointError) as fresh:
+        remarks, ids = _tokenizer(weights, fresh, tokenizer)
+        config = architecture.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
+        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_token_ids(fresh, ids)
+        n_bytes = write_weights(fresh, tensors, types, weights.read, max_shard_bytes)
+        (fresh / "README.md").write_text(model_card(weights, architecture, main), encoding="utf-8")
+    if weights.spec.moe is not None and weights.spec.moe.capacity_factor:
+        remarks.append("in transformers no token is dropped; here tokens beyond moe.capacity_factor are")
+    return Exported(architecture, main, n_bytes, tuple(remarks))
+
+
+def _is_free(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
+
+
+def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:
+    """The type of each tensor in the files. A selection bias stays as wide as it is, as in transformers."""
+    here = rows(weights.spec)
+    found = {}
+    for tensor in tensors:
+        name = tensor.parts[0].name
+        keeps = dtype is None or here[name].kind == "balance"
+        found[tensor.name] = weights.dtypes[name] if keeps else DTYPES[dtype or ""]
+    return found
+
+
+def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[list[str], dict[str, int | list[int]]]:
+    """Write the tokenizer; returns what is to be said, and the ids of the tokens that begin and end a text."""
+    for folder in [Path(given)] if given is not None else [weights.path]:
+        if TOKENIZER in copy_tokenizer(folder, out):
+            return [], token_ids(folder)
+        if given is not None:
+            raise DataError(f"--tokenizer {folder}: there is no {TOKENIZER}")
+    run_file = weights.path / RUN_FILE
+    if not run_file.is_file():
+        return [f"no tokenizer: {weights.path} has none; give one with --tokenizer FOLDER"], token_ids(weights.path)
+    data = tokenizer_folder(load_run_file(run_file).data)
+    try:
+        manifest = DataManifest.read(data)
+        text = (data / TOKENIZER).read_bytes()
+    except (InputError, OSError) as error:
+        said = str(error).splitlines()[0]
+        return [f"no tokenizer: that of the run's data cannot be read ({said}); give one with --tokenizer FOLDER"], {}
+    (out / TOKENIZER).write_bytes(text)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": manifest.separator,
+        "eos_token": manifest.separator,
+        "model_max_length": weights.spec.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    (out / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    return [], {"bos_token_id": manifest.separator_id, "eos_token_id": manifest.separator_id}

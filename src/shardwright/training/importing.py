@@ -1,0 +1,138 @@
+"""`shardwright import`: a folder of `transformers` as a folder of weights in the format of our checkpoints.
+
+OUT/manifest.json             tensors, their shards, a sha256 of each
+OUT/weights-00001.safetensors ...
+OUT/model.toml                the section [model] of a run file
+OUT/tokenizer.json ...        the files of the tokenizer and generation_config.json, as they were
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from shardwright.config import as_toml, table_of
+from shardwright.errors import CheckpointError, InputError
+from shardwright.files import new_folder
+from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
+from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
+from shardwright.hugging_face.writer import Entry, groups, write_safetensors
+from shardwright.run_folder import MODEL_FILE
+from shardwright.training.checkpoint.manifest import Manifest, Progress, ShardRecord, TensorRecord
+from shardwright.training.checkpoint.storage import sha256_of
+from shardwright.training.weights import MODEL
+from shardwright.units import GiB
+
+BLOCK_BYTES = GiB // 4
+"""A shard has at most so many bytes, or one row: what is in memory at a time, and what a rank reads at least."""
+FILE_BYTES = 4 * GiB
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a parameter, one shard of the manifest."""
+
+    name: str
+    offsets: tuple[int, ...]
+    entry: Entry
+
+
+def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
+    """Write the weights of a folder of `transformers` to the new folder `out`; one shard is in memory at a time.
+
+    `source`: the folder, or the id of a model of the Hugging Face hub, which is downloaded. Raises InputError, with
+    every problem, for what is not supported or damaged, and if there is something at `out`.
+    """
+    weights = open_weights(found(str(source)))
+    with new_folder(Path(out), _is_free, CheckpointError) as fresh:
+        blocks = list(_blocks(weights))
+        records: dict[str, list[ShardRecord]] = defaultdict(list)
+        by_key = {block.entry.name: block for block in blocks}
+        files = groups([block.entry for block in blocks], FILE_BYTES)
+        for number, entries in enumerate(files, start=1):
+            file = f"weights-{number:05d}.safetensors"
+
+            def make(entry: Entry, file: str = file) -> Tensor:
+                block = by_key[entry.name]
+                tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
+                record = ShardRecord(block.offsets, entry.shape, file, entry.name, sha256_of(tensor))
+                records[block.name].append(record)
+                return tensor
+
+            write_safetensors(fresh / file, entries, make)
+        manifest = Manifest(
+            progress=Progress(step=0, samples=0, seed=0),
+            model=table_of(weights.spec),
+            data={},
+            world_size=1,
+            tensors={
+                MODEL + name: TensorRecord(weights.shapes[name], weights.dtypes[name], tuple(shards))
+                for name, shards in sorted(records.items())
+            },
+        )
+        lines = [f"{key} = {as_toml(value)}" for key, value in table_of(weights.spec).items()]
+        text = "\n".join([f"# written by `shardwright import {source}`", "[model]", *lines]) + "\n"
+        (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
+        copy_tokenizer(weights.path, fresh)
+        write_token_ids(fresh, token_ids(weights.path))
+        manifest.write(fresh)
+    return weights
+
+
+def copy_tokenizer(source: Path, out: Path) -> list[str]:
+    """Copy the files of a tokenizer, and generation_config.json, that are there; returns their names."""
+    names = [name for name in (*TOKENIZER_FILES, GENERATION) if (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(source / name, out / name)
+    return names
+
+
+def _is_free(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
+
+
+def _blocks(weights: HuggingFaceWeights) -> Iterator[Block]:
+    for name, shape in sorted(weights.shapes.items()):
+        whole = Entry(name, weights.dtypes[name], shape)
+        row_bytes = max(1, whole.n_bytes // shape[0])
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        for begin in range(0, shape[0], rows):
+            offsets = (begin,) + (0,) * (len(shape) - 1)
+            key = MODEL + name + (f"@{begin}" if begin else "")
+            yield Block(name, offsets, Entry(key, whole.dtype, (min(rows, shape[0] - begin), *shape[1:])))
+
+
+def found(source: str) -> Path:
+    """The folder of a model: the path that is given, or where the model of that id of the hub is downloaded to.
+
+    Raises InputError if it is neither, or cannot be downloaded.
+    """
+    if Path(source).exists():
+        return Path(source)
+    if not (source.count("/") == 1 and all(source.split("/")) and not source.startswith((".", "~"))):
+        raise InputError(f"{source}: there is no such folder, and an id of the Hugging Face hub is OWNER/NAME")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise InputError(
+            f"{source} is no folder, and to download it from the Hugging Face hub huggingface_hub is needed: pip "
+            f"install huggingface_hub"
+        ) from None
+    try:
+        wanted = ["*.safetensors", "*.safetensors.index.json", "config.json", GENERATION, *TOKENIZER_FILES]
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except Exception as error:  # the library and the network below it raise many
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{source} is no folder here, and cannot be downloaded from the Hugging Face hub ({reason[0]}); give the "
+            f"path of a folder, or see that the id, the network and HF_TOKEN are right"
+        ) from None
+
+
+def bytes_of(weights: HuggingFaceWeights) -> int:
+    """Bytes of all parameters."""
+    return sum(Entry(name, weights.dtypes[name], shape).n_bytes for name, shape in weights.shapes.items())

@@ -1,0 +1,98 @@
+"""`[init] weights`: a new run that begins with weights which are there already, on any layout."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwright.config import RunConfig, contradictions
+from shardwright.config.sections import InitSection
+from shardwright.errors import CheckpointError, InputError
+from shardwright.model.modules import rows
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.initialise import local_box
+from shardwright.training.optimizer import named_state
+from shardwright.training.step import Trainer
+from shardwright.training.weights import CheckpointWeights, Weights, fill, open_weights
+from shardwright.units import format_count
+
+
+def initial_weights_problems(config: RunConfig) -> list[str]:
+    """Why a run cannot begin with the weights that it asks for, one sentence each; read without workers."""
+    assert config.init.weights is not None
+    try:
+        weights = open_weights(config.init.weights)
+    except InputError as error:
+        return [f"init.weights: {problem}" for problem in error.problems]
+    found = _problems(weights, config.model.spec(), config.init)
+    if config.init.optimizer and isinstance(weights, CheckpointWeights) and weights.optimizer is not None:
+        kinds = {name.partition("/")[0] for name in weights.optimizer.shapes}
+        wanted = {*config.optimizer.kind.state, *config.optimizer.kind.counters}
+        if kinds != wanted:
+            found.append(
+                f"init.optimizer=true: {weights.path} has {', '.join(sorted(kinds))}, and optimizer.name="
+                f"{config.optimizer.name!r} needs {', '.join(sorted(wanted))}; set init.optimizer=false"
+            )
+    return found
+
+
+def _problems(weights: Weights, spec: ModelSpec, init: InitSection) -> list[str]:
+    found = contradictions(weights.spec, spec, f"init.weights={init.weights!r}")
+    if found:
+        return found
+    for name, row in rows(spec).items():
+        saved = weights.shapes.get(name)
+        if saved is None and row.kind != "balance":
+            found.append(f"init.weights={init.weights!r} has no {name}")
+        elif saved is not None and saved != row.shape:
+            found.append(f"init.weights={init.weights!r}: {name} is {list(saved)}, and this model's {list(row.shape)}")
+    if init.optimizer and (not isinstance(weights, CheckpointWeights) or weights.optimizer is None):
+        found.append(
+            f"init.optimizer=true: {weights.path} has no moments of an optimizer, only a checkpoint of a run has; set "
+            f"init.optimizer=false"
+        )
+    return found
+
+
+@torch.no_grad()
+def begin_with(trainer: Trainer, init: InitSection) -> list[str]:
+    """Fill the parameters of this rank, and if asked for the moments of its optimizer; each rank reads its part alone.
+
+    Returns the lines that say what was taken and what not. Raises CheckpointError for weights of another model, and
+    DamagedError for a file that is not as it was written.
+    """
+    assert init.weights is not None
+    weights, model = open_weights(init.weights), trainer.model
+    if problems := _problems(weights, model.spec, init):
+        raise CheckpointError(*problems)
+    fill(model.named_parameters.items(), model.spec, weights, local_box)
+    if init.optimizer:
+        assert isinstance(weights, CheckpointWeights)
+        assert weights.optimizer is not None
+        moments = weights.optimizer
+        for name, tensor in named_state(trainer.optimizer, model.named_parameters.items()).items():
+            held, offsets = local_box(tensor)
+            held.copy_(moments.read(name, offsets, tuple(held.shape)))
+    model.after_change()
+    return _said(trainer, weights, init)
+
+
+def _said(trainer: Trainer, weights: Weights, init: InitSection) -> list[str]:
+    spec = trainer.model.spec
+    types = sorted({weights.dtypes[name] for name in weights.shapes})
+    held = next(iter(trainer.model.named_parameters.values()))
+    dtype = str((held.to_local() if isinstance(held, DTensor) else held).dtype).removeprefix("torch.")
+    kept = ", with the moments of the optimizer" if init.optimizer else ""
+    absent = [name for name in rows(spec) if name not in weights.shapes]
+    left_out: dict[str, list[str]] = {}
+    for name, reason in weights.left_out.items():
+        if not (init.optimizer and reason == CheckpointWeights.WHY_NO_MOMENTS):
+            left_out.setdefault(reason, []).append(name)
+    lines = [
+        f"weights from {weights.describe()}: {len(weights.shapes):,} tensors, {format_count(spec.n_parameters)} "
+        f"parameters, {', '.join(types)} to {dtype}{kept}; step, samples and learning rate begin anew"
+    ]
+    lines += [
+        f"not taken: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
+        for reason, names in left_out.items()
+    ]
+    lines += [f"not there, as in a new model: {absent[0]} and {len(absent) - 1} more"] if absent else []
+    return lines

@@ -1,0 +1,143 @@
+"""The data of a run: its sources, the order of its samples, and what a checkpoint keeps of both."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardwright.config import RunConfig
+from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
+from shardwright.data.mixture import MixedSamples, MixtureOrder, Stage, stages_of
+from shardwright.data.packing import attended_tokens, packed_lengths
+from shardwright.data.samples import Samples, open_sources
+from shardwright.errors import DataError
+from shardwright.training.checkpoint.manifest import Manifest, Progress
+
+MIXTURE = "mixture"
+
+
+class Sources:
+    """Every source of a run, opened once: a folder that is made anew meanwhile must not change what a run trains and is
+    evaluated on. Raises DataError as `open_sources` does."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.names = [name_of(source) for source in sources_of(config.data)]
+        self.folders = [source.path for source in sources_of(config.data)]
+        self.mixtures = mixtures_of(config.data)
+        opened: dict[str, list[Samples]] = {"validation": []}
+        problems: list[str] = []
+        for split in ("train", "validation") if config.evaluation.samples else ("train",):
+            try:
+                opened[split] = open_sources(config, split)
+            except DataError as error:
+                problems += error.problems
+        if problems:
+            raise DataError(*dict.fromkeys(problems))
+        self.train = MixedSamples(opened["train"])
+        self.validation = dict(zip(self.names, opened["validation"], strict=False))
+        self._attended = dict(zip(self.names, map(self._attended_tokens, opened["train"]), strict=True))
+        self.fingerprints = [source.origin(0)[0].manifest.fingerprint for source in opened["train"]]
+
+    def _attended_tokens(self, samples: Samples) -> float:
+        seq_len = self.config.batch.seq_len
+        if self.config.data.attention == "sequence":
+            return float(seq_len)
+        return attended_tokens(packed_lengths(samples.origin(0)[0].document_lengths(), seq_len))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the run file gives sources with weights, and not one folder."""
+        return bool(self.config.data.sources)
+
+    def order(self, progress: Progress, past: Sequence[Stage] = ()) -> MixtureOrder:
+        """The order of the samples of a run that has come to `progress` through the stages `past`."""
+        batch = self.config.batch.global_batch
+        stages = stages_of(self.mixtures, batch, past, progress.step, progress.samples)
+        return MixtureOrder(self.config.seed, [len(source) for source in self.train.sources], stages)
+
+    def by_name(self, values: Sequence[float]) -> dict[str, float] | None:
+        """A value of each source by its name; None for a run over one folder."""
+        return dict(zip(self.names, values, strict=True)) if self.mixed else None
+
+    def mean(self, step: int, values: Mapping[str, float]) -> float:
+        """The mean of a value of each source after `step` steps, weighted as the last of these steps was mixed; the
+        first step for 0."""
+        weights = [each for each in self.mixtures if each.from_step < max(step, 1)][-1].weights
+        total = sum(weight * values[name] for weight, name in zip(weights, self.names, strict=True) if weight)
+        return total / sum(weights)
+
+    def attended_tokens(self, step: int) -> float:
+        """Tokens that the attention of a token goes over, for the FLOPs of step `step`."""
+        return self.mean(step, self._attended)
+
+    def described(self, stages: Sequence[Mixture | Stage]) -> dict[str, Any]:
+        """What makes sample number n the sample it is, for the manifest of a checkpoint: `stages` are those that had
+        begun by then, or all when a run asks whether it can go on from one."""
+        return {
+            "seq_len": self.config.batch.seq_len,
+            "sequences": self.config.data.sequences,
+            MIXTURE: {
+                "sources": [
+                    {"name": name, "fingerprint": fingerprint}
+                    for name, fingerprint in zip(self.names, self.fingerprints, strict=True)
+                ],
+                "stages": [asdict(stage) for stage in stages],
+            },
+        }
+
+
+def past_stages(manifest: Manifest) -> list[Stage]:
+    """The stages that had begun when a checkpoint was saved."""
+    stages = manifest.data[MIXTURE]["stages"]
+    return [Stage(each["from_step"], each["from_sample"], tuple(each["weights"])) for each in stages]
+
+
+def past_problems(saved: dict[str, Any], here: dict[str, Any], step: int) -> list[str]:
+    """Why a run with the sources and stages of `here` cannot go on from a checkpoint after `step` steps on those of
+    `saved`: a later stage may be added, what was trained on may not change."""
+    before, now = saved["stages"], [each for each in here["stages"] if each["from_step"] < step]
+    way_out = (
+        f"what was trained cannot change; give it as it was, and other weights in a stage with from_step >= {step}"
+    )
+    found = [
+        f"it was trained with {_weights(was, saved)} from step {was['from_step']} on, and this run file has "
+        f"{_weights(given, here) if given else 'no such stage'}; {way_out}"
+        for was, given in zip(before, _matched(before, now), strict=True)
+        if given is None or _trimmed(was["weights"]) != _trimmed(given["weights"])
+    ]
+    found += [
+        f"this run file has a stage from step {each['from_step']} on, and the {step} steps that are done were trained "
+        f"without it; {way_out}"
+        for each in now
+        if each["from_step"] not in {was["from_step"] for was in before}
+    ]
+    used = max((len(_trimmed(stage["weights"])) for stage in before), default=0)
+    for place in range(used):
+        was, given = saved["sources"][place], here["sources"][place] if place < len(here["sources"]) else None
+        if given is None or given["fingerprint"] != was["fingerprint"]:
+            stands = "there is none" if given is None else f"{given['name']!r} ({given['fingerprint'][:12]}...) stands"
+            found.append(
+                f"source {place + 1} was {was['name']!r} with tokens of fingerprint {was['fingerprint'][:12]}..., and "
+                f"{stands} there now; keep the sources that were trained on in their order, and append new ones"
+            )
+    return found
+
+
+def _matched(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+    """Of each stage of a checkpoint the one of this run that begins at the same step."""
+    by_step = {each["from_step"]: each for each in now}
+    return [by_step.get(was["from_step"]) for was in before]
+
+
+def _trimmed(weights: Sequence[int]) -> list[int]:
+    """Without the zeros of sources at the end, which did not take part."""
+    kept = list(weights)
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept
+
+
+def _weights(stage: dict[str, Any], described: dict[str, Any]) -> str:
+    """`web 7 : code 3`."""
+    pairs = zip(described["sources"], stage["weights"], strict=False)
+    return " : ".join(f"{source['name']} {weight}" for source, weight in pairs if weight)

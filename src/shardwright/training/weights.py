@@ -1,0 +1,136 @@
+"""The weights of a model, wherever they are: a folder of `transformers`, one that `shardwright import` wrote, a
+checkpoint, or a run. Any box of any parameter can be read, so that each rank reads its own part."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.config import spec_of_folder
+from shardwright.errors import CheckpointError
+from shardwright.hugging_face.files import is_folder_of_transformers
+from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
+from shardwright.model.init import Box, whole
+from shardwright.model.modules import row_of
+from shardwright.model.spec import ModelSpec
+from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.training.checkpoint.manifest import FILE_NAME, Manifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.storage import read_shard
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+"""What the names of parameters and of an optimizer's moments begin with in a manifest."""
+
+
+class Weights(Protocol):
+    """The weights of a model under our names.
+
+    `spec`: the model; `shapes`, `dtypes`: of every parameter that is there, whole, types by torch's name; `left_out`:
+    what is there besides and is not read -> why.
+    """
+
+    path: Path
+    spec: ModelSpec
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    left_out: dict[str, str]
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The box [offsets, offsets + shape) of a parameter, on the CPU, in the type that it is stored in."""
+        ...
+
+    def describe(self) -> str:
+        """One line: what it is."""
+        ...
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint of ours, of any layout. Each shard that is read is checked against its sha256.
+
+    `optimizer`: the same of the optimizer's moments, with names such as `exp_avg/layers.0.ffn.up.weight`; None if there
+    are none.
+    """
+
+    WHY_NO_MOMENTS = "the optimizer begins anew"
+
+    def __init__(self, path: Path, manifest: Manifest, spec: ModelSpec, prefix: str = MODEL) -> None:
+        self.path, self.manifest, self.spec = path, manifest, spec
+        held = {name.removeprefix(prefix): each for name, each in manifest.tensors.items() if name.startswith(prefix)}
+        self._held = held
+        self.shapes = {name: each.shape for name, each in held.items()}
+        self.dtypes = {name: each.dtype for name, each in held.items()}
+        moments = len(manifest.tensors) - len(held)
+        has_moments = prefix == MODEL and moments > 0
+        self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
+        self.left_out = {f"{moments} tensors of the optimizer": self.WHY_NO_MOMENTS} if has_moments else {}
+        self._last: tuple[ShardRecord, Tensor] | None = None
+
+    def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """As `Weights.read`. Raises DamagedError if a bit of a shard has changed."""
+        record = self._held[name]
+        box = torch.empty(tuple(shape), dtype=getattr(torch, record.dtype))
+        for shard in record.shards:
+            spans = [
+                (max(a, b), min(a + n, b + m))
+                for a, n, b, m in zip(offsets, shape, shard.offsets, shard.shape, strict=True)
+            ]
+            if all(low < high for low, high in spans):
+                there = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, shard.offsets, strict=True))
+                here = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, offsets, strict=True))
+                box[here] = self._shard(shard)[there]
+        return box
+
+    def _shard(self, record: ShardRecord) -> Tensor:
+        """A shard; the last one is kept, as a tensor is often read box after box."""
+        if self._last is None or self._last[0] != record:
+            self._last = None
+            self._last = record, read_shard(self.path, record)
+        return self._last[1]
+
+    def describe(self) -> str:
+        """One line: what it is."""
+        step = self.manifest.progress.step
+        return f"{self.path}" + (f", after {step:,} steps" if step else "")
+
+
+def open_weights(path: str | Path) -> Weights:
+    """The weights at a path: a folder of `transformers` or of `shardwright import`, a checkpoint, or a run, of which it
+    is the newest checkpoint.
+
+    Raises InputError, saying what is supported, for anything else and for what is damaged.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder; give {WHAT}")
+    if (folder / FILE_NAME).is_file():
+        return CheckpointWeights(folder, read_manifest(folder), spec_of_folder(folder))
+    if saved := published(folder / CHECKPOINTS):
+        return open_weights(saved[-1])
+    if is_folder_of_transformers(folder):
+        return open_folder_of_transformers(folder)
+    raise CheckpointError(f"{folder} holds no weights; give {WHAT}")
+
+
+WHAT = "a folder of transformers, one that `shardwright import` wrote, a checkpoint, or a run that has one"
+
+
+@torch.no_grad()
+def fill(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    spec: ModelSpec,
+    weights: Weights,
+    box: Callable[[nn.Parameter], Box] = whole,
+) -> None:
+    """Write weights into parameters of a model `spec`, by name, or into the `box` of each that this rank holds.
+
+    A balance of experts that is not there starts as in a new model. Types are converted to those of the parameters.
+    """
+    for name, parameter in parameters:
+        held, offsets = box(parameter)
+        if name in weights.shapes:
+            held.copy_(weights.read(name, offsets, tuple(held.shape)))
+        else:
+            row = row_of(spec, name)
+            assert row.kind == "balance", f"{name} is not in {weights.path}"
+            held.fill_(row.fill)

@@ -1,0 +1,165 @@
+"""Proves that `generate` and `eval` do what their options say, from a run that was trained to its text and perplexity,
+and that what cannot be used is told at once."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shardwright.cli.main import app
+from shardwright.config import load
+from shardwright.data.prepare import prepare
+from shardwright.training.start import start
+from tests.marks import prove
+
+RUN_FILE = """
+out = "{folder}/run"
+steps = 3
+device = "cpu"
+model = {{ n_layers = 2, d_model = 16, n_heads = 2, n_kv_heads = 1, head_dim = 8, d_ffn = 24, vocab_size = 300, \
+max_seq_len = 32 }}
+data = {{ path = "{folder}/tokens" }}
+batch = {{ seq_len = 16, global_batch = 4 }}
+evaluation = {{ samples = 8 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run in `run` and its data in `tokens`."""
+    folder = tmp_path_factory.mktemp("generate")
+    texts = folder / "texts"
+    texts.mkdir()
+    for number, module in enumerate((__file__, json.__file__, pytest.__file__, typer.__file__)):
+        (texts / f"{number}.txt").write_text(Path(module).read_text())
+    prepare(texts, folder / "tokens", vocab_size=300, validation=0.5, glob="*.txt")
+    (folder / "run.toml").write_text(RUN_FILE.format(folder=folder))
+    start(load(folder / "run.toml"), quiet=True)
+    return folder
+
+
+def run(*arguments: Any, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exit_code == code, result.output + result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def generated(folder: Path, *arguments: Any) -> Any:
+    return json.loads(run("generate", folder / "run", "--max-tokens", 9, "--json", *arguments))
+
+
+def test_prompts_of_a_file_are_continued(folder: Path):
+    (folder / "prompts.jsonl").write_text('{"prompt": "import json"}\n\n{"prompt": "def "}\n')
+    (folder / "prompts.lines").write_text("import json\ndef \n")
+    of_file = generated(folder, "--prompts", folder / "prompts.jsonl")["completions"]
+    assert [each["prompt"] for each in of_file] == ["import json", "def "]
+    assert generated(folder, "--prompts", folder / "prompts.lines")["completions"] == of_file
+    assert generated(folder, "--prompt", "import json")["completions"] == of_file[:1]
+    assert generated(folder, "--prompt", "import json", "--seed", 1)["completions"] != of_file[:1]
+    one_by_one = generated(folder, "--prompts", folder / "prompts.jsonl", "--batch-size", 1)
+    assert one_by_one["completions"] == of_file
+    assert all(each["n_tokens"] == 9 and each["ended"] == "max_tokens" for each in of_file)
+    text = run("generate", folder / "run", "--prompts", folder / "prompts.jsonl", "--max-tokens", 9)
+    assert text.startswith("--- prompt 1 of 2\nimport json" + of_file[0]["text"])
+
+
+def test_a_sequence_ends_at_max_seq_len(folder: Path):
+    (found,) = generated(folder, "--prompt", "a", "--max-tokens", 100, "--greedy")["completions"]
+    assert (found["n_tokens"], found["ended"]) == (31, "max_seq_len")
+
+
+@prove
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_replicate=2", "cp=2"])
+def test_a_checkpoint_is_loaded_on_another_layout(folder: Path, layout: str):
+    arguments = ("--prompt", "import json", "--prompt", "x")
+    assert (
+        generated(folder, *arguments, "--layout", layout)["completions"] == generated(folder, *arguments)["completions"]
+    )
+    evaluated = ("eval", folder / "run", "--data", folder / "tokens", "--seq-len", 16, "--json")
+    one, several = (json.loads(run(*evaluated, *more)) for more in ((), ("--layout", layout)))
+    assert several["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+def test_a_draft_proposes_tokens(folder: Path):
+    alone = generated(folder, "--prompt", "import json", "--greedy")
+    drafted = generated(folder, "--prompt", "import json", "--greedy", "--draft", folder / "run")
+    assert drafted["completions"] == alone["completions"]
+    assert drafted["accepted"] == drafted["proposed"] > 0
+
+
+def test_perplexity_is_that_of_the_last_evaluation_of_the_run(folder: Path):
+    """The run evaluates the same 8 sequences of 16 tokens after its last step."""
+    logged = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    arguments = ("--data", folder / "tokens", "--seq-len", 16, "--samples", 8, "--json")
+    found = json.loads(run("eval", folder / "run", *arguments))
+    assert found["loss"] == pytest.approx(logged["loss"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(logged["loss"]), rel=1e-6)
+    assert found["n_tokens"] == 8 * 16
+
+
+def test_data_of_another_tokenizer_or_that_is_not_there_is_told(folder: Path, tmp_path: Path):
+    prepare(folder / "texts", tmp_path / "other", vocab_size=280, validation=0.5, glob="*.txt")
+    told = " ".join(run("eval", folder / "run", "--data", tmp_path / "other", code=2).split())
+    assert "was prepared with another tokenizer than that of the model" in told
+    told = " ".join(run("eval", folder / "run", "--seq-len", 0, "--split", "test", "--layout", "tp=x", code=2).split())
+    for words in ("--data is missing", "--seq-len 0: a number", "--split test: not one of", "tp=x: a whole number"):
+        assert words in told
+    told = run("eval", folder / "run", "--data", tmp_path, "--seq-len", 33, "--layout", "tp=3", code=2)
+    assert "layout.tp=3 does not divide" in told
+    assert "--seq-len 33 is longer than max_seq_len=32" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), ["nothing to continue; give --prompt TEXT or --prompts FILE"]),
+        (("--prompt", ""), ["prompt 1 is empty; give it at least one character"]),
+        (("--prompt", "word " * 40), ["tokens, and max_seq_len=32 of the model leaves no room"]),
+        (
+            ("--prompt", "a", "--temperature", 0, "--top-p", 1.5, "--top-k", -1, "--max-tokens", 0),
+            [
+                "--temperature 0: a number above 0",
+                "--top-p 1.5: a prob",
+                "--top-k -1: 0 (all",
+                "--max-tokens 0: a number",
+            ],
+        ),
+        (("--prompt", "a", "--temperature", -1), ["--temperature -1: a number above 0"]),
+        (("--prompt", "a", "--greedy", "--top-k", 3), ["--greedy draws nothing, so --top-k would mean nothing"]),
+        (
+            ("--prompt", "a", "--layout", "tpp=2,recompute=full,pp=x"),
+            ["no such key of the layout; did you mean 'tp'?", "recompute=full: means nothing here", "pp=x: a whole"],
+        ),
+        (("--prompt", "a", "--layout", "dp_replicate=4096"), ["4096 ranks, and this machine can run"]),
+        (("--prompts", "nowhere.txt"), ["--prompts nowhere.txt: there is no such file"]),
+    ],
+    ids=lambda value: None,
+)
+def test_what_cannot_be_used_is_told(folder: Path, arguments: Any, said: list[str]):
+    told = " ".join(run("generate", folder / "run", *arguments, code=2).split())
+    for words in said:
+        assert words in told
+
+
+def test_a_bad_line_of_prompts_is_told_with_its_number(folder: Path):
+    path = folder / "bad.jsonl"
+    path.write_text('{"prompt": "a"}\nnot json\n{"text": "b"}\n')
+    told = " ".join(run("generate", folder / "run", "--prompts", path, code=2).split())
+    assert "line 2: not JSON" in told
+    assert 'line 3: not an object with a text "prompt"' in told
+    path.write_text("\n")
+    assert "the file is empty" in run("generate", folder / "run", "--prompts", path, code=2)
+
+
+def test_a_folder_without_a_model_or_a_tokenizer_is_told(folder: Path, tmp_path: Path):
+    assert "holds no weights" in run("generate", folder, "--prompt", "a", code=2)
+    (folder / "tokens").rename(tmp_path / "tokens")
+    try:
+        told = " ".join(run("generate", folder / "run", "--prompt", "a", code=2).split())
+    finally:
+        (tmp_path / "tokens").rename(folder / "tokens")
+    assert "the tokenizer of a run is that of its data: prepare" in told

@@ -1,0 +1,94 @@
+"""Proves that generation with a cache gives the tokens of the full forward pass without one, on every layout."""
+
+import pytest
+import torch
+
+from shardwright.cost.cache import cache_bytes_per_token
+from shardwright.generation.continuous import Batcher
+from shardwright.generation.engine import WholeEngine
+from shardwright.layout import Layout
+from tests.distributed import run_ranks
+from tests.generation.models import (
+    DRAWN,
+    EXPERTS,
+    GREEDY,
+    GROUPED,
+    LATENT,
+    LATENT_EXPERTS,
+    LEARNED,
+    N_TOKENS,
+    PROMPTS,
+    SPECS,
+    merged,
+    on_layout,
+    whole_model,
+    without_cache,
+)
+from tests.marks import prove, rest_prove
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_the_cache_changes_no_token(spec, sampling):
+    model = whole_model(spec)
+    expected = without_cache(model, PROMPTS, sampling)
+    for n_slots in (1, 3, 5):
+        engine = WholeEngine(whole_model(spec), n_slots, spec.max_seq_len)
+        assert Batcher(engine, sampling, spec.max_seq_len).complete(PROMPTS, N_TOKENS) == expected
+
+
+CASES = [
+    (Layout(tp=2, sequence_parallel=False), GROUPED),
+    (Layout(pp=2), LEARNED),
+    (Layout(tp=2, ep=2, sequence_parallel=True), EXPERTS),
+    (Layout(tp=2, ep=2, sequence_parallel=True), LATENT_EXPERTS),
+    (Layout(tp=2, sequence_parallel=True), LEARNED),
+    (Layout(tp=4, sequence_parallel=False), GROUPED),
+    (Layout(tp=2, sequence_parallel=False), LATENT),
+    (Layout(tp=2, sequence_parallel=True), LATENT),
+    (Layout(pp=4), GROUPED),
+    (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), LATENT_EXPERTS),
+    (Layout(dp_shard=2, zero=1, ep=2), EXPERTS),
+    (Layout(dp_shard=2, zero=1, ep=2, pp=2), LATENT_EXPERTS),
+    (Layout(dp_replicate=2, tp=2, sequence_parallel=False), GROUPED),
+    (Layout(cp=2), GROUPED),
+    (Layout(cp=2), LATENT),
+    (Layout(cp=2, cp_method="ulysses"), LEARNED),
+    (Layout(cp=4, cp_method="usp", ulysses_degree=2), GROUPED),
+    (Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=True), LATENT),
+    (Layout(cp=2, cp_method="allgather", pp=2), LEARNED),
+    (Layout(cp=2, ep=2), EXPERTS),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    rest_prove(CASES, *CASES[:1]),
+    ids=lambda value: str(value) if isinstance(value, Layout) else next(n for n, s in SPECS.items() if s == value),
+)
+def test_the_tokens_do_not_depend_on_the_layout(layout, spec):
+    samplings, dtypes = (GREEDY, DRAWN), (torch.float64, torch.float32)
+    expected = [without_cache(whole_model(spec, dtype), PROMPTS, each) for dtype in dtypes for each in samplings]
+    of_ranks = run_ranks(on_layout, layout.world_size, layout, spec, samplings, dtypes)
+    assert [merged(case) for case in zip(*of_ranks, strict=True)] == expected
+
+
+@prove
+def test_keys_of_another_rank_are_seen():
+    """What other ranks hold is seen where each has one kv head of two."""
+    from tests.training.bugs.generation import OTHER_RANK
+
+    arguments = (Layout(tp=2, sequence_parallel=False), GROUPED, (GREEDY,), (torch.float64,), 3)
+    (found,) = [merged(case) for case in zip(*run_ranks(on_layout, 2, *arguments, (OTHER_RANK,)), strict=True)]
+    assert found != without_cache(whole_model(GROUPED), PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_the_bytes_of_the_cache_are_those_of_the_formula(spec):
+    engine = WholeEngine(whole_model(spec, torch.float32), 3, 20)
+    Batcher(engine, GREEDY, 20).complete(PROMPTS, 4)
+    assert engine.cache.n_bytes == spec.n_layers * 3 * 20 * cache_bytes_per_token(spec, 1, 4)
+    heads = {1: 2, 2: 1, 4: 1}
+    for tp, n in heads.items():
+        expected = 2 * n * 8 * 4 if spec is GROUPED else (12 + 4) * 4
+        assert cache_bytes_per_token(spec, tp, 4) == expected

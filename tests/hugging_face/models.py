@@ -1,0 +1,206 @@
+"""Small models of `transformers` with random weights, one for each supported architecture, and helpers to compare."""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwright.model.transformer import Transformer
+from shardwright.training.weights import Weights, fill, open_weights
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+VOCABULARY, LENGTH = 96, 64
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": LENGTH,
+    # A large epsilon and a small base, so that an error in either shows in the logits.
+    "rms_norm_eps": 0.03,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0},
+    "yarn, exact bounds": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.4,
+        "truncate": False,
+    },
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+
+
+def llama(**more: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON | more))
+
+
+def scaled(kind: str, of: Callable[..., nn.Module] = llama) -> nn.Module:
+    return of(rope_parameters={"rope_theta": 150.0, **SCALINGS[kind]})
+
+
+def smollm2() -> nn.Module:
+    return llama(tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=1, head_dim=8, hidden_size=24)
+
+
+def qwen3() -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = transformers.GPT2Config(**sizes, layer_norm_epsilon=0.02, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2LMHeadModel(config)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+
+
+def mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **EXPERTS, **COMMON))
+
+
+def qwen3_moe(normalise: bool = True) -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        num_experts=4, moe_intermediate_size=20, norm_topk_prob=normalise, mlp_only_layers=[], **EXPERTS, **COMMON
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def deepseek_v3(q_rank: int | None = 24, **more: Any) -> nn.Module:
+    sizes = COMMON | {"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "num_key_value_heads": 4, **EXPERTS}
+    del sizes["head_dim"]
+    latent = {
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1}
+    groups = {"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes | latent | experts | groups | more))
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "llama 3": lambda: scaled("llama3"),
+    "smollm2": smollm2,
+    "qwen3": qwen3,
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+    "qwen3-moe": qwen3_moe,
+    "qwen3-moe, not normalised": lambda: qwen3_moe(False),
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3, no query latent, yarn": lambda: deepseek_v3(
+        None, rope_parameters={"rope_theta": 150.0, **SCALINGS["yarn, mscale"]}
+    ),
+}
+
+
+def saved(folder: Path, make: Callable[[], nn.Module], max_shard_size: str = "5GB") -> Path:
+    """A model with weights so large that every one matters for the logits, norms and biases included, as `transformers`
+    saves it."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name:
+                tensor.normal_(std=1.5 / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 0.3)
+                if "norm" in name or "ln_" in name:
+                    tensor.add_(1.0)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+class Float64(TorchFunctionMode):
+    """In the block what asks for float32 gets float64: `transformers` computes norms, angles and routing in float32
+    whatever its weights are, and their rounding would hide small errors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {torch.float32: torch.float64}
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [wide.get(each, each) if isinstance(each, torch.dtype) else each for each in args]
+        named = {key: wide.get(each, each) if key == "dtype" else each for key, each in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def theirs(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder as `transformers` loads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+
+
+@torch.no_grad()
+def their_logits(folder: Path, dtype: torch.dtype, tokens_BT: Tensor) -> Tensor:
+    """Logits of the model of a folder by `transformers`, all in `dtype`."""
+    with Float64() if dtype == torch.float64 else nullcontext():
+        logits_BTV: Tensor = theirs(folder, dtype)(tokens_BT).logits
+    return logits_BTV
+
+
+def ours(weights: Weights, dtype: torch.dtype) -> Transformer:
+    """The model of some weights, on one process."""
+    model = Transformer(weights.spec).to(dtype).eval()
+    fill(model.named_parameters(), weights.spec, weights)
+    return model
+
+
+@cache
+def kept(family: str) -> Path:
+    """The folder of a model, one of `FAMILIES` or `SCALINGS`, that all tests of a process share; not to be changed."""
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return saved(folder, FAMILIES.get(family, lambda: scaled(family)))
+
+
+def tokens(n_sequences: int = 2, n_tokens: int = 48) -> Tensor:
+    return torch.randint(VOCABULARY, (n_sequences, n_tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits_error(folder: Path, weights: str | Path, dtype: torch.dtype) -> float:
+    """Largest difference of logits from those of `transformers`, relative to the largest logit."""
+    tokens_BT = tokens()
+    expected_BTV = their_logits(folder, dtype, tokens_BT)
+    found_BTV = ours(open_weights(weights), dtype)(tokens_BT)
+    return float((found_BTV - expected_BTV).abs().max() / expected_BTV.abs().max())
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the safetensors files of a folder."""
+    return {name: each for path in sorted(folder.glob("*.safetensors")) for name, each in load_file(path).items()}

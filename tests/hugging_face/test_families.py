@@ -1,0 +1,128 @@
+"""Proves that models of `transformers` come in and go out: bit for bit, with their logits, and with the same tokens."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from shardwright.training import importing
+from shardwright.training.exporting import export
+from shardwright.training.importing import import_weights
+from shardwright.training.weights import Weights, open_weights
+from tests.marks import prove, rest_prove
+
+pytest.importorskip("transformers")
+
+from tests.hugging_face.models import (
+    FAMILIES,
+    SCALINGS,
+    deepseek_v3,
+    kept,
+    logits_error,
+    ours,
+    saved,
+    scaled,
+    tensors,
+    their_logits,
+    theirs,
+    tokens,
+)
+
+# Rounding of a few dozen operations one after another: 6e-8 each in float32, 1e-16 in float64.
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-13}
+
+
+@pytest.mark.parametrize("family", rest_prove(FAMILIES, "gpt2", "deepseek-v3"))
+def test_a_model_comes_in_and_goes_out_bit_for_bit(family: str):
+    with TemporaryDirectory() as folder:
+        comes_in_and_goes_out(family, Path(folder))
+
+
+def comes_in_and_goes_out(family: str, folder: Path) -> None:
+    source = kept(family)
+    import_weights(source, folder / "weights")
+    expected = tensors(source)
+    for weights, shard_bytes in ((folder / "weights", 5 * 10**9), (source, 40_000)):
+        export(weights, folder / f"out-{shard_bytes}", max_shard_bytes=shard_bytes)
+        found = tensors(folder / f"out-{shard_bytes}")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    assert open_weights(folder / "weights").spec == open_weights(folder / "out-40000").spec
+
+
+@pytest.mark.parametrize("family", rest_prove(FAMILIES, "llama"))
+def test_logits_are_those_of_transformers(family: str):
+    for dtype, tolerance in TOLERANCES.items():
+        assert logits_error(kept(family), kept(family), dtype) < tolerance
+
+
+@prove
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_configuration_that_is_written_says_the_same(family: str, tmp_path: Path):
+    import_weights(kept(family), tmp_path / "weights")
+    export(tmp_path / "weights", tmp_path / "out")
+    for dtype in TOLERANCES:
+        found, expected = (their_logits(each, dtype, tokens()) for each in (tmp_path / "out", kept(family)))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", rest_prove(SCALINGS, "yarn"))
+def test_scaled_frequencies_are_those_of_transformers(kind: str):
+    assert logits_error(kept(kind), kept(kind), torch.float64) < TOLERANCES[torch.float64]
+    assert logits_error(kept(kind), kept("llama"), torch.float64) > 1e-3  # the same weights without scaling
+
+
+@pytest.mark.parametrize("family", ["gpt2", "deepseek-v3"])
+def test_any_box_is_that_of_the_whole_parameter(family: str):
+    with TemporaryDirectory() as folder, patch.object(importing, "BLOCK_BYTES", 700):
+        import_weights(kept(family), Path(folder) / "weights")
+        boxes_are_those_of_the_whole(open_weights(kept(family)))
+        boxes_are_those_of_the_whole(open_weights(Path(folder) / "weights"))
+
+
+def boxes_are_those_of_the_whole(weights: Weights) -> None:
+    for name, shape in weights.shapes.items():
+        whole = weights.read(name, (0,) * len(shape), shape)
+        for begin, end in ((0, 2), (1, 3), (2, 3)):  # thirds of every dim
+            spans = [(n * begin // 3, n * end // 3) for n in shape]
+            box = weights.read(name, [low for low, _ in spans], [high - low for low, high in spans])
+            assert torch.equal(box, whole[tuple(slice(*span) for span in spans)]), name
+
+
+@prove
+def test_yarn_scales_the_scores_of_latent_attention(tmp_path: Path):
+    source = saved(tmp_path / "hf", lambda: scaled("yarn, mscale", deepseek_v3))
+    assert logits_error(source, source, torch.float64) < TOLERANCES[torch.float64]
+
+
+@prove
+@pytest.mark.parametrize("family", ["gpt2", "llama", "smollm2", "qwen3"])
+def test_an_export_generates_the_tokens_that_we_generate(family: str, tmp_path: Path):
+    source = saved(tmp_path / "hf", FAMILIES[family])
+    import_weights(source, tmp_path / "weights")
+    export(tmp_path / "weights", tmp_path / "out")
+    prompt_BT = tokens(1, 8)
+    hf = theirs(tmp_path / "out", torch.float32)
+    expected = hf.generate(prompt_BT, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model, found = ours(open_weights(tmp_path / "weights"), torch.float32), prompt_BT
+    for _ in range(24):
+        found = torch.cat((found, model(found)[:, -1:].argmax(-1)), 1)
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_type_is_changed_when_asked_for_and_a_selection_bias_stays_wide():
+    with TemporaryDirectory() as folder:
+        changes_the_type(Path(folder) / "out")
+
+
+def changes_the_type(out: Path) -> None:
+    export(kept("deepseek-v3"), out, dtype="bf16")
+    before, found = tensors(kept("deepseek-v3")), tensors(out)
+    for name, tensor in found.items():
+        wanted = before[name] if name.endswith("e_score_correction_bias") else before[name].bfloat16()
+        assert torch.equal(tensor, wanted), name
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"

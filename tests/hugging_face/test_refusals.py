@@ -1,0 +1,199 @@
+"""Proves that what is not supported or damaged is refused, with what is wrong and what is supported."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwright.errors import InputError
+from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
+from shardwright.hugging_face.files import INDEX
+from shardwright.hugging_face.reader import open_weights
+from shardwright.model.presets import resolve
+from shardwright.training.exporting import export
+from shardwright.training.importing import import_weights
+
+pytest.importorskip("transformers")
+
+from tests.hugging_face.models import FAMILIES, saved, tensors
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama") / "hf", FAMILIES["llama"])
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the folder that a test may damage."""
+    copy = tmp_path / "hf"
+    copy.mkdir()
+    for path in llama.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def refused(act: Callable[..., Any], *given: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        act(*given)
+    return str(caught.value)
+
+
+def configured(folder: Path, **keys: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, qwen3, qwen3_moe"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "has no LlamaForCausalLM, the only one supported"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported for llama; valid: 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True and mlp_bias=False differ"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; it is model.n_layers here"),
+        ({"num_key_value_heads": 3}, "n_kv_heads=3 does not divide n_heads=4"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling of type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "betta": 1}}, "supported: betta"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_a_configuration_that_is_not_supported_is_refused(folder: Path, keys: dict[str, Any], said: str):
+    assert said in refused(open_weights, configured(folder, **keys))
+
+
+def test_every_problem_of_a_configuration_is_said_at_once(folder: Path):
+    lines = refused(open_weights, configured(folder, hidden_act="relu", attention_bias=True)).splitlines()
+    assert len(lines) == 2
+
+
+def test_a_window_of_attention_is_refused(tmp_path: Path):
+    qwen = configured(saved(tmp_path / "qwen", FAMILIES["qwen3"]), layer_types=["full_attention", "sliding_attention"])
+    assert "layer_types has sliding_attention" in refused(open_weights, qwen)
+
+
+def test_an_epsilon_that_transformers_does_not_use_for_latent_vectors_is_refused(tmp_path: Path):
+    deepseek = configured(saved(tmp_path / "hf", FAMILIES["deepseek-v3"]), rms_norm_eps=1e-5)
+    assert "rms_norm_eps=1e-05 is not supported for deepseek_v3; valid: 1e-06" in refused(open_weights, deepseek)
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    change(held)
+    save_file(held, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda held: held.update({"score.weight": torch.ones(2)}), "score.weight is no tensor of this model"),
+        (
+            lambda held: held.update({"model.norm.weight": torch.ones(31)}),
+            "model.norm.weight is [31], and config.json makes it [32]",
+        ),
+        (lambda held: held.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}), "type F8_E4M3"),
+    ],
+    ids=["missing", "extra", "shape", "type"],
+)
+def test_tensors_that_are_not_those_of_the_model_are_refused(folder: Path, change: Any, said: str):
+    assert said in refused(open_weights, changed(folder, change))
+
+
+def test_only_the_first_of_many_problems_are_said(folder: Path):
+    lines = refused(open_weights, configured(folder, num_hidden_layers=9)).splitlines()
+    assert "model.layers.2.input_layernorm.weight is missing" in lines[0]
+    assert lines[-1].endswith("and 59 more")
+
+
+def test_frequencies_that_old_files_hold_are_left_out(folder: Path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    weights = open_weights(changed(folder, lambda held: held.update({name: torch.ones(6)})))
+    assert list(weights.left_out) == [name]
+
+
+def test_names_without_the_prefix_are_those_of_the_first_gpt2(tmp_path: Path):
+    source = saved(tmp_path / "hf", FAMILIES["gpt2"])
+    held = {name.removeprefix("transformer."): each for name, each in tensors(source).items()}
+    held |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": held["wte.weight"].clone()}
+    save_file(held, source / "model.safetensors")
+    weights = open_weights(source)
+    assert set(weights.left_out) == {"h.0.attn.bias", "lm_head.weight"}
+    q = weights.read("layers.0.attention.q.weight", (3, 0), (2, 32))
+    assert torch.equal(q, held["h.0.attn.c_attn.weight"][:, 3:5].T)
+
+
+def test_pickle_files_are_refused(folder: Path):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    said = refused(open_weights, folder)
+    assert "pytorch_model.bin only, pickle files that can run any code" in said
+    assert "safe_serialization=True" in said
+
+
+def test_a_missing_shard_is_named(tmp_path: Path):
+    source = saved(tmp_path / "hf", FAMILIES["llama"], max_shard_size="30KB")
+    assert (source / INDEX).is_file()
+    gone = sorted(source.glob("*.safetensors"))[1]
+    gone.unlink()
+    assert f"are missing: {gone.name}" in refused(open_weights, source)
+
+
+@pytest.mark.parametrize("kept", [5, 100, 20_000])
+def test_a_file_that_is_cut_off_is_damaged(folder: Path, kept: int):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    said = refused(open_weights, folder)
+    assert "model.safetensors is damaged" in said
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path):
+    assert "has no config.json; supported architectures: llama" in refused(open_weights, tmp_path)
+    assert "an id of the Hugging Face hub is OWNER/NAME" in refused(import_weights, "nowhere", tmp_path / "out")
+
+
+def test_an_id_that_cannot_be_downloaded_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    def fail(*given: Any, **more: Any) -> None:
+        raise ConnectionError("no route to host\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    [said] = refused(import_weights, "meta/llama", tmp_path / "out").splitlines()
+    assert "cannot be downloaded from the Hugging Face hub (no route to host)" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_is_taken_is_not_overwritten(folder: Path, tmp_path: Path):
+    import_weights(folder, tmp_path / "out")
+    assert "is there already" in refused(import_weights, folder, tmp_path / "out")
+    assert "is there already" in refused(export, folder, tmp_path / "out")
+
+
+def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest(tmp_path: Path):
+    said = refused(architecture_of, resolve("debug-moe"))
+    assert "transformers has no architecture for this model" in said
+    assert "moe.score='sigmoid' is 'softmax' there" in said
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [
+        ("llama-3.1-8b", "llama"),
+        ("smollm2-135m", "llama"),
+        ("qwen3-8b", "qwen3"),
+        ("gpt2", "gpt2"),
+        ("mixtral-8x7b", "mixtral"),
+        ("qwen3-30b-a3b", "qwen3_moe"),
+        ("deepseek-v3", "deepseek_v3"),
+    ],
+)
+def test_presets_have_their_architecture(preset: str, name: str):
+    assert architecture_of(resolve(preset)) is ARCHITECTURES[name]

@@ -1,0 +1,103 @@
+"""Bugs of the data of a run: shares, epochs and stages of a mixture; what is trained on of a conversation."""
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import AnyBug, UnitBug
+
+_MIXTURE = "shardwright.data.mixture"
+_TESTS = "tests/data/test_mixture.py"
+_STAGE = f"{_TESTS}:test_a_run_with_a_stage_keeps_the_shares_of_each_step_and_the_epochs_of_each_source"
+_SHARES = f"{_TESTS}:test_three_sources_are_within_one_sample_of_their_shares_at_any_point"
+_RESUME = f"{_TESTS}:test_a_resume_on_other_ranks_takes_the_samples_of_a_run_that_never_stopped"
+_LARGER_BATCH = f"{_TESTS}:test_a_stage_begins_at_its_step_when_the_batch_is_larger_after_a_resume"
+
+_SAMPLES = "shardwright.data.samples"
+_ANSWERS = "tests/data/test_samples.py:test_only_the_tokens_of_answers_are_predicted"
+
+MASK: dict[str, AnyBug] = {
+    "the loss is on prompts too": UnitBug(
+        Mutation(
+            f"{_SAMPLES}:PackedSamples.read",
+            "self.split.trained(start + 1, length - 1)",
+            "np.ones(length - 1, bool)",
+        ),
+        _ANSWERS,
+    ),
+    "the mask of answers is of the token that is read, not of that predicted": UnitBug(
+        Mutation(
+            f"{_SAMPLES}:PackedSamples.read",
+            "self.split.trained(start + 1, length - 1)",
+            "self.split.trained(start, length - 1)",
+        ),
+        _ANSWERS,
+    ),
+    "the mask of the answers of a document is of the token that is read": UnitBug(
+        Mutation(
+            f"{_SAMPLES}:DocumentSamples.read",
+            "self.split.trained(start + 1, length - 1)",
+            "self.split.trained(start, length - 1)",
+        ),
+        _ANSWERS,
+    ),
+}
+SHARE: dict[str, AnyBug] = {
+    "the shares of a mixture drift": UnitBug(
+        Mutation(
+            f"{_MIXTURE}:Stage.source_of",
+            "pattern[n % len(pattern)]",
+            "pattern[n * 7 % (len(pattern) - 1)]",
+        ),
+        _SHARES,
+    ),
+    "the source that can wait the longest is taken first": UnitBug(
+        Mutation(f"{_MIXTURE}:interleaving", "until < soonest", "until > soonest"), _SHARES
+    ),
+}
+ORDER: dict[str, AnyBug] = {
+    "each epoch of a source is in the order of the first": UnitBug(
+        Mutation(
+            "shardwright.data.order:SampleOrder.__call__",
+            "(self.seed, int(epoch), self.source)",
+            "(self.seed, 0, self.source)",
+        ),
+        _STAGE,
+    ),
+    "every data rank reads the same samples of the sources": UnitBug(
+        Mutation(
+            "shardwright.data.batches:Batches.__init__",
+            "first + data_rank * block + np.arange(block)",
+            "first + np.arange(block)",
+        ),
+        _RESUME,
+    ),
+}
+OFF_BY_ONE: dict[str, AnyBug] = {
+    "a stage of a mixture begins one step late": UnitBug(
+        Mutation(f"{_MIXTURE}:stages_of", "each.from_step - step", "each.from_step + 1 - step"), _STAGE
+    ),
+    "a stage of a mixture begins one sample late": UnitBug(
+        Mutation(
+            f"{_MIXTURE}:MixtureOrder.located",
+            "np.searchsorted(self._begins, g, side='right')",
+            "np.searchsorted(self._begins, np.maximum(g - 1, 0), side='right')",
+        ),
+        _STAGE,
+    ),
+}
+RESUME: dict[str, AnyBug] = {
+    "one source counts from zero in the next stage": UnitBug(
+        Mutation(
+            f"{_MIXTURE}:MixtureOrder.__init__",
+            "taken[-1] + stage.counts(end - stage.from_sample)",
+            "(taken[-1] + stage.counts(end - stage.from_sample)) * (np.arange(len(sizes)) > 0)",
+        ),
+        _STAGE,
+    ),
+    "a stage is counted from the first step after a resume with another batch": UnitBug(
+        Mutation(
+            f"{_MIXTURE}:stages_of",
+            "n_samples + (each.from_step - step) * global_batch",
+            "each.from_step * global_batch",
+        ),
+        _LARGER_BATCH,
+    ),
+}
