@@ -108,9 +108,15 @@ def check_start(family: str, layout: Layout, folder: Path) -> None:
 
 
 @prove
-@pytest.mark.parametrize("layout", [Layout(), *TWO.values(), *FOUR.values()], ids=["one", *TWO, *FOUR])
-def test_an_export_is_the_same_bytes_from_every_layout(layout: Layout, tmp_path: Path):
-    source = saved(tmp_path / "hf", FAMILIES["llama"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *(("llama", layout) for layout in (Layout(), *TWO.values(), *FOUR.values())),
+        *(("mixtral", layout) for layout in EXPERTS.values()),
+    ],
+)
+def test_an_export_is_the_same_bytes_from_every_layout(family: str, layout: Layout, tmp_path: Path):
+    source = saved(tmp_path / "hf", FAMILIES[family])
     import_weights(source, tmp_path / "weights")
     run_ranks(start, layout.world_size, tmp_path / "weights", layout, tmp_path / "checkpoints")
     export(source, tmp_path / "expected", dtype="bf16", max_shard_bytes=10_000)

@@ -17,7 +17,7 @@ from shardwright.hugging_face.table import FileTensor, file_tensors
 from shardwright.hugging_face.writer import write_weights
 from shardwright.model.modules import rows
 from shardwright.run_folder import RUN_FILE
-from shardwright.training.importing import copy_tokenizer
+from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.model_card import model_card
 from shardwright.training.weights import Weights, open_weights
 
@@ -61,7 +61,7 @@ def export(
     tensors = file_tensors(architecture, weights.spec)
     types = _types(tensors, weights, dtype)
     main = Counter(types.values()).most_common(1)[0][0]
-    with new_folder(Path(out), _is_free, CheckpointError) as fresh:
+    with new_folder(Path(out), is_free, CheckpointError) as fresh:
         remarks, ids = _tokenizer(weights, fresh, tokenizer)
         config = architecture.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -71,11 +71,6 @@ def export(
     if weights.spec.moe is not None and weights.spec.moe.capacity_factor:
         remarks.append("in transformers no token is dropped; here tokens beyond moe.capacity_factor are")
     return Exported(architecture, main, n_bytes, tuple(remarks))
-
-
-def _is_free(out: Path) -> None:
-    if out.exists():
-        raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
 
 
 def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> dict[str, str]:

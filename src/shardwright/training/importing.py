@@ -46,8 +46,8 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
     `source`: the folder, or the id of a model of the Hugging Face hub, which is downloaded. Raises InputError, with
     every problem, for what is not supported or damaged, and if there is something at `out`.
     """
-    weights = open_weights(found(str(source)))
-    with new_folder(Path(out), _is_free, CheckpointError) as fresh:
+    weights = open_weights(folder_of(str(source)))
+    with new_folder(Path(out), is_free, CheckpointError) as fresh:
         blocks = list(_blocks(weights))
         records: dict[str, list[ShardRecord]] = defaultdict(list)
         by_key = {block.entry.name: block for block in blocks}
@@ -90,7 +90,8 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
     return names
 
 
-def _is_free(out: Path) -> None:
+def is_free(out: Path) -> None:
+    """Raises CheckpointError if there is something at `out`."""
     if out.exists():
         raise CheckpointError(f"{out} is there already; remove it, or name another folder with --out")
 
@@ -106,7 +107,7 @@ def _blocks(weights: HuggingFaceWeights) -> Iterator[Block]:
             yield Block(name, offsets, Entry(key, whole.dtype, (min(rows, shape[0] - begin), *shape[1:])))
 
 
-def found(source: str) -> Path:
+def folder_of(source: str) -> Path:
     """The folder of a model: the path that is given, or where the model of that id of the hub is downloaded to.
 
     Raises InputError if it is neither, or cannot be downloaded.
