@@ -100,6 +100,11 @@ class Row:
         return self.kind != "balance"
 
     @property
+    def hidden(self) -> bool:
+        """Whether it is a matrix, or a stack of them, inside of the layers; not a router, embedding or head."""
+        return self.kind in ("matrix", "expert")
+
+    @property
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices and embeddings, not to norms and biases."""
         return self.kind not in ("norm", "bias", "balance")

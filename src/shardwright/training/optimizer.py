@@ -23,7 +23,8 @@ def adamw(groups: list[dict[str, Any]], lr: float, options: Mapping[str, float])
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection) -> Optimizer:
     """The optimizer of the run for `parameters`, by global name, with weight decay on matrices and embeddings only."""
-    return make_optimizer(parameter_groups(parameters, spec, config.weight_decay), config)
+    by_matrix = config.kind.matrix_state is not None
+    return make_optimizer(parameter_groups(parameters, spec, config.weight_decay, by_matrix), config)
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Optimizer:
@@ -33,19 +34,19 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Op
     a checkpoint has somewhere to be read into. It is on the device and of the type and sharding of its parameter.
     """
     optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
-    for parameter in (parameter for group in groups for parameter in group["params"]):
-        counters = {
-            name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in config.kind.counters
-        }
-        tensors = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in config.kind.state}
-        optimizer.state[parameter] = counters | tensors
-    return on_shards(optimizer)
+    for group in groups:
+        state, counters = config.kind.held(group.get("hidden", False))
+        for parameter in group["params"]:
+            numbers = {name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in counters}
+            tensors = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in state}
+            optimizer.state[parameter] = numbers | tensors
+    return optimizer if config.kind.matrix_state is not None else on_shards(optimizer)
 
 
 def on_shards(optimizer: Optimizer) -> Optimizer:
     """The optimizer, whose `step` is given this rank's shards of parameters, gradients and states as plain tensors.
 
-    Every optimizer here updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole
+    Its optimizer updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole
     would be; and PyTorch's dispatch of DTensors takes longer than the step of a small model. Outside of `step` groups
     and states hold the DTensors.
     """
@@ -97,25 +98,32 @@ def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMap
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, weight_decay: float
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, weight_decay: float, by_matrix: bool = False
 ) -> list[dict[str, Any]]:
-    """Groups of parameters with equal weight decay on the same mesh, as one call of a fused update needs them."""
-    groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
+    """Groups of parameters with equal weight decay on the same mesh, as one call of a fused update needs them.
+
+    With `by_matrix` hidden matrices have groups of their own: those with `hidden`; and `rows` are those of the
+    parameters."""
+    groups: dict[tuple[bool, bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         row = row_of(spec, name)
         if not row.trained:
             continue
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         decay = weight_decay if row.decays else 0.0
-        group = groups.setdefault((row.decays, mesh), {"params": [], "weight_decay": decay})
+        hidden = by_matrix and row.hidden
+        group = groups.setdefault((row.decays, hidden, mesh), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
+        if by_matrix:
+            group["hidden"] = hidden
+            group.setdefault("rows", []).append(row)
     return list(groups.values())
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """The rate of the next step, for every group."""
+    """The rate of the next step, for every group, times its `lr_scale` if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
 def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

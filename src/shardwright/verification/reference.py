@@ -15,7 +15,7 @@ from shardwright.model.init import initialise
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
-from shardwright.training.optimizer import make_optimizer
+from shardwright.training.optimizer import make_optimizer, parameter_groups, set_learning_rate
 from shardwright.verification.case import DTYPES, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
@@ -51,8 +51,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             limit = case.clip_norm(training, step, float(norm))
             recorder.trace.clip_norms.setdefault(training, []).append(limit)
             nn.utils.clip_grads_with_norm_(parameters.values(), limit, norm)
-            for group in optimizer.param_groups:
-                group["lr"] = case.rate(training, step) / scale
+            set_learning_rate(optimizer, case.rate(training, step) / scale)
             optimizer.step()
             optimizer.zero_grad()
             learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
@@ -87,6 +86,8 @@ def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -
     if training == "sgd":
         return torch.optim.SGD(parameters.values())
     config = case.optimizer
+    if config.kind.matrix_state is not None:
+        return make_optimizer(parameter_groups(parameters, case.spec, config.weight_decay, by_matrix=True), config)
     groups = [
         {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},

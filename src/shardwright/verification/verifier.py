@@ -127,8 +127,8 @@ class Verifier:
 
         The first gradient is compared with that of the same layout with one data rank, which is far nearer than
         float64 is; not under ep, where the matmuls of an expert are over the tokens of several data ranks at once, and
-        a matmul of more rows may round an element the other way. And sums must not have been rounded to 16 bits: neither the gradients, nor, where they are reduced for
-        each micro-batch, those of one micro-batch.
+        a matmul of more rows may round an element the other way. And sums must not have been rounded to 16 bits:
+        neither the gradients, nor, where they are reduced for each micro-batch, those of one micro-batch.
         """
         rows: list[Row] = []
         if layout.data_ranks > 1 and layout.ep == 1:

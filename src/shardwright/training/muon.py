@@ -1,0 +1,111 @@
+"""Muon: momentum, made orthogonal matrix by matrix; everything but hidden matrices is updated by AdamW.
+
+    m <- mu m + (1 - mu) G        u = mu m + (1 - mu) G
+    W <- (1 - lr weight_decay) W - lr update_rms sqrt(max(rows, columns)) orthogonal(u)
+
+Sources: K. Jordan et al., https://kellerjordan.github.io/posts/muon (2024), for the iteration and its coefficients;
+Moonlight, arXiv 2502.16982, section 2.2, for weight decay and the scale, with which an update has the root mean square
+of AdamW's, so that both take one learning rate.
+
+The matrix of an update is the logical one, whatever the layout: the rows of `model.modules` say which are stacked in a
+parameter. An expert is a matrix of its own; K and V of latent attention are two, each of the rows of all heads. Shards
+are brought whole to one rank (`parallel.whole_matrices`), and the scale is that of the whole matrix.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwright.model.modules import Row
+from shardwright.parallel.norm import local_part
+from shardwright.parallel.whole_matrices import WholeMatrices
+from shardwright.training.optimizer import adamw, on_shards
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SMALLEST_NORM = 1e-7
+
+
+class Muon(Optimizer):
+    """Of groups with `hidden`, each parameter is updated by the row in `rows`; the others by AdamW on shards."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
+        for group in groups:
+            group["lr_scale"] = 1.0 if group["hidden"] else options["adamw_lr_scale"]
+        super().__init__(groups, {"lr": lr, **options})
+        others = [group for group in self.param_groups if not group["hidden"]]
+        self._others = on_shards(adamw(others, lr, options)) if others else None
+        if self._others is not None:
+            self._others.state = self.state
+        self._groups = [group for group in self.param_groups if group["hidden"] for _ in group["params"]]
+        self._matrices = [p for group in self.param_groups if group["hidden"] for p in group["params"]]
+        self._rows = [row for group in self.param_groups if group["hidden"] for row in group["rows"]]
+        self._exchange = WholeMatrices(self._matrices, [cost(row) for row in self._rows])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if self._others is not None:
+            self._others.step()
+        self._exchange.update(self._direction, self._orthogonal, self._apply)
+
+    def _direction(self, number: int) -> Tensor:
+        """This rank's shard of u; adds the gradient to the momentum."""
+        parameter, mu = self._matrices[number], self._groups[number]["momentum"]
+        momentum = local_part(self.state[parameter]["momentum"])
+        gradient = torch.zeros_like(momentum) if parameter.grad is None else local_part(parameter.grad)
+        momentum.lerp_(gradient, 1 - mu)
+        return gradient.lerp(momentum, mu).to(_compute_type(momentum))
+
+    def _orthogonal(self, number: int, whole: Tensor) -> Tensor:
+        group, row = self._groups[number], self._rows[number]
+        return of_logical_matrices(
+            whole, row, lambda matrix: orthogonal(matrix, int(group["steps"])) * scale(matrix, group["update_rms"])
+        )
+
+    def _apply(self, number: int, update: Tensor) -> None:
+        group, weights = self._groups[number], local_part(self._matrices[number])
+        weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.to(weights.dtype), alpha=group["lr"])
+
+
+def of_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """`compute` of each logical matrix, (..., rows, columns), that a parameter stacks, in its shape."""
+    if len(row.parts) < 2:
+        return compute(whole)
+    sizes = [n for _, n in row.parts]
+    by_head = whole.unflatten(-2, (row.heads, -1)).split(sizes, -2)
+    found = [compute(part.flatten(-3, -2)).unflatten(-2, (row.heads, -1)) for part in by_head]
+    return torch.cat(found, -2).flatten(-3, -2)
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """An approximation of U V^T for a matrix U S V^T, (..., rows, columns), by Newton-Schulz iterations of degree 5:
+    singular values become about 1, from 0.7 to 1.2."""
+    a, b, c = COEFFICIENTS
+    wide = matrix.shape[-2] <= matrix.shape[-1]
+    x = matrix if wide else matrix.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+def scale(matrix: Tensor, update_rms: float) -> float:
+    """What an orthogonal matrix is multiplied by, to have about the root mean square `update_rms`."""
+    return update_rms * max(matrix.shape[-2:]) ** 0.5
+
+
+def cost(row: Row) -> float:
+    """Multiplications of an iteration for a whole parameter: 2 m^2 n + m^3 for a matrix of m x n, m <= n."""
+    parts: Sequence[int] = [n * row.heads for _, n in row.parts] or [row.shape[-2]]
+    sizes = [sorted((rows, row.shape[-1])) for rows in parts]
+    return float(sum(2 * m * m * n + m**3 for m, n in sizes)) * (row.shape[0] if len(row.shape) == 3 else 1)
+
+
+def _compute_type(momentum: Tensor) -> torch.dtype:
+    """bf16 on a GPU, as published; a CPU multiplies fp32 faster, and proofs are in float64."""
+    if momentum.dtype == torch.float64 or momentum.device.type == "cpu":
+        return momentum.dtype
+    return torch.bfloat16
