@@ -119,6 +119,8 @@ def _by_verify(bug: Any) -> str:
         names.append("recomputation")
     if bug.documents:
         names.append("packed documents")
+    if bug.optimizer != "adamw":
+        names.append(f"optimizer {bug.optimizer}")
     return ", ".join(ways) + _with(names)
 
 

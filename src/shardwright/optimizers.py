@@ -32,6 +32,7 @@ class OptimizerKind:
     `options`: its options besides lr, weight_decay and clip_norm, which every optimizer has.
     `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape and type of the parameter;
     `counters`: of fp32 scalars. All are zero before the first step.
+    `matrix_flops`: (rows, columns) -> FLOPs of the update of a hidden matrix, for the planner.
     `make`: (parameter groups with their weight_decay, lr, option values by name) -> torch.optim.Optimizer; or where to
     import it from, as "module:name". The parameters of one group lie on one device mesh. With `matrix_state` a group
     also says whether its parameters are `hidden` matrices, and has their `rows` (`model.modules.Row`).
@@ -43,6 +44,7 @@ class OptimizerKind:
     state: tuple[str, ...]
     counters: tuple[str, ...] = ()
     matrix_state: tuple[str, ...] | None = None
+    matrix_flops: Callable[[int, int], float] = lambda rows, columns: 0.0
     make: Callable[[list[dict[str, Any]], float, Mapping[str, float]], Any] | str
 
     def held(self, hidden: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -85,6 +87,13 @@ register(
     )
 )
 
+
+def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
+    """FLOPs of Muon's iterations for a matrix: 2 (2 m^2 n + m^3) an iteration, m the shorter side and n the longer."""
+    m, n = sorted((rows, columns))
+    return 2.0 * steps * (2 * m * m * n + m**3)
+
+
 register(
     OptimizerKind(
         name="muon",
@@ -99,6 +108,7 @@ register(
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
         matrix_state=("momentum",),
+        matrix_flops=newton_schulz_flops,
         make="shardwright.training.muon:Muon",
     )
 )

@@ -367,7 +367,7 @@ BUGS = {
         [
             Mutation(
                 FOLLOW,
-                "group['lr'] = rate",
+                "group['lr'] = rate * group.get('lr_scale', 1.0)",
                 "group['weight_decay'] *= group['lr'] / rate\ngroup['lr'] = rate",
             )
         ],

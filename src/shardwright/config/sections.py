@@ -263,7 +263,7 @@ class OptimizerSection(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field("adamw", description="adamw, or an optimizer registered by an extension")
+    name: str = Field("adamw", description="adamw, muon, or an optimizer registered by an extension")
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
     clip_norm: float = Field(

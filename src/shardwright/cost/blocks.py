@@ -129,6 +129,15 @@ class Block:
         return dict(found)
 
     @cached_property
+    def hidden_numel(self) -> dict[Split, int]:
+        """As `dense_numel`, of hidden matrices alone."""
+        found: Counter[Split] = Counter()
+        for row in self.rows:
+            if row.hidden and row.split != "experts":
+                found[row.split] += row.numel
+        return dict(found)
+
+    @cached_property
     def expert_numel(self) -> int:
         """Elements of all experts."""
         return sum(row.numel for row in self.experts)

@@ -57,6 +57,11 @@ class Job:
         return len(OPTIMIZERS[self.optimizer].state)
 
     @property
+    def n_matrix_states(self) -> int:
+        """Optimizer states of an element of a hidden matrix: 1 for Muon."""
+        return len(OPTIMIZERS[self.optimizer].held(hidden=True)[0])
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
         return self.seq_len * self.global_batch

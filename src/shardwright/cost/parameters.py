@@ -26,12 +26,14 @@ class Parameters:
     `dense`, `expert`, (n, S): of each stage. `layer_dense`, `layer_expert`, (n,): of the largest layer, which ZeRO-3
     gathers at once; `matrix`, (n,): of the largest matmul of a feed-forward network, or of all experts together.
     `head`, (n,): of the matrix of the logits. `ends`, (n, S): embedding, positions, last norm and head, included in
-    `dense`. `of_block`: dense and expert elements of a layer of each kind, (n,).
+    `dense`, as are those in `hidden`, (n, S): hidden matrices. `of_block`: dense and expert elements of a layer of each
+    kind, (n,).
     """
 
     dense: Ints
     expert: Ints
     ends: Ints
+    hidden: Ints
     layer_dense: Ints
     layer_expert: Ints
     matrix: Ints
@@ -69,22 +71,26 @@ def of_ranks(
     """
     matrix_rows = vocabulary_rows(model, tp, tp_rank, vocabulary_multiple)
     ends = _ends(model, len(stages.layers), matrix_rows)
-    dense, expert = ends.copy(), np.zeros_like(ends)
+    dense, expert, hidden = ends.copy(), np.zeros_like(ends), np.zeros_like(ends)
     of_block: dict[Block, tuple[Ints, Ints]] = {}
     layer_dense, layer_expert, matrix = np.zeros_like(tp), np.zeros_like(tp), np.zeros_like(tp)
     for block, layers in stages.of_kind.items():
         of_plain = np.zeros_like(tp)
         for split, numel in block.dense_numel.items():
             of_plain += numel // tp_shards(model, split, tp)
+        of_hidden = np.zeros_like(tp)
+        for split, numel in block.hidden_numel.items():
+            of_hidden += numel // tp_shards(model, split, tp)
         of_experts = block.expert_numel // ep
         _note_block(model, block, tp, ep, of_plain, of_experts)
         of_block[block] = (of_plain, of_experts)
         dense += of_plain[:, None] * layers
         expert += of_experts[:, None] * layers
+        hidden += of_hidden[:, None] * layers
         layer_dense, layer_expert = np.maximum(layer_dense, of_plain), np.maximum(layer_expert, of_experts)
         matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
     head = matrix_rows * model.d_model
-    return Parameters(dense, expert, ends, layer_dense, layer_expert, matrix, head, of_block)
+    return Parameters(dense, expert, ends, hidden, layer_dense, layer_expert, matrix, head, of_block)
 
 
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:

@@ -52,7 +52,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
         "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
         "gradients": spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes),
-        "optimizer": spent("optimizer", candidates.zero >= 1, job.n_optimizer_states * stack.state_bytes),
+        "optimizer": _optimizer(job, candidates, formulas),
         # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
             "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
@@ -74,11 +74,26 @@ def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Param
 
 
 def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> ledger.Formulas:
-    """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and `ends`, the part of
-    P that is in no layer."""
-    dense, expert, ends = (part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends))
+    """Formulas with the parameters of each rank as inputs, (n, R): P dense ones, Q in experts, and of P `ends`, which
+    are in no layer, and `hidden`, in hidden matrices."""
+    dense, expert, ends, hidden = (
+        part[:, stages.of_rank].sum(2) for part in (held.dense, held.expert, held.ends, held.hidden)
+    )
     values = {"P": dense.astype(np.float64), "Q": expert.astype(np.float64), "ends": ends, "e": job.element_bytes}
-    return ledger.Formulas({**values, "h": job.model.d_model}, "B")
+    return ledger.Formulas({**values, "h": job.model.d_model, "hidden": hidden}, "B")
+
+
+def _optimizer(job: Job, candidates: Candidates, formulas: ledger.Formulas) -> Floats:
+    """Optimizer states; hidden matrices may have fewer than other parameters."""
+    sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.stack.state_bytes
+    if job.n_matrix_states == job.n_optimizer_states:
+        return _spent(formulas, candidates, "optimizer", sharded, n_bytes)
+    formulas.values |= {"matrix_bytes": job.n_matrix_states * job.stack.state_bytes}
+    all_else = " - n_bytes * (hidden / ranks + Q / expert_ranks)"
+    return _spent(
+        formulas, candidates, "optimizer", sharded, n_bytes,
+        f"{all_else} + matrix_bytes * (hidden / ranks + Q / expert_ranks))",
+    )  # fmt: skip
 
 
 def _spent(

@@ -11,8 +11,10 @@ from shardwright.cost.collectives import all_gather, all_reduce, point_to_point,
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
+from shardwright.cost.matrix_updates import matrix_updates
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.passes import Passes, reached_bytes_per_s
+from shardwright.optimizers import OPTIMIZERS
 
 PIPELINE = "Pipeline, busiest rank"
 """A section of the ledger."""
@@ -184,12 +186,13 @@ def _note_shares(
 
 
 class RankParameters(NamedTuple):
-    """Parameters on the rank of `pp` with the most, each (n,). `ends`: embedding, last norm and head, included in
-    `dense`."""
+    """Parameters on the rank of `pp` with the most, each (n,). `ends`: embedding, last norm and head, and `hidden`:
+    hidden matrices, both included in `dense`."""
 
     dense: Ints
     experts: Ints
     ends: Ints
+    hidden: Ints
 
 
 def data_parallel(
@@ -250,7 +253,7 @@ class _Traffic:
     ) -> None:
         self.job, self.candidates = job, candidates
         self.passes = {"F of a microbatch": forward, "I and W of a microbatch": backward}
-        dense, experts, ends = held
+        dense, experts, ends = held.dense, held.experts, held.ends
         dense_ranks = candidates.gradient_ranks
         expert_ranks = np.maximum(dense_ranks * candidates.tp // candidates.ep, 1)
         groups = [
@@ -333,7 +336,7 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
     writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
     they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes. The overhead is
-    that of the loss, the norm's all-reduce and the start of the next step.
+    that of the loss, the norm's all-reduce and the start of the next step. Whole matrices: `cost.matrix_updates`.
     """
     stack = job.stack
     shards, expert_shards = (
@@ -341,10 +344,17 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     )
     parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(held.experts))]
     changed = " + ".join(f"{count} / {over}" if np.any(candidates.zero > 0) else count for count, over in parts)
-    return ledger.compute(
+    by_element = ledger.compute(
         "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
         shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
         optimizer_bytes=stack.speed.optimizer_bytes + 8 * (job.n_optimizer_states - 2),
+    )  # fmt: skip
+    if OPTIMIZERS[job.optimizer].matrix_state is None:
+        return by_element
+    matrices = matrix_updates(job, candidates, held.hidden, held.experts)
+    return ledger.compute(
+        "optimizer of all parameters", "optimizer + updates_of_matrices", optimizer=by_element,
+        updates_of_matrices=matrices,
     )  # fmt: skip
 
 
@@ -365,7 +375,9 @@ def rank_parameters(job: Job, candidates: Candidates) -> RankParameters:
     """The parameters of each candidate on its rank of `pp` with the most."""
     cut = pipeline.stages(job, candidates)
     held = parameters.of_ranks(job.model, cut, candidates.tp, candidates.ep)
-    dense, experts, ends = (part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends))
+    dense, experts, ends, hidden = (
+        part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends, held.hidden)
+    )
     most = (dense + experts).argmax(axis=1)[:, None]
 
     with ledger.section("Data parallel, rank with most parameters"):
@@ -374,4 +386,4 @@ def rank_parameters(job: Job, candidates: Candidates) -> RankParameters:
     def of_that(part: Ints) -> Ints:
         return np.take_along_axis(part, most, 1)[:, 0]
 
-    return RankParameters(of_that(dense), of_that(experts), of_that(ends))
+    return RankParameters(of_that(dense), of_that(experts), of_that(ends), of_that(hidden))

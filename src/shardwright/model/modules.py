@@ -110,6 +110,12 @@ class Row:
         return self.kind not in ("norm", "bias", "balance")
 
 
+def flops_of_matrices(row: Row, flops: Callable[[int, int], float]) -> float:
+    """The sum of `flops` of (rows, columns) over the logical matrices of a parameter."""
+    matrices = [n * row.heads for _, n in row.parts] or [row.shape[-2]]
+    return sum(flops(rows, row.shape[-1]) for rows in matrices) * math.prod(row.shape[:-2])
+
+
 def linear(
     name: str,
     n_out: int,

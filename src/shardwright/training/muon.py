@@ -12,14 +12,15 @@ parameter. An expert is a matrix of its own; K and V of latent attention are two
 are brought whole to one rank (`parallel.whole_matrices`), and the scale is that of the whole matrix.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.model.modules import Row
+from shardwright.model.modules import Row, flops_of_matrices
+from shardwright.optimizers import newton_schulz_flops
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.whole_matrices import WholeMatrices
 from shardwright.training.optimizer import adamw, on_shards
@@ -42,7 +43,9 @@ class Muon(Optimizer):
         self._groups = [group for group in self.param_groups if group["hidden"] for _ in group["params"]]
         self._matrices = [p for group in self.param_groups if group["hidden"] for p in group["params"]]
         self._rows = [row for group in self.param_groups if group["hidden"] for row in group["rows"]]
-        self._exchange = WholeMatrices(self._matrices, [cost(row) for row in self._rows])
+        self._exchange = WholeMatrices(
+            self._matrices, [flops_of_matrices(row, newton_schulz_flops) for row in self._rows]
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -95,13 +98,6 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def scale(matrix: Tensor, update_rms: float) -> float:
     """What an orthogonal matrix is multiplied by, to have about the root mean square `update_rms`."""
     return update_rms * max(matrix.shape[-2:]) ** 0.5
-
-
-def cost(row: Row) -> float:
-    """Multiplications of an iteration for a whole parameter: 2 m^2 n + m^3 for a matrix of m x n, m <= n."""
-    parts: Sequence[int] = [n * row.heads for _, n in row.parts] or [row.shape[-2]]
-    sizes = [sorted((rows, row.shape[-1])) for rows in parts]
-    return float(sum(2 * m * m * n + m**3 for m, n in sizes)) * (row.shape[0] if len(row.shape) == 3 else 1)
 
 
 def _compute_type(momentum: Tensor) -> torch.dtype:

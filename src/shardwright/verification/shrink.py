@@ -73,15 +73,16 @@ def shrink(verifier: Verifier, report: Report, tell: Callable[[str], None] = lam
 
 
 def _whole_model(case: Case, layout: Layout) -> Iterator[Setting]:
-    """Every part of the model switched off at once, and every option of the optimizer at its default."""
+    """Every part of the model switched off at once, and the default optimizer, or the options of it at theirs."""
     spec, moe = case.spec, case.spec.moe
     off = {name: value for name, value in _off(spec).items() if moe is None or name != "moe"}
     if moe is not None:
         off["moe"] = replace(moe, **_off(moe))
-    plain = replace(case, optimizer=OptimizerSection(name=case.optimizer.name))
-    yield replace(plain, spec=_with(spec, _off(spec))), layout
-    yield replace(plain, spec=_with(spec, off)), layout
-    yield plain, layout
+    for optimizer in (OptimizerSection(), OptimizerSection(name=case.optimizer.name)):
+        plain = replace(case, optimizer=optimizer)
+        yield replace(plain, spec=_with(spec, _off(spec))), layout
+        yield replace(plain, spec=_with(spec, off)), layout
+        yield plain, layout
 
 
 def _layout(case: Case, layout: Layout) -> Iterator[Setting]:

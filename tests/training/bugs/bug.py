@@ -7,7 +7,7 @@ layouts, models and rooms that the bugs share are here too.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwright.config import Scope
+from shardwright.config import OptimizerSection, Scope
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
@@ -63,6 +63,7 @@ class Bug:
     """Changes of other code, where the bug needs more than one."""
     documents: bool = False
     """Whether attention and positions are within documents."""
+    optimizer: str = "adamw"
     crashes: bool = False
     """Whether a rank raises or hangs, and no number shows the bug."""
 
@@ -82,6 +83,7 @@ class Bug:
             spec=replace(base.spec, **self.spec),
             micro_batch=base.global_batch // (accumulation * layout.data_ranks),
             dtype=self.dtype,
+            optimizer=base.optimizer if self.optimizer == "adamw" else OptimizerSection(name=self.optimizer),
             attention=scope,
             positions=scope,
         )

@@ -1,0 +1,52 @@
+"""Time of an optimizer that updates hidden matrices as whole matrices (Muon), beyond that of its element-wise part.
+
+The owners of matrices are spread over all ranks that hold shards or replicas of them as DTensors: tp, the ranks of
+ZeRO, and with ZeRO 1 to 3 dp_replicate. Shards go to the owners and back by an all-to-all over the ranks of ZeRO, and
+one over tp, 2 bytes an element. The element-wise part is priced as that of Adam: a moment less saves 8 bytes, and
+about as many are written and read for what is sent.
+
+Ignored: that owners cannot be balanced exactly, that one bucket is exchanged while another is computed, and the lower
+rates of small matmuls.
+"""
+
+import numpy as np
+
+from shardwright.cost import ledger
+from shardwright.cost.collectives import all_to_all
+from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.matmuls import reached_flops_per_s
+from shardwright.model.modules import flops_of_matrices, rows
+from shardwright.optimizers import OPTIMIZERS
+
+SENT_BYTES = 2
+
+
+def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints) -> Floats:
+    """Seconds a step, (n,); `hidden`, `experts`: elements of hidden matrices on a rank of tp and ep before ZeRO."""
+    kind = OPTIMIZERS[job.optimizer]
+    of_model = {
+        what: [row for row in rows(job.model).values() if row.hidden and (row.kind == "expert") is is_expert]
+        for what, is_expert in (("hidden", False), ("experts", True))
+    }
+    sharded = candidates.zero > 0
+    replicas = np.where(sharded, candidates.world // (candidates.pp * candidates.tp * candidates.shards), 1)
+    owners = np.where(sharded, candidates.shards, 1) * replicas * candidates.tp
+    expert_owners = np.where(sharded, candidates.expert_shards, 1) * replicas * candidates.ep
+    rate = reached_flops_per_s(job, job.wide_precision)
+    flops = {
+        what: sum(flops_of_matrices(row, kind.matrix_flops) for row in found) / max(sum(row.numel for row in found), 1)
+        for what, found in of_model.items()
+    }
+    computed = ledger.compute(
+        "orthogonal matrices", "(H * tp * flops / owners + Q * ep * expert_flops / expert_owners) / matmul_rate",
+        H=hidden, Q=experts, tp=candidates.tp, ep=candidates.ep, owners=owners, expert_owners=expert_owners,
+        flops=flops["hidden"], expert_flops=flops["experts"], matmul_rate=rate,
+    )  # fmt: skip
+    shards = np.where(sharded, candidates.shards, 1)
+    what = "shards of matrices to their owners, all-to-all"
+    over_zero = all_to_all(job.cluster, hidden * SENT_BYTES / shards, shards, candidates.tp, what)
+    over_tp = all_to_all(job.cluster, hidden * SENT_BYTES / shards, candidates.tp, 1, f"{what}, tp")
+    return ledger.compute(
+        "updates of matrices", "orthogonal_matrices + 2 * (over_zero + over_tp)", orthogonal_matrices=computed,
+        over_zero=over_zero, over_tp=over_tp,
+    )  # fmt: skip
