@@ -4,8 +4,8 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import (
     ONE,
     PP,
-    REPLICAS,
     SP,
+    STEP,
     TIED,
     TRAINER,
     ZB_V,
@@ -15,7 +15,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-AHEAD = "shardwright.training.ahead:look_ahead"
+AHEAD = f"{STEP}:look_ahead"
 READ, PREDICTED = (
     "F.pad(tokens_ABT[..., k:], (0, k), value=BEYOND)",
     "F.pad(targets_ABT[..., k:], (0, k), value=IGNORE)",
@@ -56,7 +56,7 @@ REDUCTION = {
     "first": Bug(Mutation(f"{TIED}.sum_on_rank", "self._pairs", "[]"), [ZB_V], spec=MODULE | {"n_layers": 4}),
     "gradients of the projection of multi-token prediction on token shards are not summed": Bug(
         Mutation(
-            f"{REPLICAS}:sum_replica_gradients",
+            "shardwright.parallel.model:sum_replica_gradients",
             "parameter.grad is not None",
             "parameter.grad is not None and 'projection' not in name",
         ),
