@@ -73,6 +73,14 @@ def test_the_module_of_deepseek_v3_has_11_6_billion_parameters():
     assert met == without.layer_matmul_parameters(60) + 2 * h * h + without.vocab_size * h
 
 
+def test_the_module_of_deepseek_v3_has_4_percent_of_its_flops():
+    """As NVIDIA's published TFLOP/s with and without it differ (planner/measured/runs.csv)."""
+    without = resolve("deepseek-v3")
+    for causal in (False, True):
+        with_module = replace(without, mtp_modules=1).train_flops_per_token(4096, causal=causal)
+        assert round(with_module / without.train_flops_per_token(4096, causal=causal), 2) == 1.04
+
+
 def test_a_negative_number_of_modules_and_a_weight_of_zero_are_refused():
     problems = replace(SPEC, mtp_modules=-1, mtp_weight=0.0).problems()
     assert [problem.partition("=")[0] for problem in problems] == ["mtp_modules", "mtp_weight"]
