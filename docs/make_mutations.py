@@ -62,6 +62,7 @@ FEATURES = {
     "tied_embedding": "a tied embedding",
     "latent_attention": "latent attention",
     "n_layers": "{} layers",
+    "mtp_modules": "{} module(s) of multi-token prediction",
     "n_kv_heads": "{} key-value head",
     "bias": "biases",
     "qk_norm": "norms of queries and keys",

@@ -80,7 +80,8 @@ class Logged:
     """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
     since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
     record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
-    sources, the rest is said of a model with experts alone."""
+    sources, `mtp_loss` the mean loss of the modules of multi-token prediction without its weight, which
+    `loss` does not contain; the rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -103,6 +104,7 @@ class Logged:
     balance_loss: float | None = None
     z_loss: float | None = None
     expert_sent_bytes: float | None = None
+    mtp_loss: float | None = None
     epochs: dict[str, float] | None = None
     time: str | None = None
 
@@ -110,12 +112,13 @@ class Logged:
 @dataclass(frozen=True)
 class Evaluated:
     """An `evaluation` record: the loss on the validation split after `step` steps. Of a mixture, `sources` has the loss
-    on that of each source, and `loss` is their mean, weighted as that step was mixed."""
+    on that of each source, and `loss` is their mean, weighted as that step was mixed. `mtp_loss` as in `Logged`."""
 
     step: int
     loss: float
     time: str | None = None
     sources: dict[str, float] | None = None
+    mtp_loss: float | None = None
 
 
 AnyRecord = Started | Logged | Evaluated

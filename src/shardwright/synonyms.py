@@ -155,6 +155,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "num_experts": ("model.moe.n_experts",),
     "moe_router_topk": ("model.moe.top_k",),
     "num_experts_per_tok": ("model.moe.top_k",),
+    "mtp_num_layers": ("model.mtp_modules",),
+    "num_nextn_predict_layers": ("model.mtp_modules",),
+    "mtp_loss_scaling_factor": ("model.mtp_weight",),
 }
 """A name in lower case with underscores -> what it is called here: a key with its section, or a value. An empty row is
 the name of something that is not supported, so that no name that looks like it is offered."""

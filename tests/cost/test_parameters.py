@@ -66,7 +66,15 @@ POSSIBLE = [
 
 @pytest.mark.parametrize(("preset", "at"), POSSIBLE)
 def test_every_rank_and_stage_has_what_the_built_model_has(preset: str, at: int):
-    spec, layout = short(preset), LAYOUTS[at]
+    parameters_are_those_of_the_built_model(short(preset), LAYOUTS[at])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_last_stage_has_modules_of_multi_token_prediction_and_the_embedding(layout: Layout):
+    parameters_are_those_of_the_built_model(replace(short("deepseek-v3"), mtp_modules=2), layout)
+
+
+def parameters_are_those_of_the_built_model(spec: ModelSpec, layout: Layout) -> None:
     layers = stage_layers(spec, layout, 4096)
     built = cut_stages(spec, layers, torch.bfloat16)
     for tp_rank in {0, layout.tp - 1}:

@@ -3,6 +3,7 @@ are those of the prediction."""
 
 import json
 from collections import Counter
+from dataclasses import replace
 from math import ceil, log2
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardwright.planner.choice import read
 from shardwright.planner.explain import explain, lines
 from shardwright.planner.search import Priced
 
+MODULE = " with an MTP module"
 LAYOUTS = [
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1"),
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,pp_schedule=interleaved-1f1b,virtual_stages=2,dp_shard=2,zero=3"),
@@ -32,6 +34,7 @@ LAYOUTS = [
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,sequence_parallel=false"),
     ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=full"),
     ("debug", "h100:8", 128, "pp=2,dp_shard=4,zero=2"),
+    ("deepseek-v3" + MODULE, "h100:256", 4096, "pp=16,dp_shard=16,ep=16,zero=1,recompute=full"),
 ]
 CASES = [(*each, "shardwright", "bf16") for each in LAYOUTS]
 CASES += [(*LAYOUTS[0], stack, "bf16") for stack in STACKS if stack != "shardwright"]
@@ -40,8 +43,9 @@ UNITS = {"B", "s", "FLOP", "FLOP/s", "B/s", "1/s", "tokens", "ranks", "layers", 
 
 
 def priced(name: str, hardware: str, seq_len: int, text: str, stack: str = "shardwright", precision: str = "bf16"):
+    model = replace(resolve(name.removesuffix(MODULE)), mtp_modules=int(name.endswith(MODULE)))
     job = Job(
-        model=resolve(name), cluster=cluster(hardware), global_batch=960, seq_len=seq_len, stack=STACKS[stack],
+        model=model, cluster=cluster(hardware), global_batch=960, seq_len=seq_len, stack=STACKS[stack],
         precision=precision,
     )  # fmt: skip
     return Priced.of(job, read(text))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cost.stack import MEGATRON_CORE_FUSED_LOSS
+from shardwright.cost.step import step_time
 from shardwright.errors import InputError
 from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.planner.measured_run import Run, Skipped
@@ -139,7 +140,6 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
         (DENSE, {"recompute": "partial:4"}, "recompute=partial:4 has no price"),
         (DENSE, {"offload": "activations:2"}, "offload=activations:2 has no price"),
         (DENSE, {"window": "4096", "windowed_layers": "24"}, "sliding-window attention has no price"),
-        (DENSE, {"mtp": "1"}, "mtp=1"),
         (DENSE, {"fused_loss": "1"}, "fused_loss=1 has no price with stack megatron"),
         (DENSE, {"kv_heads": "5"}, "n_kv_heads=5 does not divide n_heads=64"),
         (DENSE, {"kv_heads": "1", "heads": "4"}, "tp=8 does not divide 4 query heads"),
@@ -159,6 +159,17 @@ def test_a_row_without_a_price_is_skipped_with_the_reason(
     assert [type(each) for each in found] == [Skipped, Run]
     assert isinstance(found[0], Skipped)
     assert reason in found[0].reason
+
+
+def test_a_module_for_a_second_token_is_priced_as_the_layer_and_the_head_that_it_is(tmp_path: Path):
+    without, with_module = read_runs(write(tmp_path / "runs.csv", DENSE, DENSE | {"mtp": "1"}))
+    assert isinstance(without, Run)
+    assert isinstance(with_module, Run)
+    layers = without.job.model.n_layers
+    more = (
+        step_time(with_module.job, with_module.candidates).total_s / step_time(without.job, without.candidates).total_s
+    )
+    assert 1 + 1 / layers < more < 1 + 3 / layers
 
 
 def test_what_is_priced_as_something_else_is_said(tmp_path: Path):

@@ -31,6 +31,16 @@ def test_a_small_head_leaves_stages_even_and_a_large_one_takes_the_place_of_laye
     assert counts(LARGE_HEAD, Layout(pp=2)) == [7, 1]
 
 
+def test_a_module_of_multi_token_prediction_is_in_the_last_stage_and_takes_the_place_of_layers():
+    spec = replace(EIGHT, mtp_modules=1)
+    assert stage_layers(spec, Layout(pp=2, stage_layers=(5, 3)), 16) == (range(5), range(5, 9))
+    assert stage_layers(spec, Layout(pp=2), 16) == (range(5), range(5, 9))
+    # A layer, the projection and the head again.
+    module = spec.layer_matmul_parameters(0) + 2 * spec.d_model**2 + spec.vocab_size * spec.d_model
+    without, with_module = (work(each, Layout(), 1)[0] for each in (EIGHT, spec))
+    assert with_module - without == pytest.approx(6 * module + 3 * 24 * 2)
+
+
 def test_layers_left_over_go_to_late_stages_that_hold_fewer_activations_but_not_to_the_head():
     assert counts(replace(EIGHT, n_layers=10), Layout(pp=4)) == [2, 3, 3, 2]
 

@@ -84,7 +84,7 @@ def start(path: Path, layout: Layout, folder: Path | None = None) -> tuple[float
         table = {"out": str(folder), "steps": 1, "data": {"path": "none"}, "batch": {"seq_len": 16, "global_batch": 8}}
         text = resolved_toml(parse(table | {"model": {"from": str(path)}}))
         save(CheckpointStore(folder), trainer, Progress(1, 8, case.seed), DATA, text)
-    loss_part, _ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), 0), 0)
+    loss_part, *_ = trainer.forward_backward(local_batch(case, layout, dist.get_rank(), 0), 0)
     return float(trainer.model.sum_over_losses(loss_part)), equal
 
 

@@ -89,7 +89,7 @@ class DistributedModel:
         batch = self._batch(tokens, targets, micro_batch)
         self._model.after_change()  # what the optimizer has changed since
         self._model.forget_gradients()
-        loss_part, _ = self._work.forward_backward(batch, self._steps)
+        loss_part, *_ = self._work.forward_backward(batch, self._steps)
         self._model.learn_from_load()
         self._steps += 1
         return self._model.sum_over_losses(loss_part.detach())
@@ -103,7 +103,7 @@ class DistributedModel:
         """The loss per target token, without gradients and dropout; arguments and errors as in `forward_backward`."""
         batch = self._batch(tokens, targets, micro_batch)
         self._model.after_change()
-        return self._work.evaluate([batch])
+        return self._work.evaluate([batch])[0]
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -83,6 +83,11 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             f"batch.seq_len={batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
             f"shorten the one or raise the other"
         )
+    if spec and batch and batch.seq_len <= spec.mtp_modules:
+        found.append(
+            f"model.mtp_modules={spec.mtp_modules} predict up to {spec.mtp_modules + 1} tokens ahead, and a sequence "
+            f"has batch.seq_len={batch.seq_len} targets; valid: 0 to {batch.seq_len - 1}"
+        )
     try:
         layout = valid["layout"].layout() if "layout" in valid else None
     except LayoutError as error:

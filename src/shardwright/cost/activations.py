@@ -99,7 +99,8 @@ def ends(job: Job, candidates: Candidates) -> Ends:
     """Activations before the first layer and after the last.
 
     16-bit logits are copied to fp32 for the loss, which keeps their softmax; `Stack.logit_peak_bytes` is the maximum of
-    logits, copies and gradients together. In fp32 there are no copies, but there are softmax and gradients.
+    logits, copies and gradients together. In fp32 there are no copies, but there are softmax and gradients. Modules of
+    multi-token prediction have logits of their own.
     """
     stack, e = job.stack, job.element_bytes
     kept = max(stack.logit_kept_bytes, e)
@@ -108,13 +109,15 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
         cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
         formulas.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
+        formulas.values["predictions"] = 1 + job.model.mtp_modules
+        times = "predictions * " * (job.model.mtp_modules > 0)
         formulas.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
         return Ends(
             first=formulas("dropout mask", "T_shard * h * mask"),
             last=formulas("around the last norm", "(T_shard + T_read) * h * e"),
             sent=formulas("sent on", "T_shard * h * e * keeps_outputs"),
-            logits=formulas("logits of a microbatch", "T * vocabulary_rows * logit_bytes"),
-            waiting_logits=formulas("logits for W of a microbatch", "T * vocabulary_rows * e"),
+            logits=formulas("logits of a microbatch", f"{times}T * vocabulary_rows * logit_bytes"),
+            waiting_logits=formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e"),
             loss=formulas(
                 "loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"
             ),

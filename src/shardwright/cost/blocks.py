@@ -1,13 +1,14 @@
 """Counts derived from the rows of a layer (`model.modules`): norms, branches, matmuls, collectives over tp.
 
-Layers with the same rows are one `Block`; a decoder has one kind, or two if only some of its layers have experts.
+Layers with the same rows are one `Block`; a decoder has one kind, or two if only some of its layers have experts. A
+module of multi-token prediction is a kind of its own.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from shardwright.model.modules import Row, Split, layer_rows
+from shardwright.model.modules import MTP_BLOCK, Row, Split, layer_rows
 from shardwright.model.spec import ModelSpec
 
 
@@ -46,7 +47,8 @@ class Block:
     @property
     def name(self) -> str:
         """The name of a layer of this kind in the ledger."""
-        return "a layer with experts" if self.experts else "a layer"
+        what = "an MTP module" if any(row.name.startswith(MTP_BLOCK) for row in self.rows) else "a layer"
+        return f"{what} with experts" if self.experts else what
 
     @cached_property
     def matmuls(self) -> tuple[Group, ...]:
@@ -85,12 +87,15 @@ class Block:
     @cached_property
     def branches(self) -> int:
         """Number of outputs that are added to the residual stream; those of experts and shared experts count once."""
-        return len({row.name.partition(".")[0] for row in self.rows if row.split in ("row", "experts")})
+        added = (row.name.removeprefix(MTP_BLOCK) for row in self.rows if row.split in ("row", "experts"))
+        return len({name.partition(".")[0] for name in added})
 
     @cached_property
     def inputs(self) -> int:
-        """Number of tensors of width d_model that the matmuls of all tokens read; each is kept once."""
-        return len({row.input for row in self._dense if row.split != "row" and row.shape[-1] == self.d_model})
+        """Number of tensors of width d_model that the matmuls of all tokens read; each is kept once. One of twice that
+        width (of the projection of multi-token prediction) is two."""
+        widths = {row.input: row.shape[-1] for row in self._dense if row.split != "row"}
+        return sum(width // self.d_model for width in widths.values() if width % self.d_model == 0)
 
     @cached_property
     def networks(self) -> dict[Row, tuple[Row, ...]]:
@@ -166,7 +171,7 @@ def _path(row: Row) -> str:
 def blocks(spec: ModelSpec) -> dict[Block, tuple[int, ...]]:
     """The kinds of layers, each with the numbers of its layers, in the order of their first layers."""
     found: dict[Block, tuple[int, ...]] = {}
-    for layer in range(spec.n_layers):
+    for layer in range(spec.n_blocks):
         block = Block(layer_rows(spec, layer), spec.d_model)
         found[block] = (*found.get(block, ()), layer)
     return found

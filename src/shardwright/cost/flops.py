@@ -37,7 +37,7 @@ def model_flops(job: Job) -> TokenFlops:
             f"model FLOPs, {what}", f"6 * N_matmul + {factor} * n_layers * heads * (qk_dim + c) * {symbol}", flops,
             "FLOP",
             "PaLM, arXiv 2204.02311, appendix B", SECTION, N_matmul=spec.n_matmul_parameters,
-            n_layers=spec.n_layers, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim,
+            n_layers=spec.n_blocks, heads=spec.n_heads, qk_dim=spec.qk_dim, c=spec.head_dim,
             **{symbol: tokens},
         )  # fmt: skip
     return found
@@ -55,14 +55,15 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     convention counts.
     """
     spec, needed = job.model, model_flops(job)
-    matmuls = "2 * (N_matmul - V * h)"
+    matmuls = f"2 * (N_matmul - {'predictions * ' * (spec.mtp_modules > 0)}V * h)"
     selective = "square" if job.stack.selective == "scores" else f"{matmuls} / 2"
-    square = 2.0 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
+    square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
         model = ledger.identifier(f"model FLOPs, {name}")
         values: ledger.Inputs = {model: needed + np.zeros(len(candidates)), "square": square, "h": spec.d_model}
         formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
+        formulas.values["predictions"] = 1 + spec.mtp_modules
         if not np.any(candidates.recompute):
             return formulas[model]
         by_recompute = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}

@@ -9,7 +9,9 @@ _SYMBOLS = (
     ("accelerators nodes", "", "of the cluster"),
     ("h heads kv_heads c qk_dim", "", "d_model; heads of queries, of keys; width of a head of values, of keys"),
     ("V vocabulary_rows", "", "vocabulary; its rows on a rank"),
-    ("n_layers layers n_experts top_k", "", "layers of the model, of a rank; experts of a layer, of a token"),
+    ("n_layers layers n_experts top_k", "", "layers of the model with its MTP modules, of a rank; experts of a layer, "
+     "of a token"),
+    ("predictions", "", "tokens that are predicted at a position: one, and one by each MTP module"),
     ("inner expert_inner", "", "features between the matmuls of networks for all tokens, of an expert"),
     ("norms branches inputs", "", "of a layer: norms, results added to the residual stream, tensors that matmuls read"),
     ("N_matmul", "", "elements of the matrices that a token is multiplied by"),

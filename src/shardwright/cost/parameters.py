@@ -123,12 +123,14 @@ def tp_shards(model: ModelSpec, split: Split, tp: Ints) -> Ints | int:
 
 
 def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
-    """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding counts in
-    both stages, or once if there is one stage. `matrix_rows`: rows of the vocabulary on a rank."""
+    """Embedding and learned positions in the first stage, norm and head in the last, (n, S). A tied embedding, or one
+    that modules of multi-token prediction read, counts in both stages, or once if there is one stage. `matrix_rows`:
+    rows of the vocabulary on a rank."""
     found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
     for row in end_rows(model):
         count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel
         found[:, 0 if row.kind == "embedding" else -1] += count
-        if row.kind == "embedding" and row.matmul and n_stages > 1:
+        read_again = row.name == "embedding.weight" and (row.matmul or model.mtp_modules)
+        if read_again and n_stages > 1:
             found[:, -1] += count
     return found

@@ -82,7 +82,8 @@ class StagePasses:
         cut = pipeline.stages(job, candidates)
         self.n_stages = len(cut.layers)
         first, last = np.zeros(self.n_stages, dtype=np.int64), np.zeros(self.n_stages, dtype=np.int64)
-        first[0], last[-1] = 1, 1
+        first[0], last[-1] = 1, 1 + job.model.mtp_modules
+        first[-1] += job.model.mtp_modules
         self.work: list[tuple[Passes, Ints]] = [(embedding(job, candidates), first), (head(job, candidates), last)]
         self.work += [(layer(job, candidates, block), counts) for block, counts in cut.of_kind.items()]
 
@@ -212,7 +213,7 @@ def data_parallel(
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
     is as 1. Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
     micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a pipeline come the
-    all-reduce of a tied embedding's gradient over its two stages, and with two routes of micro-batches that of the
+    all-reduce of the gradient of an embedding that two stages hold, and with two routes of micro-batches that of the
     gradients of both replicas of each stage.
     """
     traffic = _Traffic(job, candidates, held, forward, backward)
@@ -319,7 +320,7 @@ def _replicas(job: Job, candidates: Candidates, held: Floats) -> dict[str, Float
     """All-reduces of gradients over two ranks of `pp` that hold replicas of parameters, by name."""
     found: dict[str, Floats] = {}
     spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
-    if candidates.pp > 1 and spec.tied_embedding:
+    if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules):
         matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes
         what = "tied matrix of the first and last stage, all-reduce"
         found[what] = all_reduce(job.cluster, matrix_bytes, 2, (candidates.pp - 1) * stride, what)

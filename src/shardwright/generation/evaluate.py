@@ -121,4 +121,4 @@ def _loss(request: EvalRequest, seq_len: int, device: torch.device) -> float:
         vocab_size=source.spec.vocab_size,
         max_samples=request.samples,
     )
-    return float(ForwardBackward(model, device=device, seed=0).evaluate(batches))
+    return float(ForwardBackward(model, device=device, seed=0).evaluate(batches)[0])

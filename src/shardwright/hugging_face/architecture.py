@@ -5,7 +5,7 @@ To add one: a file like `llama.py` that registers an `Architecture`, and its nam
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.errors import ConfigError
@@ -49,6 +49,8 @@ class Architecture:
     `complete`: config.json with what `transformers` takes where a key is missing or null.
     `ends`, `layer`: our parameter, or the module whose weight and bias it is -> its tensor; several that are stacked
     along their output dim in one tensor are one key, a tuple. The names of `layer` follow `layers` with the number.
+    `module`: what a module of multi-token prediction has besides its block, which is as `layer` says, under the name of
+    a layer after the last; `copied`: our parameter -> its name there, where files repeat it. Empty: no place for them.
     `also`: what is other in `layer` for some models.
     `null_if_zero`: keys of config.json that are null where they are 0 here.
     `prefix`: what every name but the head's begins with; a file may leave it out.
@@ -66,6 +68,8 @@ class Architecture:
     layer: Table
     layers: str = "layers.{layer}."
     prefix: str = "model."
+    module: Table = field(default_factory=dict)
+    copied: Table = field(default_factory=dict)
     also: Callable[[ModelSpec], Table] = lambda spec: {}
     null_if_zero: tuple[str, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
@@ -176,8 +180,10 @@ def find(config: Config) -> Architecture:
 
 
 def architecture_of(spec: ModelSpec) -> Architecture:
-    """The architecture that a model is one of. Raises ConfigError, saying for the nearest why it is not."""
-    misfits = {name: each.misfits(spec) for name, each in ARCHITECTURES.items()}
+    """The architecture that a model is one of, or is without its modules of multi-token prediction. Raises ConfigError,
+    saying for the nearest why it is not."""
+    without = replace(spec, mtp_modules=0)
+    misfits = {name: each.misfits(spec if each.module else without) for name, each in ARCHITECTURES.items()}
     fitting = [name for name, found in misfits.items() if not found]
     if fitting:
         return ARCHITECTURES[fitting[0]]

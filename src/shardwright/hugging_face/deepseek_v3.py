@@ -26,7 +26,15 @@ SHARED: Table = {
     "ffn.shared.down": "mlp.shared_experts.down_proj",
 }
 
+MODULE: Table = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "norm": "shared_head.norm",
+}
+
 _QUERY = "self_attn.q_proj"
+_NO_MODULE = {"num_nextn_predict_layers": 0}
 
 
 def _has_query_latent(spec: ModelSpec) -> bool:
@@ -35,7 +43,9 @@ def _has_query_latent(spec: ModelSpec) -> bool:
 
 def complete(config: Config) -> Config:
     """What DeepseekV3Config takes where a key is missing; a null q_lora_rank is a query without a latent vector."""
-    return llama.complete({"q_lora_rank": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True} | config)
+    return llama.complete(
+        {"q_lora_rank": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, **_NO_MODULE} | config
+    )
 
 
 DEEPSEEK_V3 = register(
@@ -60,6 +70,7 @@ DEEPSEEK_V3 = register(
             "moe.n_groups": "n_group",
             "moe.groups_per_token": "topk_group",
             "moe.normalise": "norm_topk_prob",
+            "mtp_modules": "num_nextn_predict_layers",
         },
         choices=llama.CHOICES | {"moe.score": "sigmoid"},
         fixed={
@@ -73,9 +84,11 @@ DEEPSEEK_V3 = register(
         complete=complete,
         ends=llama.ENDS,
         layer=ATTENTION | llama.NETWORK | EXPERTS | SHARED,
+        module=MODULE,
+        copied={"embedding": "embed_tokens", "head": "shared_head.head"},
         also=lambda spec: {} if _has_query_latent(spec) else {"attention.q_up": Stored(_QUERY, interleaved=True)},
         null_if_zero=("q_lora_rank",),
         ignored=llama.IGNORED
-        | {r"model\.layers\.{n_layers}\..*": "the module for a second token (multi-token prediction) is not read"},
+        | {r"model\.layers\.{n_layers}\..*": "config.json has no such module of multi-token prediction"},
     )
 )

@@ -3,7 +3,7 @@
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,30 @@ def is_folder_of_transformers(path: Path) -> bool:
 
 
 def read_folder(path: Path) -> Folder:
-    """The model of a folder, from its config.json. Raises ConfigError if it is not supported, with every reason."""
+    """The model of a folder, from its config.json; with modules of multi-token prediction only if their weights are
+    there, since `transformers` saves none and leaves their number in config.json.
+
+    Raises ConfigError if it is not supported, with every reason.
+    """
     config = _json(path / CONFIG)
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG} holds no object of keys and values")
     try:
         architecture = find(config)
-        return Folder(path, config, architecture, architecture.spec(config))
+        spec = architecture.spec(config)
     except ConfigError as error:
         raise ConfigError(*(f"{path / CONFIG}: {problem}" for problem in error.problems)) from None
+    if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
+        spec = replace(spec, mtp_modules=0)
+    return Folder(path, config, architecture, spec)
+
+
+def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:
+    """Whether a folder has weights, and a layer of that number among them."""
+    if not ((path / INDEX).is_file() or (path / WHOLE).is_file()):
+        return False
+    begin = architecture.layers.format(layer=layer)
+    return any(name.removeprefix(architecture.prefix).startswith(begin) for name in held_tensors(path))
 
 
 def held_tensors(path: Path) -> dict[str, Held]:

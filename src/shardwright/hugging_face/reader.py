@@ -24,7 +24,8 @@ class HuggingFaceWeights:
         """Raises CheckpointError, with every problem at once: tensors missing, too many or of other shapes."""
         self.folder, self.path, self.spec = folder, folder.path, folder.spec
         self._held = held_tensors(folder.path)
-        self._tensors = _found(file_tensors(folder.architecture, folder.spec), self._held, folder)
+        expected = [tensor for tensor in file_tensors(folder.architecture, folder.spec) if not tensor.copy]
+        self._tensors = _found(expected, self._held, folder)
         known = {tensor.name for tensor in self._tensors}
         reasons = {name: reason_to_ignore(folder.architecture, folder.spec, name) for name in self._held.keys() - known}
         self._raise_problems(reasons)

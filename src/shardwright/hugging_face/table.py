@@ -6,11 +6,11 @@ lies in one tensor, or with experts in one for each.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.errors import ConfigError
 from shardwright.hugging_face.architecture import Architecture, Stored, Table
-from shardwright.model.modules import Row, end_rows, layer_rows
+from shardwright.model.modules import MTP_BLOCK, Row, end_rows, layer_rows
 from shardwright.model.spec import ModelSpec
 
 
@@ -28,7 +28,8 @@ class FileTensor:
     """One tensor of a file.
 
     `parts`: what is stacked in it along the output dim, in order. `shape`: as in the file. `transposed`: (in, out).
-    `order`: of an interleaved tensor, for each of our rows its row in the file.
+    `order`: of an interleaved tensor, for each of our rows its row in the file. `copy`: another tensor has the same
+    values; it is written, and never read.
     """
 
     name: str
@@ -36,6 +37,7 @@ class FileTensor:
     shape: tuple[int, ...]
     transposed: bool = False
     order: tuple[int, ...] | None = None
+    copy: bool = False
 
     def first_row(self, part: Part) -> int:
         """Where a part begins along the output dim."""
@@ -44,12 +46,24 @@ class FileTensor:
 
 def file_tensors(architecture: Architecture, spec: ModelSpec) -> list[FileTensor]:
     """Every tensor that the files of a model have, sorted by name. Raises ConfigError for a parameter without one."""
-    found = list(_tensors(architecture.ends, {row.name: row for row in end_rows(spec)}, "", architecture.prefix))
-    for layer in range(spec.n_layers):
-        table = {**architecture.layer, **architecture.also(spec)}
+    ends = {row.name: row for row in end_rows(spec)}
+    found = list(_tensors(architecture.ends, ends, "", architecture.prefix))
+    of_layer = {**architecture.layer, **architecture.also(spec)}
+    of_module = {**architecture.module, **{_in_module(name): stored for name, stored in of_layer.items()}}
+    for layer in range(spec.n_blocks if architecture.module else spec.n_layers):
+        is_module = layer >= spec.n_layers
         prefix = architecture.prefix + architecture.layers.format(layer=layer)
-        found += _tensors(table, {row.name: row for row in layer_rows(spec, layer)}, f"layers.{layer}.", prefix)
+        rows = {row.name: row for row in layer_rows(spec, layer)}
+        found += _tensors(of_module if is_module else of_layer, rows, f"layers.{layer}.", prefix)
+        for name, stored in architecture.copied.items() if is_module else ():
+            source = ends.get(f"{name}.weight", ends["embedding.weight"])  # a tied head is the embedding's matrix
+            found.append(replace(_tensor(stored, [source], "", prefix, ".weight"), copy=True))
     return sorted(found, key=lambda tensor: tensor.name)
+
+
+def _in_module(name: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """A key of the table of a layer for the block of a module of multi-token prediction."""
+    return MTP_BLOCK + name if isinstance(name, str) else tuple(MTP_BLOCK + each for each in name)
 
 
 def _tensors(table: Table, rows: dict[str, Row], ours: str, theirs: str) -> Iterator[FileTensor]:
@@ -111,6 +125,8 @@ def reason_to_ignore(architecture: Architecture, spec: ModelSpec, name: str) -> 
     """Why a tensor of a file that the model has no parameter for is left out; None if nothing says so."""
     if spec.tied_embedding and name == f"{architecture.ends['head']}.weight":
         return "the head is the embedding's matrix"
+    if any(name == tensor.name for tensor in file_tensors(architecture, spec) if tensor.copy):
+        return "modules of multi-token prediction share the embedding and the head of the model"
     for pattern, reason in architecture.ignored.items():
         if re.fullmatch(pattern.replace("{n_layers}", str(spec.n_layers)), name):
             return reason

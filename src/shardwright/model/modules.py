@@ -304,11 +304,28 @@ register(
 )
 
 
+MTP_BLOCK = "block."
+"""What the names of the rows of a layer begin with where the layer is the block of a module of multi-token prediction.
+"""
+
+
+def mtp_module(spec: "ModelSpec", layer: int) -> Iterator[Row]:
+    """A module of multi-token prediction (`model.mtp.MTPModule`), whose block is layer number `layer` of the family.
+    Embedding and head are those of the model."""
+    yield from norm("embedding_norm", spec.d_model, spec.norm)
+    yield from norm("hidden_norm", spec.d_model, spec.norm)
+    yield from linear("projection", spec.d_model, 2 * spec.d_model, "replicated", "projection", std=spec.init_std)
+    for row in FAMILIES[spec.family].layer(spec, layer):
+        yield replace(row, name=MTP_BLOCK + row.name)
+    yield from norm("norm", spec.d_model, spec.norm)
+
+
 @cache
 def layer_rows(spec: "ModelSpec", layer: int) -> tuple[Row, ...]:
-    """The parameters of layer number `layer`, with names within the layer. Raises ConfigError where column-parallel
-    rows read the same tensor and differ in `ordered`."""
-    found = tuple(FAMILIES[spec.family].layer(spec, layer))
+    """The parameters of layer number `layer`, with names within the layer; from number `spec.n_layers` on, those of a
+    module of multi-token prediction. Raises ConfigError where column-parallel rows read the same tensor and differ in
+    `ordered`."""
+    found = tuple((mtp_module if layer >= spec.n_layers else FAMILIES[spec.family].layer)(spec, layer))
     ordered: dict[str, Row] = {}
     for row in (row for row in found if row.split in ("column", "kv_column") and row.input):
         first = ordered.setdefault(row.input, row)
@@ -343,7 +360,7 @@ def end_rows(spec: "ModelSpec") -> tuple[Row, ...]:
 @cache
 def rows(spec: "ModelSpec") -> dict[str, Row]:
     """Every parameter of the model by its global name: `layers.3.attention.q.weight`, `norm.weight`."""
-    in_layers = {f"layers.{layer}.{row.name}": row for layer in range(spec.n_layers) for row in layer_rows(spec, layer)}
+    in_layers = {f"layers.{layer}.{row.name}": row for layer in range(spec.n_blocks) for row in layer_rows(spec, layer)}
     return in_layers | {row.name: row for row in end_rows(spec)}
 
 

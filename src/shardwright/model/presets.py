@@ -2,9 +2,10 @@
 
 Sources: the `config.json` of each Hugging Face model, for `deepseek-v3` also sections 2.1, 4.1 and 4.2 of its report
 (arXiv 2412.19437); it is the model as pretrained on sequences of 4096, without the later context extension and without
-the multi-token prediction module. Coefficients of balance losses are the published ones; the loss itself is that of
-`balance.py`, which may differ from the code they were published with. For `gpt-*` table 1 of Narayanan et al. (SC21,
-arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests compare the totals with published ones.
+the multi-token prediction module, which `mtp_modules=1` adds. Coefficients of balance losses are the published ones;
+the loss itself is that of `balance.py`, which may differ from the code they were published with. For `gpt-*` table 1 of
+Narayanan et al. (SC21, arXiv 2104.04473) and table 3 of Korthikanti et al. (arXiv 2205.05198). Tests compare the totals
+with published ones.
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@ attention r widths of the latent vectors, n and p unrotated and rotated elements
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from shardwright.errors import nearest
@@ -74,6 +74,20 @@ class ModelSpec:
     latent_attention: LatentAttentionSpec | None = field(
         default=None, metadata={"help": "Multi-head latent attention (DeepSeek), or none."}
     )
+    mtp_modules: int = field(
+        default=0,
+        metadata={
+            "help": "Multi-token prediction modules (DeepSeek-V3 has 1): module k, a layer of its own, predicts from a "
+            "token the one k + 1 places later, in training only; 0: none."
+        },
+    )
+    mtp_weight: float = field(
+        default=0.3,
+        metadata={
+            "help": "The mean loss of the multi-token prediction modules is multiplied by this and added to the loss "
+            "(DeepSeek-V3: 0.3, and 0.1 for the last third of its tokens)."
+        },
+    )
     init_std: float = field(default=0.02, metadata={"help": "Standard deviation of the initial values of matrices."})
 
     def problems(self) -> list[str]:
@@ -85,7 +99,7 @@ class ModelSpec:
             yield f"family={self.family!r} is not known; {nearest(self.family, FAMILIES)}"
             return
         yield from FAMILIES[self.family].problems(self)
-        sizes = [each.name for each in fields(self) if each.type is int]
+        sizes = [each.name for each in fields(self) if each.type is int and each.default is MISSING]
         broken = [name for name in sizes if getattr(self, name) < 1]
         for name in broken:
             yield f"{name}={getattr(self, name)} is not positive; valid: 1 or more"
@@ -117,6 +131,10 @@ class ModelSpec:
             yield from self._latent_problems(self.latent_attention)
         if self.bias and (self.moe or self.latent_attention):
             yield "bias=true goes with plain attention and networks; experts and latent attention have no biases"
+        if self.mtp_modules < 0:
+            yield f"mtp_modules={self.mtp_modules} is negative; valid: 0 (none) or more"
+        if not self.mtp_weight > 0:
+            yield f"mtp_weight={self.mtp_weight:g} is not positive; usual: 0.1 to 0.3; for no module mtp_modules=0"
         if not 0 <= self.dropout < 1:
             yield f"dropout={self.dropout:g} is not a probability below 1; valid: 0 <= dropout < 1"
         if not self.norm_eps > 0:
@@ -141,6 +159,11 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` has a mixture of experts instead of its feed-forward network."""
         return self.moe is not None and layer >= self.moe.first_dense
+
+    @property
+    def n_blocks(self) -> int:
+        """The layers and the modules of multi-token prediction, whose blocks are numbered after them."""
+        return self.n_layers + self.mtp_modules
 
     @property
     def n_expert_layers(self) -> int:
@@ -176,11 +199,12 @@ class ModelSpec:
     @property
     def n_matmul_parameters(self) -> int:
         """Parameters in the matmuls of one token: those of the layers, with top_k of the experts, and the head even if
-        it is tied.
+        it is tied; those of modules of multi-token prediction, and the head once more for each.
 
         Embedding lookup, learned positions, norms and biases are no matmuls and are left out.
         """
-        return sum(self._met(row) for row in rows(self).values() if row.matmul)
+        once = sum(self._met(row) for row in rows(self).values() if row.matmul)
+        return once + self.mtp_modules * self.vocab_size * self.d_model
 
     def layer_matmul_parameters(self, layer: int) -> int:
         """Parameters in the matmuls of one token in layer number `layer`."""
@@ -198,7 +222,7 @@ class ModelSpec:
 
         flops = 6 N + 6 L H (q + c) s, or 6 N + 3 L H (q + c) s with `causal`
 
-        N `n_matmul_parameters`, L layers, H query heads, q `qk_dim`, c head_dim (equal but in latent attention), s
+        N `n_matmul_parameters`, L `n_blocks`, H query heads, q `qk_dim`, c head_dim (equal but in latent attention), s
         `seq_len` in tokens; where attention stays within documents, the mean length of a token's document
         (`data.packing.attended_tokens`). A multiply-add is 2 FLOPs, and the backward pass costs two forward passes. The
         second term is QK^T and the matmul with V: 2 H (q + c) s a token forward over the full square of positions;
@@ -207,13 +231,14 @@ class ModelSpec:
         lookup, optimizer, the weighted sum of experts' outputs, and the recomputation inside a fused attention's
         backward pass.
         """
-        square = 6 * self.n_layers * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
+        square = 6 * self.n_blocks * self.n_heads * (self.qk_dim + self.head_dim) * seq_len
         return float(6 * self.n_matmul_parameters + (square / 2 if causal else square))
 
 
 FREE = (
     "dropout",
     "init_std",
+    "mtp_weight",
     "moe.capacity_factor",
     "moe.aux_loss",
     "moe.aux_scope",

@@ -2,12 +2,15 @@
 
 Parameter names are global and the same for every layout: `embedding.weight`,
 `layers.7.attention.q.weight`, `layers.7.ffn.down.weight`, `norm.weight`, `head.weight`; with experts
-`layers.7.ffn.router.weight`, `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`.
+`layers.7.ffn.router.weight`, `layers.7.ffn.experts.down`, `layers.7.ffn.shared.down.weight`. Modules of multi-token
+prediction are numbered after the layers, as in DeepSeek-V3's files: of 8 layers `layers.8.projection.weight`,
+`layers.8.block.attention.q.weight`.
 
-Shapes: B batch, T tokens, D model, V vocab, C width of one head.
+Shapes: B batch, T tokens, D model, V vocab, C width of one head, K modules of multi-token prediction.
 """
 
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,8 @@ from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.matmul import Linear, linear
 from shardwright.model.modules import FAMILIES
 from shardwright.model.moe import MoE
+from shardwright.model.mtp import MTPModule
+from shardwright.model.norm import residual_norm
 from shardwright.model.random import site_keys
 from shardwright.model.rotary import rotary_table
 from shardwright.model.spec import ModelSpec
@@ -30,22 +35,15 @@ _EMBEDDING_SITE = 0
 _SITES_PER_LAYER = 2
 
 
-def _norm(spec: ModelSpec) -> nn.Module:
-    """The norm of the spec; both kinds compute in float32 for 16-bit input."""
-    if spec.norm == "layernorm":
-        return nn.LayerNorm(spec.d_model, eps=spec.norm_eps)
-    return nn.RMSNorm(spec.d_model, eps=spec.norm_eps)
-
-
 class Block(nn.Module):
     """One layer: x + attention(norm x), then x + ffn(norm x). It takes tensors, and documents that only attention
     reads, outside of compiled code, so that it can be compiled on its own."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = _norm(spec)
+        self.attention_norm = residual_norm(spec)
         self.attention = Attention(spec) if spec.latent_attention is None else LatentAttention(spec)
-        self.ffn_norm = _norm(spec)
+        self.ffn_norm = residual_norm(spec)
         self.ffn = MoE(spec) if spec.has_experts(layer) else FeedForward(spec, spec.d_ffn)
         self.dropout = KeyedDropout(spec.dropout)
 
@@ -82,8 +80,10 @@ class Transformer(nn.Module):
         self.position_embedding = nn.Embedding(spec.max_seq_len, spec.d_model) if learned else None
         self.dropout = KeyedDropout(spec.dropout)
         family = FAMILIES[spec.family]
-        self.layers = nn.ModuleDict({str(i): family.make(spec, i) for i in range(spec.n_layers)})
-        self.norm = _norm(spec)
+        blocks = [family.make(spec, number) for number in range(spec.n_blocks)]
+        blocks[spec.n_layers :] = [MTPModule(spec, block) for block in blocks[spec.n_layers :]]
+        self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+        self.norm = residual_norm(spec)
         self.head = None if spec.tied_embedding else Linear(spec.d_model, spec.vocab_size, bias=False)
 
     def forward(
@@ -92,15 +92,37 @@ class Transformer(nn.Module):
         positions_T: Tensor | None = None,
         random_keys_B: Tensor | None = None,
         documents: Documents | None = None,
-    ) -> Tensor:
+        ahead_KBT: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Logits (B, T, V) for the token after each one of `tokens_BT` (int64).
 
         `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given, (T,) or (B, T);
         the causal mask follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them,
         or in evaluation, nothing is dropped. With `documents` each token attends to those of its document only. Raises
         InputError if T exceeds `max_seq_len`.
+
+        `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the modules of multi-token prediction. With
+        them K further logits are returned, those of module k for the token k + 1 places later; without them the modules
+        are not run.
         """
-        return self.logits(self.hidden(tokens_BT, positions_T, random_keys_B, documents))
+        positions_T = self._positions(tokens_BT, positions_T)
+        x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
+        return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT)
+
+    def finish(
+        self,
+        x_BTD: Tensor,
+        positions_T: Tensor,
+        random_keys_B: Tensor | None,
+        documents: Documents | None = None,
+        ahead_KBT: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The results of `forward` from the output of the last layer."""
+        logits_BTV = self.logits(self.norm(x_BTD))
+        if ahead_KBT is None:
+            return logits_BTV
+        return (logits_BTV, *self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents))
 
     def hidden(
         self,
@@ -110,17 +132,19 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """The input of the head: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
+        positions_T = self._positions(tokens_BT, positions_T)
+        x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
+        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
+        return cast(Tensor, self.norm(x_BTD))
+
+    def _positions(self, tokens_BT: Tensor, positions_T: Tensor | None) -> Tensor:
         n_tokens = tokens_BT.shape[1]
         if n_tokens > self.spec.max_seq_len:
             raise InputError(
                 f"a sequence of {n_tokens} tokens is longer than max_seq_len={self.spec.max_seq_len}; "
                 f"valid: 1 to {self.spec.max_seq_len}"
             )
-        if positions_T is None:
-            positions_T = torch.arange(n_tokens, device=tokens_BT.device)
-        x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
-        x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
-        return cast(Tensor, self.norm(x_BTD))
+        return torch.arange(n_tokens, device=tokens_BT.device) if positions_T is None else positions_T
 
     def embed(
         self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
@@ -135,18 +159,47 @@ class Transformer(nn.Module):
     def run_layers(
         self, x_BTD: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
-        """Run the layers one after another; (B, T, D) -> (B, T, D)."""
+        """Run the layers one after another, without modules of multi-token prediction; (B, T, D) -> (B, T, D)."""
+        also = self._read_by_blocks(x_BTD, positions_T, documents)
+        for name, block in self.layers.items():
+            if int(name) < self.spec.n_layers:
+                keys_2B = layer_site_keys(random_keys_B, int(name))
+                x_BTD = block(x_BTD, positions_T, also[0], keys_2B, *also[1:])
+                self._record_load(block, x_BTD)
+        return x_BTD
+
+    def predict_ahead(
+        self,
+        x_BTD: Tensor,
+        ahead_KBT: Tensor,
+        positions_T: Tensor,
+        random_keys_B: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Iterator[Tensor]:
+        """The logits (B, T, V) of each module of multi-token prediction. `x_BTD`: the output of the last layer, before
+        the last norm; other arguments as in `forward`."""
+        also = self._read_by_blocks(x_BTD, positions_T, documents)
+        for number, tokens_BT in enumerate(ahead_KBT, start=self.spec.n_layers):
+            module = self.layers[str(number)]
+            keys_2B = layer_site_keys(random_keys_B, number)
+            x_BTD, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])
+            self._record_load(module, normed_BTD)
+            yield self.logits(normed_BTD)
+
+    def _read_by_blocks(self, x_BTD: Tensor, positions_T: Tensor, documents: Documents | None) -> tuple[Any, ...]:
+        """What all blocks read besides their input and their random keys: the rotary table, and documents if there are
+        any."""
         uses_rope = self.spec.positions == "rope"
         rotary_2TC = rotary_table(self.spec, _embedded(positions_T, documents), x_BTD.dtype) if uses_rope else None
         # A family of models may not take documents (`Family.documents`); run files that ask for both are refused.
-        also = () if documents is None else (documents,)
-        for name, block in self.layers.items():
-            x_BTD = block(x_BTD, positions_T, rotary_2TC, layer_site_keys(random_keys_B, int(name)), *also)
-            # Outside of the block, which may be compiled or recomputed in the backward pass.
-            for module in block.modules() if self.spec.moe and self.training else ():
-                if isinstance(module, MoE) and module.last_load is not None:
-                    module.tally.record(x_BTD, module.last_load)
-        return x_BTD
+        return (rotary_2TC,) if documents is None else (rotary_2TC, documents)
+
+    def _record_load(self, block: nn.Module, y_BTD: Tensor) -> None:
+        """Record the load of the experts of a block whose output is `y_BTD`; outside of the block, which may be
+        compiled or recomputed in the backward pass."""
+        for module in block.modules() if self.spec.moe and self.training else ():
+            if isinstance(module, MoE) and module.last_load is not None:
+                module.tally.record(y_BTD, module.last_load)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head, or the tied embedding's matrix; (B, T, D) -> (B, T, V)."""

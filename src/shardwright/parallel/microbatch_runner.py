@@ -4,7 +4,7 @@ With pp above 1, `pipeline/runner.py` runs them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,24 @@ from shardwright.parallel.data import DataEngine
 
 
 class Microbatch(NamedTuple):
-    """This rank's part of a micro-batch, on its device. Shapes: B sequences, T tokens."""
+    """This rank's part of a micro-batch, on its device. Shapes: B sequences, T tokens, K modules of multi-token
+    prediction."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
+    """With modules of multi-token prediction (1 + K, B, T): those of the model and those of each module."""
     positions_T: Tensor
     """In the sequence; (B, T) where ranks of cp hold other tokens of each sequence."""
     random_keys_B: Tensor | None
     documents: Documents | None = None
     """Within which attention stays; None: it goes over whole sequences."""
+    ahead_KBT: Tensor | None = None
+    """The tokens that modules of multi-token prediction read (`Transformer.forward`)."""
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(logits, targets_BT) -> a scalar, which is summed over micro-batches."""
+Loss = Callable[[Any, Tensor], Tensor]
+"""(output of the model, targets of a micro-batch) -> a scalar, or several losses (P,), which are summed over
+micro-batches; the gradient is that of their sum."""
 
 
 class Runner(Protocol):
@@ -37,7 +42,7 @@ class Runner(Protocol):
 
     def train(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
         """Run forward and backward passes, accumulating into the parameters' `.grad`; returns the sum of the losses on
-        this rank in float64, 0 where another rank has the head."""
+        this rank in float64, a scalar 0 where another rank has the head."""
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
         """Run forward passes only, called under `no_grad`; returns the sum as in `train`."""
@@ -57,22 +62,25 @@ class SequentialRunner:
         total = torch.zeros((), dtype=torch.float64, device=microbatches[0].tokens_BT.device)
         for microbatch in microbatches:
             last = microbatch is microbatches[-1]
-            part = loss(self._logits(microbatch), microbatch.targets_BT)
+            part = loss(self._outputs(microbatch), microbatch.targets_BT)
             self.engine.before_backward(split=False, last=last)
-            part.backward()
+            part.sum().backward()
             self.engine.after_gradients(split=False, last=last)
-            total = total + part.detach()
+            total = total + part.detach().double()
         self.engine.end_step()
         return total
 
     def evaluate(self, microbatches: Sequence[Microbatch], loss: Loss) -> Tensor:
-        return torch.stack([loss(self._logits(each), each.targets_BT).double() for each in microbatches]).sum()
+        return torch.stack([loss(self._outputs(each), each.targets_BT).double() for each in microbatches]).sum(0)
 
     def release(self) -> None:
         self.engine.release()
 
-    def _logits(self, microbatch: Microbatch) -> Tensor:
-        logits_BTV: Tensor = self.model(
-            microbatch.tokens_BT, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents
+    def _outputs(self, microbatch: Microbatch) -> Any:
+        return self.model(
+            microbatch.tokens_BT,
+            microbatch.positions_T,
+            microbatch.random_keys_B,
+            microbatch.documents,
+            microbatch.ahead_KBT,
         )
-        return logits_BTV

@@ -25,7 +25,8 @@ from shardwright.split.tensor import vocabulary_rows
 
 
 class ExpertLoad(NamedTuple):
-    """The load of the experts of every layer (L layers; zeros for dense ones) over the global batch, on every rank."""
+    """The load of the experts of every layer (L layers, and modules of multi-token
+    prediction; zeros for dense ones) over the global batch, on every rank."""
 
     counts_LE: Tensor
     """Tokens that picked each expert; int64."""
@@ -152,8 +153,8 @@ class ParallelModel:
             return
         found = [(int(layer), load) for part in self.parts for layer, load in take_load(part).items()]
         device = next(self.parts[0].parameters()).device
-        counts_LE = torch.zeros(self.spec.n_layers, moe.n_experts + 1, dtype=torch.int64, device=device)
-        losses_L2 = torch.zeros(self.spec.n_layers, 2, dtype=torch.float64, device=device)
+        counts_LE = torch.zeros(self.spec.n_blocks, moe.n_experts + 1, dtype=torch.int64, device=device)
+        losses_L2 = torch.zeros(self.spec.n_blocks, 2, dtype=torch.float64, device=device)
         for layer, load in found:
             counts_LE[layer, :-1] += load.counts_E
             counts_LE[layer, -1] += load.dropped

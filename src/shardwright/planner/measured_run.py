@@ -99,8 +99,6 @@ def _not_priced(row: Measured) -> Iterator[str]:
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
         yield f"offload={row.offload} has no price; priced: none"
-    if row.mtp:
-        yield "mtp=1: a layer that predicts a second token has no price"
     if row.window:
         yield "sliding-window attention has no price"
     if row.fused_loss and STACK.get(row.stack, row.stack) not in FUSED_LOSS:
@@ -160,6 +158,7 @@ def _model(row: Measured) -> ModelSpec:
         dropout=row.dropout,
         moe=moe,
         latent_attention=latent,
+        mtp_modules=int(row.mtp),
     )
 
 

@@ -160,6 +160,11 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             zorder=4,
             label=f"validation: {first_to_last([record.loss for record in validation])}",
         )
+    ahead = [(record.step, record.mtp_loss) for record in run.train if math.isfinite(record.mtp_loss or math.nan)]
+    if ahead:
+        steps, of_modules = zip(*ahead, strict=True)
+        label = f"multi-token prediction: {first_to_last(of_modules)}"
+        ax.plot(steps, of_modules, color=COLOURS["quiet"], linewidth=1, label=label)
     lost = [step for step, loss in run.losses if not math.isfinite(loss)]
     if lost:
         ax.plot(
@@ -172,7 +177,7 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
             markersize=5,
             label=f"not finite: {len(lost)} of {len(run.losses)} records, first at step {lost[0]:,}",
         )
-    shown = finite + [record.loss for record in validation]
+    shown = [*finite, *(record.loss for record in validation), *(loss for _, loss in ahead if loss is not None)]
     choose_scale(ax, shown)
     if not shown:
         remark(ax, "no finite loss was logged")

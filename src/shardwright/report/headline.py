@@ -57,6 +57,7 @@ class Headline:
     parameters: int
     world_size: int
     train_loss: float | None
+    mtp_loss: float | None
     first_validation_loss: float | None
     validation_loss: float | None
     validation_perplexity: float | None
@@ -87,6 +88,8 @@ class Headline:
             rows.append(("validation loss", f"{last:.4f}", f"{perplexity}{fell}"))
         if self.train_loss is not None:
             rows.append(("training loss", f"{self.train_loss:.4f}", "last logged step"))
+        if self.mtp_loss is not None:
+            rows.append(("multi-token loss", f"{self.mtp_loss:.4f}", "last logged step; mean of the modules"))
         rows += [source.row() for source in self.sources]
         if self.load_max_over_mean is not None and self.load_of_worst_layer is not None:
             dropped = "" if self.dropped_fraction is None else f"; dropped {percent(self.dropped_fraction)}"
@@ -135,6 +138,7 @@ def headline(run: RunRecord) -> Headline:
         parameters=run.config.model.spec().n_parameters,
         world_size=run.config.layout.layout().world_size,
         train_loss=_finite(last.loss) if last else None,
+        mtp_loss=_finite(last.mtp_loss) if last and last.mtp_loss is not None else None,
         first_validation_loss=_finite(run.validation[0].loss) if run.validation else None,
         validation_loss=validation_loss,
         validation_perplexity=None if validation_loss is None else _exp(validation_loss),

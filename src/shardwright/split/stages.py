@@ -19,12 +19,15 @@ Each matmul keeps its input and the gradient of its output; as attention stores 
 
 def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, ...]:
     """The layers of every stage: by `layout.stage_layers`, or else the partition that minimises the work of the stage
-    with the most, counting the embedding in the first stage and norm and head in the last.
+    with the most, counting the embedding in the first stage and norm, head and modules of multi-token prediction in the
+    last.
 
-    Every stage has at least one layer. The layout has to fit the model (`problems`).
+    Every stage has at least one layer; the last one also has the modules, whose numbers follow those of the layers. The
+    layout has to fit the model (`problems`).
     """
     counts = layout.stage_layers or _balanced(spec, layout.n_stages, seq_len)
-    ends = (0, *accumulate(counts))
+    *ends, _ = 0, *accumulate(counts)
+    ends.append(spec.n_blocks)
     return tuple(range(begin, end) for begin, end in pairwise(ends))
 
 
@@ -76,7 +79,7 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
     """
     matmuls, squares = [], []
     for number, layers in enumerate(stage_layers(spec, layout, seq_len)):
-        head = 2.0 * spec.vocab_size * spec.d_model if number == layout.n_stages - 1 else 0.0
+        head = _head_flops(spec) if number == layout.n_stages - 1 else 0.0
         matmuls.append(sum(_matmul_flops(spec, layer) for layer in layers) + head)
         squares.append(len(layers) * _square(spec, seq_len))
     return Times(
@@ -102,6 +105,11 @@ def _matmul_flops(spec: ModelSpec, layer: int) -> float:
     return 2.0 * spec.layer_matmul_parameters(layer)
 
 
+def _head_flops(spec: ModelSpec) -> float:
+    """Forward FLOPs of a token in the head, which each module of multi-token prediction uses once more."""
+    return 2.0 * (1 + spec.mtp_modules) * spec.vocab_size * spec.d_model
+
+
 def _square(spec: ModelSpec, seq_len: int) -> float:
     """Forward FLOPs of a token in the matmuls of attention of one layer, over the causal half of the scores."""
     return 1.0 * spec.n_heads * (spec.qk_dim + spec.head_dim) * seq_len
@@ -112,11 +120,13 @@ def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
     """The number of layers of each stage: minimises the work of the stage with the most, then the sum of squares of the
     stages' work; ties give more layers to late stages, which hold fewer activations.
 
-    The last stage also has the head; the first has the embedding, a lookup whose moved bytes are counted as FLOPs.
+    The last stage also has the head and the modules of multi-token prediction; the first has the embedding, a lookup
+    whose moved bytes are counted as FLOPs.
     """
     import numpy as np  # Not at the top: importing it would slow down reading run files and drawing reports.
 
-    layers = [3 * (_matmul_flops(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_layers)]
+    blocks = [3 * (_matmul_flops(spec, layer) + _square(spec, seq_len)) for layer in range(spec.n_blocks)]
+    layers, modules = blocks[: spec.n_layers], blocks[spec.n_layers :]
     upto = np.array([0.0, *accumulate(layers)])
     # [begin, end]: the work of the layers from begin to end, inf where there are none.
     number = np.arange(len(upto))
@@ -127,7 +137,7 @@ def _balanced(spec: ModelSpec, n_stages: int, seq_len: int) -> tuple[int, ...]:
     begins = []
     for stage in range(n_stages):
         first, last = stage == 0, stage == n_stages - 1
-        ends = first * 3.0 * spec.d_model + last * 6.0 * spec.vocab_size * spec.d_model
+        ends = first * 3.0 * spec.d_model + last * (3 * _head_flops(spec) + sum(modules))
         here = between + ends
         mosts = np.maximum(most[:, None], here)
         most = mosts.min(axis=0)

@@ -70,6 +70,11 @@ def export(
         (fresh / "README.md").write_text(model_card(weights, architecture, main), encoding="utf-8")
     if weights.spec.moe is not None and weights.spec.moe.capacity_factor:
         remarks.append("in transformers no token is dropped; here tokens beyond moe.capacity_factor are")
+    if weights.spec.mtp_modules and not architecture.module:
+        remarks.append(
+            f"modules of multi-token prediction are left out: the files of {architecture.class_name} have no place for "
+            f"them"
+        )
     return Exported(architecture, main, n_bytes, tuple(remarks))
 
 

@@ -204,6 +204,8 @@ class _Run:
     ) -> None:
         """The one place of the step path where values are read back from the device."""
         self.trainer.model.sum_over_losses(result.loss_part)
+        if result.mtp_part is not None:
+            self.trainer.model.sum_over_losses(result.mtp_part)
         loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
         if self.timeline is not None:
             self.timeline.write(step)
@@ -238,6 +240,7 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            mtp_loss=None if result.mtp_part is None else float(result.mtp_part),
             epochs=self.sources.by_name(self.order.epochs(n_samples)),
             time=now(),
         )
@@ -248,7 +251,7 @@ class _Run:
         config = self.config
         if not self.sources.validation:
             return
-        losses = {}
+        losses, ahead = {}, {}
         for name, samples in self.sources.validation.items():
             batches = evaluation_batches(
                 samples,
@@ -259,8 +262,16 @@ class _Run:
                 within_documents=self.within_documents,
                 max_samples=config.evaluation.samples,
             )
-            losses[name] = float(self.trainer.evaluate(batches))
-        told = Evaluated(step, self.sources.mean(step, losses), now(), losses if self.sources.mixed else None)
+            losses[name], *of_modules = self.trainer.evaluate(batches).tolist()
+            if of_modules:
+                ahead[name] = sum(of_modules) / len(of_modules)
+        told = Evaluated(
+            step,
+            self.sources.mean(step, losses),
+            now(),
+            losses if self.sources.mixed else None,
+            self.sources.mean(step, ahead) if ahead else None,
+        )
         for writer in writers:
             writer.write(as_record(told))
         self.trainer.clock.mark("evaluation")

@@ -120,10 +120,11 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
 
 def line(record: Record, steps: int) -> str:
     """A record as one line of text."""
+    ahead = [f"mtp {record['mtp_loss']:.4f}"] if "mtp_loss" in record else []
     if record["kind"] == "evaluation":
         sources = [f"{name} {loss:.4f}" for name, loss in (record.get("sources") or {}).items()]
         told = f"step {record['step']:>5}/{steps} | validation loss {record['loss']:.4f}"
-        return " | ".join((told, *([", ".join(sources)] if sources else [])))
+        return " | ".join((told, *ahead, *([", ".join(sources)] if sources else [])))
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]
@@ -131,6 +132,7 @@ def line(record: Record, steps: int) -> str:
         (
             f"step {record['step']:>5}/{steps}",
             f"loss {record['loss']:.4f}",
+            *ahead,
             *load,
             *([f"epochs {', '.join(epochs)}"] if epochs else []),
             f"grad_norm {record['grad_norm']:.3g}",

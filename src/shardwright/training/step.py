@@ -6,10 +6,11 @@ samples are distributed over data ranks and micro-batches. Nothing here reads a 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,10 @@ from shardwright.data.samples import IGNORE
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import vocabulary_loss_sum
-from shardwright.parallel.microbatch_runner import Microbatch
+from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import clip_gradients, gradient_norm
+from shardwright.training.ahead import look_ahead
 from shardwright.training.clock import Clock
 from shardwright.training.optimizer import set_learning_rate
 
@@ -33,12 +35,22 @@ _EVALUATED_TOGETHER = 32
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device: this rank's part of the loss (the parts add up to it), the norm before clipping, and
-    the target tokens of the global batch."""
+    """Scalars on the device: this rank's part of the loss (the parts add up to it), the norm before clipping, the
+    target tokens of the global batch, and this rank's part of the loss of modules of multi-token prediction, if there
+    are any."""
 
     loss_part: Tensor
     gradient_norm: Tensor
     n_targets: Tensor
+    mtp_part: Tensor | None = None
+
+
+class LossParts(NamedTuple):
+    """The first, third and fourth of `StepResult`."""
+
+    loss_part: Tensor
+    n_targets: Tensor
+    mtp_part: Tensor | None
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -47,6 +59,11 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(
         logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"
     )
+
+
+def _taken(x: Tensor, held_BT: Tensor) -> Tensor:
+    """The elements of (..., B, S) at the places `held_BT` of its last dim; (..., B, T)."""
+    return x.gather(-1, held_BT.expand(*x.shape[:-1], -1))
 
 
 class ForwardBackward:
@@ -68,8 +85,8 @@ class ForwardBackward:
         self.restart_positions = restart_positions
         self.loss_sum = self._loss_sum(compile_loss)
 
-    def forward_backward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Leave the gradient of the global batch in the parameters' `.grad`; this rank's part of the loss, and N."""
+    def forward_backward(self, batch: Batch, step: int) -> LossParts:
+        """Leave the gradient of the global batch in the parameters' `.grad`; this rank's parts of the losses."""
         self.model.train()
         n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
         n_targets = self.model.sum_over_samples(n_targets).clamp(min=1)
@@ -77,10 +94,35 @@ class ForwardBackward:
         def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
             return self.loss_sum(logits_BTV, targets_BT) / n_targets
 
+        losses = self._with_ahead(loss, batch) if self.model.spec.mtp_modules else loss
         self.model.set_batch(len(batch.tokens_ABT))
-        loss_part = self.model.runner.train(self._microbatches(batch, step), loss)
+        loss_part = self.model.runner.train(self._microbatches(batch, step), losses)
         self.model.complete_gradients()
-        return loss_part, n_targets
+        if not self.model.spec.mtp_modules:
+            return LossParts(loss_part, n_targets, None)
+        loss_part, mtp_part = loss_part.expand(2)
+        return LossParts(loss_part.clone(), n_targets, mtp_part / self.model.spec.mtp_weight)
+
+    def _with_ahead(self, loss: Callable[[Tensor, Tensor], Tensor], batch: Batch) -> Loss:
+        """`loss` of the next token, and the weighted mean loss of the modules of multi-token prediction, each divided
+        by the number of its own targets in the global batch."""
+        weight, targets_APBT = self.model.spec.mtp_weight, self._ahead(batch)[1]
+        counts = [int((targets_ABT != IGNORE).sum()) for targets_ABT in targets_APBT.unbind(1)[1:]]
+        n_targets_K = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in counts])
+        n_targets_K = self.model.sum_over_samples(n_targets_K).clamp(min=1)
+
+        def losses(logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
+            sums_P = [self.loss_sum(*each) for each in zip(logits[1:], targets_PBT[1:], strict=True)]
+            ahead = (torch.stack(sums_P) / n_targets_K).mean()
+            return torch.stack([loss(logits[0], targets_PBT[0]), weight * ahead])
+
+        return losses
+
+    def _ahead(self, batch: Batch) -> tuple[Tensor | None, Tensor]:
+        """The tokens that modules of multi-token prediction read (A, K, B, T), and all targets (A, 1 + K, B, T);
+        without modules none, and the targets (A, B, T)."""
+        n_modules = self.model.spec.mtp_modules
+        return look_ahead(batch.tokens_ABT, batch.targets_ABT, n_modules) if n_modules else (None, batch.targets_ABT)
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm`; at 0 or infinity none is scaled. Returns the norm
@@ -96,11 +138,12 @@ class ForwardBackward:
         where the model draws; `step` is None in evaluation."""
         if batch.documents_AB is not None:
             return self._of_documents(batch, batch.documents_AB, step)
-        n_tokens = batch.tokens_ABT.shape[-1]
+        ahead_AKBT, targets_ABT = self._ahead(batch)
+        tokens_ABT, n_tokens = batch.tokens_ABT, batch.tokens_ABT.shape[-1]
         positions_T = self.model.positions(n_tokens)
-        tokens_ABT, targets_ABT = batch.tokens_ABT, batch.targets_ABT
         if len(positions_T) < n_tokens:
             tokens_ABT, targets_ABT = tokens_ABT[..., positions_T], targets_ABT[..., positions_T]
+            ahead_AKBT = None if ahead_AKBT is None else ahead_AKBT[..., positions_T]
         positions_T = self._on_device(positions_T)
         return [
             Microbatch(
@@ -108,25 +151,30 @@ class ForwardBackward:
                 self._on_device(targets_BT),
                 positions_T,
                 self._random_keys(step, ids_B),
+                ahead_KBT=None if ahead_AKBT is None else self._on_device(ahead_AKBT[i]),
             )
-            for tokens_BT, targets_BT, ids_B in zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
+            for i, (tokens_BT, targets_BT, ids_B) in enumerate(
+                zip(tokens_ABT, targets_ABT, batch.sample_ids_AB, strict=True)
+            )
         ]
 
     def _of_documents(self, batch: Batch, documents_AB: DocumentsAB, step: int | None) -> list[Microbatch]:
         """As `_microbatches`, of sequences with documents, of which each is sharded over cp in its own way."""
         found = []
-        for tokens_BT, targets_BT, ids_B, lengths in zip(
-            batch.tokens_ABT, batch.targets_ABT, batch.sample_ids_AB, documents_AB, strict=True
+        ahead_AKBT, targets_ABT = self._ahead(batch)
+        for i, (tokens_BT, targets_BT, ids_B, lengths) in enumerate(
+            zip(batch.tokens_ABT, targets_ABT, batch.sample_ids_AB, documents_AB, strict=True)
         ):
             held_BT = self.model.positions_of_documents(lengths)
             within_BT = self._on_device(restarted(lengths).gather(1, held_BT)) if self.restart_positions else None
             found.append(
                 Microbatch(
                     self._on_device(tokens_BT.gather(1, held_BT)),
-                    self._on_device(targets_BT.gather(1, held_BT)),
+                    self._on_device(_taken(targets_BT, held_BT)),
                     self._on_device(held_BT),
                     self._random_keys(step, ids_B),
                     Documents(lengths, within_BT),
+                    None if ahead_AKBT is None else self._on_device(_taken(ahead_AKBT[i], held_BT)),
                 )
             )
         return found
@@ -150,17 +198,24 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Loss per target token over batches that are sharded over the data ranks, equal on every rank; a scalar."""
+        """Losses per target token over batches that are sharded over the data ranks, equal on every rank: that of the
+        next token, then those of modules of multi-token prediction; (1 + K,)."""
         self.model.train(False)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        n_modules = self.model.spec.mtp_modules
+        losses = self._ahead_sums if n_modules else self.loss_sum
+        sums = torch.zeros(2, 1 + n_modules, dtype=torch.float64, device=self.device)
         each = (microbatch for batch in batches for microbatch in self._microbatches(batch, None))
         while microbatches := list(islice(each, _EVALUATED_TOGETHER)):
-            sums[0] += self.model.runner.evaluate(microbatches, self.loss_sum)
+            sums[0] += self.model.runner.evaluate(microbatches, losses)
             if self.model.counts_targets:
-                sums[1] += torch.stack([(targets_BT != IGNORE).sum() for _, targets_BT, *_ in microbatches]).sum()
+                counts = [(targets_BT != IGNORE).sum((-2, -1)) for _, targets_BT, *_ in microbatches]
+                sums[1] += torch.stack(counts).sum(0)
         self.model.runner.release()
         self.model.sum_over_losses(sums)
         return sums[0] / sums[1].clamp(min=1)
+
+    def _ahead_sums(self, logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
+        return torch.stack([self.loss_sum(*each) for each in zip(logits, targets_PBT, strict=True)])
 
 
 class Trainer(ForwardBackward):
@@ -186,11 +241,11 @@ class Trainer(ForwardBackward):
 
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
         """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch."""
-        loss_part, n_targets = self.forward_backward(batch, step)
+        loss_part, n_targets, mtp_part = self.forward_backward(batch, step)
         self.clock.mark("forward_backward")
         norm = self.update(rate)
         self.clock.mark("optimizer")
-        return StepResult(loss_part, norm, n_targets)
+        return StepResult(loss_part, norm, n_targets, mtp_part)
 
     def update(self, rate: float) -> Tensor:
         """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""

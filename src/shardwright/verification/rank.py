@@ -27,8 +27,10 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
         if training == "sgd":
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
-            loss_part, _ = trainer.forward_backward(local_batch(case, layout, rank, step), step)
-            recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(loss_part))
+            parts = trainer.forward_backward(local_batch(case, layout, rank, step), step)
+            recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(parts.loss_part))
+            if parts.mtp_part is not None:
+                recorder.scalar(Quantity("mtp loss", training, step + 1), trainer.model.sum_over_losses(parts.mtp_part))
             gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
@@ -39,8 +41,10 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
             norm = trainer.update(case.rate(training, step) / scale)
             recorder.scalar(Quantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
-                loss = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
+                loss, *ahead = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
                 recorder.scalar(Quantity("evaluation", training, 1), loss)
+                if ahead:
+                    recorder.scalar(Quantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
         recorder.tensors(Quantity("parameter", training, case.steps), parameters)
         del trainer, parameters, gradients
     return recorder.trace

@@ -37,10 +37,13 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             keys_B = sample_keys(case.seed, step, ids_B) if case.spec.draws else None
             # What is not trained (a router's bias) is added to what has more digits than `compute`.
             weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
-            logits_BTV = functional_call(model, weights, (tokens_BT,), _also(case, step, keys_B))
-            loss = F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
-            loss.backward()
+            also = _also(case, step, keys_B) | _tokens_ahead(case, tokens_BT)
+            outputs = functional_call(model, weights, (tokens_BT,), also)
+            loss, ahead = _losses(case, outputs, targets_BT)
+            (loss if ahead is None else loss + case.spec.mtp_weight * ahead).backward()
             recorder.scalar(Quantity("loss", training, step + 1), loss.detach())
+            if ahead is not None:
+                recorder.scalar(Quantity("mtp loss", training, step + 1), ahead.detach())
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
@@ -56,22 +59,51 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             optimizer.zero_grad()
             learn_from_load(model, {layer: load.counts_E for layer, load in take_load(model).items()})
             if case.evaluate and step == 0:
-                recorder.scalar(Quantity("evaluation", training, 1), _evaluate(model, case, parameters))
+                loss, ahead = _evaluate(model, case, parameters)
+                recorder.scalar(Quantity("evaluation", training, 1), loss)
+                if ahead is not None:
+                    recorder.scalar(Quantity("mtp evaluation", training, 1), ahead)
         recorder.tensors(Quantity("parameter", training, case.steps), parameters)
     return recorder.trace
 
 
 @torch.no_grad()
-def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> Tensor:
-    """The loss of the batch that comes after those of the training steps, without dropout."""
-    kept, compute = DTYPES[case.dtype]
+def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Tensor | None]:
+    """The losses of the batch that comes after those of the training steps, without dropout."""
+    compute = DTYPES[case.dtype][1]
     tokens_BT, targets_BT, ids_B = case.batch(case.steps)
     keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
     model.eval()
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
-    logits_BTV = functional_call(model, weights, (tokens_BT,), _also(case, case.steps, keys_B))
+    also = _also(case, case.steps, keys_B) | _tokens_ahead(case, tokens_BT)
+    outputs = functional_call(model, weights, (tokens_BT,), also)
     model.train()
-    return F.cross_entropy(logits_BTV.flatten(0, 1).to(kept), targets_BT.flatten(), ignore_index=IGNORE)
+    return _losses(case, outputs, targets_BT)
+
+
+def _losses(case: Case, outputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The mean cross-entropy of the next token, and the mean over modules of multi-token prediction of theirs, if there
+    are any."""
+    kept = DTYPES[case.dtype][0]
+    logits = outputs if case.spec.mtp_modules else (outputs,)
+    losses = []
+    for k, logits_BTV in enumerate(logits):
+        # Position t of module k predicts what position t + k of the model does, if positions t to t + k count.
+        n_positions = case.seq_len - k
+        counted_BT = torch.stack([targets_BT[:, at : at + n_positions] != IGNORE for at in range(k + 1)]).all(0)
+        chosen_NV, chosen_N = logits_BTV[:, :n_positions][counted_BT], targets_BT[:, k:][counted_BT]
+        losses.append(F.cross_entropy(chosen_NV.to(kept), chosen_N, reduction="sum") / max(1, len(chosen_N)))
+    return losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
+
+
+def _tokens_ahead(case: Case, tokens_BT: Tensor) -> dict[str, Tensor]:
+    """The tokens that modules of multi-token prediction read; zeros beyond the end."""
+    if not case.spec.mtp_modules:
+        return {}
+    ahead_KBT = tokens_BT.new_zeros(case.spec.mtp_modules, *tokens_BT.shape)
+    for k, ahead_BT in enumerate(ahead_KBT, start=1):
+        ahead_BT[:, :-k] = tokens_BT[:, k:]
+    return {"ahead_KBT": ahead_KBT}
 
 
 def _also(case: Case, step: int, keys_B: Tensor | None) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _follows_load(name: str) -> bool:
 
 
 def _number(quantity: Quantity) -> str:
-    return "loss" if quantity.kind == "evaluation" else quantity.kind
+    return "loss" if quantity.kind in ("evaluation", "mtp loss", "mtp evaluation") else quantity.kind
 
 
 def of_partition(microbatches: int) -> Tolerance:
@@ -186,4 +186,4 @@ def _longest_sum(case: Case) -> int:
 def _matmuls(case: Case) -> int:
     """Matmuls that an input of the first step goes through until the last update: q k^T, times v, the output
     projection and two of the network in every layer, and the head; forward and backward, each step."""
-    return 2 * (5 * case.spec.n_layers + 1) * case.steps
+    return 2 * (5 * case.spec.n_blocks + 1) * case.steps

@@ -29,7 +29,7 @@ class Quantity(NamedTuple):
 
     kind: str
     """`initial`, `loss`, `grad norm`, `gradient`, `parameter`, or `evaluation`: the loss without gradients, in
-    evaluation mode."""
+    evaluation mode; `mtp loss` and `mtp evaluation`: those of the modules of multi-token prediction."""
     training: str
     """Name of the optimizer of this training, as there are two."""
     step: int

@@ -14,6 +14,7 @@ from tests.training.bugs import (
     generation,
     hugging_face,
     mask,
+    mtp,
     muon,
     off_by_one,
     order,
@@ -26,14 +27,14 @@ from tests.training.bugs import (
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
-    "wrong scale": scale.BUGS | elsewhere.SCALE | generation.SCALE | data.SHARE | muon.SCALE,
-    "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD,
-    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER,
+    "wrong scale": scale.BUGS | elsewhere.SCALE | generation.SCALE | data.SHARE | muon.SCALE | mtp.SCALE,
+    "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION | mtp.REDUCTION,
+    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD,
+    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
     "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE,
     "wrong dtype": dtype.BUGS,
-    "wrong mask": mask.BUGS | generation.MASK | data.MASK | documents.BUGS,
-    "off by one": off_by_one.BUGS | generation.OFF_BY_ONE | data.OFF_BY_ONE,
+    "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
+    "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
     "wrong weights from files": hugging_face.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
 }

@@ -58,7 +58,8 @@ BUGS: dict[str, AnyBug] = {
         [TP],
     ),
     "an evaluation is divided by the number of all tokens": Bug(
-        Mutation(f"{TRAINER}.evaluate", "(targets_BT != IGNORE).sum()", "torch.tensor(targets_BT.numel())"), [ONE]
+        Mutation(f"{TRAINER}.evaluate", "(targets_BT != IGNORE).sum((-2, -1))", "torch.tensor(targets_BT.numel())"),
+        [ONE],
     ),
     "the own keys of a ring are not masked": Bug(
         Mutation(f"{RING}:_piece", "(ALL, ALL, True)", "(ALL, ALL, False)"), [ON_RING]

@@ -46,8 +46,8 @@ BUGS: dict[str, Bug] = {
     "an evaluation leaves out its last micro-batch": Bug(
         Mutation(
             f"{TRAINER}.evaluate",
-            "self.model.runner.evaluate(microbatches, self.loss_sum)",
-            "self.model.runner.evaluate(microbatches[:-1], self.loss_sum)",
+            "self.model.runner.evaluate(microbatches, losses)",
+            "self.model.runner.evaluate(microbatches[:-1], losses)",
         ),
         [ONE],
     ),

@@ -27,7 +27,7 @@ BUGS: dict[str, AnyBug] = {
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
         Mutation(
             f"{STAGE}._forward",
-            "model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents)",
+            "model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents, microbatch.ahead_KBT)",
             "(model.zero_grad(), model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents))[1]",
         ),
         [PP, ZB],
@@ -107,8 +107,8 @@ BUGS: dict[str, AnyBug] = {
         Mutation(
             f"{TRAINER}.forward_backward",
             "self.model.set_batch(len(batch.tokens_ABT))\n"
-            "loss_part = self.model.runner.train(self._microbatches(batch, step), loss)",
-            "loss_part = self.model.runner.train(self._microbatches(batch, step), loss)\n"
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)",
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)\n"
             "self.model.set_batch(len(batch.tokens_ABT))",
         ),
         [ONE],

@@ -111,10 +111,13 @@ class _Step:
         model, microbatch = self.pipeline.stages[stage].model, self.microbatches[i]
         x = microbatch.tokens_BT if model.first else self._needed(stage, "F", i).requires_grad_(self.training)
         with self.timeline.action(action):
-            output: Tensor = model(x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents)
+            output: Tensor = model(
+                x, microbatch.positions_T, microbatch.random_keys_B, microbatch.documents, microbatch.ahead_KBT
+            )
             if model.last:
-                output = self.loss(output, microbatch.targets_BT)
-                self.total += output.detach()
+                losses = self.loss(output, microbatch.targets_BT)
+                self.total = self.total + losses.detach().double()
+                output = losses.sum()
         if self.training:
             self.kept[stage, i] = x, output
         if not model.last:

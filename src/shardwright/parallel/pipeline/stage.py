@@ -22,7 +22,8 @@ from shardwright.parallel.deferred import WeightGradients
 class StageModel(Transformer):
     """One pipeline stage of a decoder, made of the modules of the whole model.
 
-    `number`: which stage. With a tied embedding the last stage has a replica of its matrix, under the same name.
+    `number`: which stage. The last stage has the modules of multi-token prediction. With those or with a tied embedding
+    it has a replica of the embedding's matrix, under the same name.
     """
 
     def __init__(self, whole: Transformer, number: int, layers: range, n_stages: int) -> None:
@@ -31,7 +32,7 @@ class StageModel(Transformer):
         self.number = number
         self.first, self.last = number == 0, number == n_stages - 1
         self.gradients = WeightGradients()
-        tied_replica = self.last and whole.spec.tied_embedding
+        tied_replica = self.last and (whole.spec.tied_embedding or whole.spec.mtp_modules > 0)
         embedding = whole.embedding if self.first else deepcopy(whole.embedding) if tied_replica else None
         self.embedding = embedding  # type: ignore[assignment]
         self.position_embedding = whole.position_embedding if self.first else None
@@ -46,12 +47,14 @@ class StageModel(Transformer):
         positions_T: Tensor,
         random_keys_B: Tensor | None = None,
         documents: Documents | None = None,
-    ) -> Tensor:
+        ahead_KBT: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Run the stage. `x`: token ids (B, T) in the first stage, else the output of the previous stage, (B, T, D) or
-        a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V)."""
+        a token shard of it. Returns (B, T, D), in the last stage logits (B, T, V), with `ahead_KBT` those of each
+        module of multi-token prediction too; other arguments as in `Transformer.forward`."""
         x_BTD = self.embed(x, positions_T, random_keys_B, documents) if self.first else x
         x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
-        return self.logits(self.norm(x_BTD)) if self.last else x_BTD
+        return self.finish(x_BTD, positions_T, random_keys_B, documents, ahead_KBT) if self.last else x_BTD
 
 
 def cut_stages(spec: ModelSpec, layers: tuple[range, ...], dtype: torch.dtype) -> list[StageModel]:

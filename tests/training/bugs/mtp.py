@@ -1,0 +1,130 @@
+"""Modules of multi-token prediction that read or predict other tokens, and their loss and gradients."""
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import (
+    ONE,
+    PP,
+    SP,
+    STEP,
+    TIED,
+    TRAINER,
+    ZB_V,
+    ZERO_0,
+    ZIGZAG,
+    Bug,
+    UnitBug,
+)
+
+AHEAD = f"{STEP}:look_ahead"
+READ, PREDICTED = (
+    "F.pad(tokens_ABT[..., k:], (0, k), value=BEYOND)",
+    "F.pad(targets_ABT[..., k:], (0, k), value=IGNORE)",
+)
+MODULE, TWO = {"mtp_modules": 1}, {"mtp_modules": 2}
+EQUATIONS = "tests/model/test_mtp.py:test_logits_are_those_of_the_equations"
+
+SCALE = {
+    "the loss of a module of multi-token prediction is divided by the targets of one data rank": Bug(
+        Mutation(f"{TRAINER}._with_ahead", "self.model.sum_over_samples(n_targets_K)", "2 * n_targets_K"),
+        [ZERO_0],
+        spec=MODULE,
+    ),
+    "the loss of a module of multi-token prediction is divided by the targets of the next token": Bug(
+        Mutation(f"{TRAINER}._with_ahead", "targets_APBT.unbind(1)[1:]", "targets_APBT.unbind(1)[:-1]"),
+        [ONE],
+        spec=MODULE,
+    ),
+    "the weight of multi-token prediction is applied twice": Bug(
+        Mutation(f"{TRAINER}._with_ahead", "weight * ahead", "weight * weight * ahead"), [ONE], spec=MODULE
+    ),
+    "the losses of modules of multi-token prediction are summed and not averaged": Bug(
+        Mutation(
+            f"{TRAINER}._with_ahead",
+            "(torch.stack(sums_P) / n_targets_K).mean()",
+            "(torch.stack(sums_P) / n_targets_K).sum()",
+        ),
+        [ONE],
+        spec=TWO,
+    ),
+}
+REDUCTION = {
+    "the embedding's gradients in the first and in the last stage, which has a module of multi-token prediction, are "
+    "not summed": Bug(
+        Mutation(f"{TIED}.__init__", "parameter.requires_grad", "name != 'embedding.weight'"), [PP], spec=MODULE
+    ),
+    "the embedding's gradient in a last stage with a module of multi-token prediction is lost where its rank has the "
+    "first": Bug(Mutation(f"{TIED}.sum_on_rank", "self._pairs", "[]"), [ZB_V], spec=MODULE | {"n_layers": 4}),
+    "gradients of the projection of multi-token prediction on token shards are not summed": Bug(
+        Mutation(
+            "shardwright.parallel.model:sum_replica_gradients",
+            "parameter.grad is not None",
+            "parameter.grad is not None and 'projection' not in name",
+        ),
+        [SP],
+        spec=MODULE,
+    ),
+}
+SHARD = {
+    "at the edge of a chunk of cp a module of multi-token prediction reads the next token of the rank": Bug(
+        Mutation(
+            f"{TRAINER}._microbatches",
+            "ahead_AKBT[..., positions_T]",
+            "look_ahead(tokens_ABT, tokens_ABT, ahead_AKBT.shape[1])[0]",
+        ),
+        [ZIGZAG],
+        spec=MODULE,
+    ),
+}
+ORDER = {
+    "a module of multi-token prediction has the hidden vector before the embedding": UnitBug(
+        Mutation(
+            "shardwright.model.mtp:MTPModule.forward",
+            "(self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD))",
+            "(self.hidden_norm(x_BTD), self.embedding_norm(embedded_BTD))",
+        ),
+        EQUATIONS,
+    ),
+    "the norms of a module of multi-token prediction are exchanged": UnitBug(
+        Mutation(
+            "shardwright.model.mtp:MTPModule.forward",
+            "(self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD))",
+            "(self.hidden_norm(embedded_BTD), self.embedding_norm(x_BTD))",
+        ),
+        EQUATIONS,
+    ),
+    "modules of multi-token prediction read the output of the last norm": UnitBug(
+        Mutation(
+            "shardwright.model.transformer:Transformer.finish",
+            "self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents)",
+            "self.predict_ahead(self.norm(x_BTD), ahead_KBT, positions_T, random_keys_B, documents)",
+        ),
+        EQUATIONS,
+    ),
+    "the second module of multi-token prediction reads the model's output and not the first's": UnitBug(
+        Mutation(
+            "shardwright.model.transformer:Transformer.predict_ahead",
+            "x_BTD, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])",
+            "_, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])",
+        ),
+        EQUATIONS,
+    ),
+}
+MASK = {
+    "a module of multi-token prediction predicts across a token that does not count": Bug(
+        Mutation(AHEAD, "there_ABT.where(targets[-1] != IGNORE, IGNORE)", "there_ABT"), [ONE], spec=MODULE
+    ),
+    "at the end of a sequence a module of multi-token prediction predicts its beginning": Bug(
+        Mutation(AHEAD, PREDICTED, "targets_ABT.roll(-k, -1)"), [ONE], spec=MODULE
+    ),
+}
+OFF_BY_ONE = {
+    "a module of multi-token prediction reads one token too early": Bug(
+        Mutation(AHEAD, READ, "F.pad(tokens_ABT[..., k - 1 :], (0, k - 1), value=BEYOND)"), [ONE], spec=TWO
+    ),
+    "a module of multi-token prediction reads one token too late": Bug(
+        Mutation(AHEAD, READ, "F.pad(tokens_ABT[..., k + 1 :], (0, k + 1), value=BEYOND)"), [ONE], spec=MODULE
+    ),
+    "a module of multi-token prediction predicts the token that it reads": Bug(
+        Mutation(AHEAD, PREDICTED, "targets_ABT"), [ONE], spec=MODULE
+    ),
+}
