@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import ledger
+from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
@@ -74,14 +74,19 @@ def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
         formulas("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
         formulas("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
         scores = " - scores" * (not job.stack.flash_attention)
-        if job.stack.selective != "scores":
+        selective = f"everything{scores}"
+        if job.stack.selective == "parts":
+            latent, shared = job.model.latent_attention is not None, candidates.shared
+            less = recompute.not_kept(formulas, shared.recompute_modules, latent=latent, experts=bool(block.experts))
+            selective = f"everything - ({less})"
+        elif job.stack.selective != "scores":
+            selective = "listed"
             formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
         again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
         formulas.choose(
-            "all kept", again, ["everything", "listed" if job.stack.selective != "scores" else f"everything{scores}",
-            "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
+            "all kept", again, ["everything", selective, "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
-        gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective != "scores"))
+        gone = (again == FULL) | ((again == SELECTIVE) & (selective == "listed"))
         formulas.values["rows_of_experts"] = np.where(gone, 0.0, rows)
         formulas(f"kept by {block.name}", "all_kept - rows_of_experts")
         at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
@@ -164,7 +169,9 @@ def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
         "made": 2 + (not stack.fused_gate) if block.gated else 1,
         "tensors": 2 + block.gated,
         "expert_inner": block.expert_inner,
-    }
+        # The normed input of a router in 16 bits is kept in fp32 alone where no shared experts read it.
+        "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
+    } | recompute.features(model, heads, kv_heads)
     if block.experts and moe is not None:
         found |= {
             "top_k": moe.top_k,

@@ -46,17 +46,31 @@ def model_flops(job: Job) -> TokenFlops:
 SECTION = "FLOPs of a token"
 
 
+def _parts(job: Job, candidates: Candidates) -> str:
+    """The FLOPs of the parts of a layout that are matmuls; element-wise work does not count."""
+    parts, moe, latent = candidates.shared.recompute_modules, job.model.moe, job.model.latent_attention
+    found = ["square"] if "attention" in parts else []
+    if "mla_up" in parts and latent is not None:
+        width = latent.nope_dim + latent.v_dim
+        found.append(f"2 * {job.model.n_layers} * {latent.kv_rank} * {job.model.n_heads} * {width}")
+    if "experts" in parts and moe is not None:
+        first = 2 if job.model.activation == "swiglu" else 1
+        layers = sum(job.model.has_experts(layer) for layer in range(job.model.n_layers))
+        found.append(f"2 * {layers} * {moe.top_k} * {first} * h * {moe.d_ffn}")
+    return " + ".join(found) or "0"
+
+
 def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     """FLOPs that a layout executes: those of the model and those of recomputation, (n,).
 
     full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
     (2104.04473, equation 3: 96 instead of 72). selective: only attention, 2 L H (q + c) s (2205.05198, equation 8), or
-    with torchtitan's list every other matmul. Ignored: recomputation inside a fused attention's backward pass, which no
+    with torchtitan's list every other matmul, or what the parts of `layout.recompute_modules` have. Ignored: recomputation inside a fused attention's backward pass, which no
     convention counts.
     """
     spec, needed = job.model, model_flops(job)
     matmuls = "2 * (N_matmul - V * h)"
-    selective = "square" if job.stack.selective == "scores" else f"{matmuls} / 2"
+    selective = {"scores": "square", "parts": _parts(job, candidates)}.get(job.stack.selective, f"{matmuls} / 2")
     square = 2.0 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
