@@ -3,7 +3,8 @@ the backward pass, routing decided once, and the benchmark's model with half of 
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def test_the_loss_is_equal_bit_for_bit_and_gradients_are_up_to_the_order_of_a_su
         assert torch.equal(found[each], gradient) if exact else torch.allclose(found[each], gradient, 1e-12, 1e-14)
 
 
-def test_matmuls_and_routing_run_once_and_each_part_once_more(monkeypatch: pytest.MonkeyPatch):
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Counts the matmuls, choices of experts, activations and norms that run."""
     ran: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., object]) -> Callable[..., object]:
@@ -79,10 +82,20 @@ def test_matmuls_and_routing_run_once_and_each_part_once_more(monkeypatch: pytes
 
         return call
 
-    monkeypatch.setattr(matmul, "forward", counted("matmul", matmul.forward))
-    monkeypatch.setattr(Router, "pick", counted("routing", Router.pick))
-    monkeypatch.setattr(torch.nn.functional, "silu", counted("silu", torch.nn.functional.silu))
-    monkeypatch.setattr(nn.RMSNorm, "forward", counted("norm", nn.RMSNorm.forward))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "forward", counted("matmul", matmul.forward))
+        patch.setattr(Router, "pick", counted("routing", Router.pick))
+        patch.setattr(torch.nn.functional, "silu", counted("silu", torch.nn.functional.silu))
+        patch.setattr(nn.RMSNorm, "forward", counted("norm", nn.RMSNorm.forward))
+        yield ran
+
+
+def test_matmuls_and_routing_run_once_and_each_part_once_more():
+    with counting() as ran:
+        _runs_once(ran)
+
+
+def _runs_once(ran: Counter[str]) -> None:
     step(model_of(SPECS["mixture"]))
     once = ran.copy()
     ran.clear()
@@ -97,9 +110,10 @@ def test_matmuls_and_routing_run_once_and_each_part_once_more(monkeypatch: pytes
     assert ran["routing"] == once["routing"] == PLAIN.n_layers
 
 
-def test_the_model_of_the_benchmark_keeps_at_most_55_percent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import plain
+def test_the_model_of_the_benchmark_keeps_at_most_55_percent():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        import plain
 
     spec = replace(
         resolve("debug"), n_layers=1, d_model=plain.WIDTH, d_ffn=plain.FFN, n_heads=plain.HEADS,
