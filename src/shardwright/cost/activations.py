@@ -75,11 +75,11 @@ def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
         formulas("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
         scores = " - scores" * (not job.stack.flash_attention)
         selective = f"everything{scores}"
-        if job.stack.selective == "parts":
+        if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
             latent, shared = job.model.latent_attention is not None, candidates.shared
             less = recompute.not_kept(formulas, shared.recompute_modules, latent=latent, experts=bool(block.experts))
             selective = f"everything - ({less})"
-        elif job.stack.selective != "scores":
+        elif job.stack.selective in ("products", "read products"):
             selective = "listed"
             formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
         again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0

@@ -225,10 +225,10 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -
         once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
         whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
         selective = "attention_F"
-        if job.stack.selective == "parts":
+        if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
             selective = "selective_recomputation"
             once[selective] = recompute.seconds(passes, job, candidates, block)
-        elif job.stack.selective != "scores":
+        elif job.stack.selective in ("products", "read products"):
             selective = "matmuls_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(candidates.tp > 1))
         by_recompute = {"none": "0", "selective": selective, "full": whole}
         again = ledger.Formulas(once, "s").choose(

@@ -92,7 +92,8 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> F
         },
         "B",
     )  # fmt: skip
-    n_bytes = {f"again {what}": formulas(f"bytes of {what} again", each) for what, each in moved.items() if each}
+    names = {what: f"bytes of {what} again" for what in moved}
+    n_bytes = {names[what]: formulas(names[what], each) for what, each in moved.items() if each}
     whole = ledger.total("bytes moved again", n_bytes, "B") if n_bytes else 0.0 * tokens
     terms = {
         "element-wise, again": ledger.compute(
@@ -105,7 +106,7 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> F
     wanted = {group.name for group in block.matmuls if _again(group, mine)}
     for matmul in layer_matmuls(job, candidates, block, tokens) if wanted else ():
         if matmul.name in wanted:
-            terms[f"{matmul.name}, again"] = matmul.seconds(job)
+            terms[matmul.name] = matmul.seconds(job)
     return ledger.total("selective recomputation", terms)
 
 
