@@ -19,8 +19,8 @@ from shardwright.model.presets import resolve
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
 from shardwright.units import GiB
-from tests.model.kept import saved_bytes
 from tests.cost.layouts import GPT, job, one
+from tests.model.kept import saved_bytes
 
 DEFAULT_PARTS = KEYS["recompute_modules"].default
 CSV = Path(__file__).parents[2] / "src/shardwright/planner/measured/korthikanti_activation_memory.csv"
@@ -157,7 +157,9 @@ def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("parts", [*((part,) for part in RECOMPUTE_MODULES), DEFAULT_PARTS, RECOMPUTE_MODULES], ids="+".join)
+@pytest.mark.parametrize(
+    "parts", [*((part,) for part in RECOMPUTE_MODULES), DEFAULT_PARTS, RECOMPUTE_MODULES], ids="+".join
+)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_layer_keeps_less_by_what_autograd_saves_less(name: str, parts: tuple[str, ...], precision: str):
     spec = SMALL[name]

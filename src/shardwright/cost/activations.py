@@ -61,9 +61,11 @@ class Ends:
     loss: Floats
 
 
-def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
-    """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input."""
-    with ledger.section(f"Kept of a microbatch by {block.name}"):
+def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Layer:
+    """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input.
+    `name`: that in the ledger, by default the kind's."""
+    name = name or block.name
+    with ledger.section(f"Kept of a microbatch by {name}"):
         formulas = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
         _attention(job, formulas)
         _networks(job, formulas)
@@ -84,19 +86,20 @@ def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
             formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
         again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
         formulas.choose(
-            "all kept", again, ["everything", selective, "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
+            "all kept", again, ["everything", selective, "T_shard * h * e"],
+            "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
         gone = (again == FULL) | ((again == SELECTIVE) & (selective == "listed"))
         formulas.values["rows_of_experts"] = np.where(gone, 0.0, rows)
-        formulas(f"kept by {block.name}", "all_kept - rows_of_experts")
+        formulas(f"kept by {name}", "all_kept - rows_of_experts")
         at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
-        formulas.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
+        formulas.choose(f"working of {name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
         waiting = " + ".join(["(norms * T_shard + inputs * T_read) * h * e", *(f"{part}_for_W" for part in parts)])
         return Layer(
             kept=formulas["all_kept"],
             experts=formulas["rows_of_experts"],
             waiting=formulas("all for W", waiting),
-            working=formulas[ledger.identifier(f"working of {block.name}")],
+            working=formulas[ledger.identifier(f"working of {name}")],
         )
 
 

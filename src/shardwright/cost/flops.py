@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import ledger
+from shardwright.cost import ledger, pipeline
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 
 
@@ -65,12 +65,17 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
 
     full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
     (2104.04473, equation 3: 96 instead of 72). selective: only attention, 2 L H (q + c) s (2205.05198, equation 8), or
-    with torchtitan's list every other matmul, or what the parts of `layout.recompute_modules` have. Ignored: recomputation inside a fused attention's backward pass, which no
+    with torchtitan's list every other matmul, or what the parts of `layout.recompute_modules` have.
+    Ignored: recomputation inside a fused attention's backward pass, which no
     convention counts.
     """
     spec, needed = job.model, model_flops(job)
     matmuls = "2 * (N_matmul - V * h)"
-    selective = {"scores": "square", "parts": _parts(job, candidates)}.get(job.stack.selective, f"{matmuls} / 2")
+    first, held = candidates.shared.recompute_layers, pipeline.stages(job, candidates).layers
+    again = spec.n_layers if first is None else sum(min(first, len(stage)) for stage in held)
+    share = "" if again == spec.n_layers else f" * {again} / {spec.n_layers}"
+    by_stack = {"scores": "square", "parts": _parts(job, candidates)}
+    selective = by_stack.get(job.stack.selective, f"{matmuls} / 2")
     square = 2.0 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
@@ -79,7 +84,8 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
         formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
         if not np.any(candidates.recompute):
             return formulas[model]
-        by_recompute = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
+        extra = {"none": "0", "selective": selective, "full": f"{matmuls} + square"}
+        by_recompute = {how: f"{model} + ({each}){share}" for how, each in extra.items()}
         with ledger.section(SECTION):
             return formulas.choose(
                 f"executed FLOPs, {name}",

@@ -31,9 +31,9 @@ FLASH_BACKWARD = "(2.5 / 0.85)"
 2307.08691, section 3), at 0.85 of the rate (figures 5 and 6 there)."""
 
 
-def layer(job: Job, candidates: Candidates, block: Block) -> Passes:
-    """The passes of one layer of a kind."""
-    passes = Passes(block.name)
+def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Passes:
+    """The passes of one layer of a kind; `name`: that in the ledger, by default the kind's."""
+    passes = Passes(name or block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, layer_matmuls(job, candidates, block, tokens))

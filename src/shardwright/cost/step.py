@@ -82,7 +82,10 @@ class StagePasses:
         first, last = np.zeros(self.n_stages, dtype=np.int64), np.zeros(self.n_stages, dtype=np.int64)
         first[0], last[-1] = 1, 1
         self.work: list[tuple[Passes, Ints]] = [(embedding(job, candidates), first), (head(job, candidates), last)]
-        self.work += [(layer(job, candidates, block), counts) for block, counts in cut.of_kind.items()]
+        self.work += [
+            (layer(job, alike.candidates, alike.block, alike.name), alike.counts)
+            for alike in pipeline.layers_alike(job, candidates)
+        ]
 
     def times(self) -> StageTimes:
         """The times of each stage for the simulation of the pipeline."""
