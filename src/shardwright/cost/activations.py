@@ -174,7 +174,8 @@ def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
         "expert_inner": block.expert_inner,
         # The normed input of a router in 16 bits is kept in fp32 alone where no shared experts read it.
         "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
-    } | recompute.features(model, heads, kv_heads)
+    }
+    found |= recompute.features(model, heads, kv_heads)
     if block.experts and moe is not None:
         found |= {
             "top_k": moe.top_k,
