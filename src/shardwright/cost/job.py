@@ -89,7 +89,7 @@ class Candidates:
 
     @staticmethod
     def of(layout: Layout, micro_batch: int, recompute: str | None = None) -> "Candidates":
-        """One layout as arrays of length 1. `recompute` replaces the layout's, which has no "selective"."""
+        """One layout as arrays of length 1. `recompute`, if given, replaces the layout's."""
         own = {name: getattr(layout, name) for name in COLUMNS if name in KEYS}
         own |= {"micro_batch": micro_batch, "recompute": RECOMPUTE.index(recompute or layout.recompute)}
         return Candidates(shared=layout, **{name: np.array([value]) for name, value in own.items()})
