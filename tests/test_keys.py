@@ -32,7 +32,9 @@ LARGE = Layout(
     dp_shard=2,
     zero=3,
     sequence_parallel=False,
-    recompute="full",
+    recompute="selective",
+    recompute_modules=("norms", "attention"),
+    recompute_layers=1,
     zero_pp_gather="microbatch",
 )
 """No key at its default."""
@@ -65,7 +67,11 @@ def test_every_key_is_in_the_run_file_with_the_default_of_python():
 
 def test_a_resolved_run_file_has_every_key_and_gives_the_layout_back():
     section = {name: value for name in KEYS if (value := getattr(LARGE, name)) != KEYS[name].default}
-    section |= {"ep": 1, "stage_layers": list(LARGE.stage_layers or ())}
+    section |= {
+        "ep": 1,
+        "stage_layers": list(LARGE.stage_layers or ()),
+        "recompute_modules": [*LARGE.recompute_modules],
+    }
     model = {"n_layers": 8, "preset": "debug", "n_heads": 8, "n_kv_heads": 4}
     import tomllib
 
@@ -115,7 +121,7 @@ def test_the_defaults_of_keys_that_go_with_others_are_derived():
 def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
     assert LARGE.changed(pp=1) == Layout(
         tp=2, cp=4, cp_method="usp", ulysses_degree=2, ep=2, dp_replicate=2, dp_shard=2, zero=3,
-        sequence_parallel=False, recompute="full",
+        sequence_parallel=False, recompute="selective", recompute_modules=("norms", "attention"), recompute_layers=1,
     )  # fmt: skip
     assert Layout(dp_shard=2, cp=2, tp=2, ep=8).changed(tp=1) == Layout(dp_shard=2, cp=2, ep=4)
     assert Layout(dp_shard=2, zero=2).changed(dp_shard=1) == Layout()

@@ -150,7 +150,7 @@ def test_other_methods_take_all_of_cp(method: str, degrees: tuple[int, int]):
         ),
         ({"cp": 4, "ulysses_degree": 2}, "ulysses_degree=2 needs cp_method='usp'; set that, or leave it out"),
         ({"cp_method": "ulyses"}, "cp_method='ulyses': not one of the choices; did you mean 'ulysses'?"),
-        ({"recompute": "some"}, "recompute='some': not one of the choices; valid: full, none"),
+        ({"recompute": "some"}, "recompute='some': not one of the choices; valid: full, none, selective"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(choices: dict, complaint: str):

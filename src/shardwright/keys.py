@@ -22,13 +22,15 @@ class Key:
 
     `help`: what it sets, for the reference of the run file. `words(layout, sizes)`: what its value means, for the page
     and the printed plan. `choices()`: the valid values; None: a degree or count, 1 or more, or a list of them.
+    `members()`: the valid words of a list of words, each at most once.
     `derived(layout)`: its default, where that depends on other keys.
     `used(layout)`: whether it has a meaning in a layout; also asked of `cost.job.Candidates`, with arrays. `needs`:
     what that takes, in words; where this is given, a value other than the default that is not used is an error.
     `said`: whether it is written down wherever it is used, and not only where it differs from its default.
     `group`: the name of the choice that it is part of, where several keys are one choice; else its own name.
     `off(layout)`: the changes that switch it off, for the search for a culprit; its default unless given. `milder`: a
-    value that is tried after that. `unverified`: why the matrix of verify leaves it at its default.
+    value that is tried after that. `in_turn`: the matrix of verify varies it from one layout to
+    the next, not in every combination. `unverified`: why that matrix leaves it at its default.
     `planned(layout)`: the values that the planner searches; all choices unless given, the default where there are none.
     `not_priced()`: values that the cost model has no formulas for. `runner_up`: whether a plan shows the best layout
     with another value.
@@ -40,6 +42,7 @@ class Key:
     help: str
     words: Callable[[Any, Sizes], str]
     choices: Callable[[], Sequence[Any]] | None = None
+    members: Callable[[], Sequence[str]] | None = None
     derived: Callable[[Any], Any] | None = None
     used: Callable[[Any], Any] = lambda layout: True
     needs: str = ""
@@ -47,6 +50,7 @@ class Key:
     group: str = ""
     off: Callable[[Any], dict[str, Any]] | None = None
     milder: Any = None
+    in_turn: bool = False
     unverified: str = ""
     planned: Callable[[Any], Sequence[Any]] | None = None
     not_priced: Callable[[], Sequence[Any]] = tuple
@@ -60,12 +64,14 @@ class Key:
         """The rule that a value breaks whatever else is chosen; None where there is none."""
         if value is None and (self.derived or self.default is None):
             return None
+        if self.members is not None:
+            return _members_problem(value, self.members())
         if self.choices is not None:
             valid = self.choices()
             if value not in valid:
                 hint = nearest(value, valid) if isinstance(value, str) else f"valid: {', '.join(map(str, valid))}"
                 return f"not one of the choices; {hint}"
-        elif self.type is int and value < 1:
+        elif self.type in (int, int | None) and value < 1:
             rest = ": the number itself, there is no -1 for the ranks that are left" if value == -1 else ""
             return f"1 or more is needed{rest}"
         return None
@@ -77,6 +83,14 @@ class Key:
         if self.planned is not None:
             return self.planned(layout)
         return self.choices() if self.choices is not None else (self.default_in(layout),)
+
+
+def _members_problem(values: Sequence[str], valid: Sequence[str]) -> str | None:
+    if wrong := [value for value in values if value not in valid]:
+        return f"{wrong[0]!r} is not one of the choices; {nearest(wrong[0], valid)}"
+    if not values or len(set(values)) < len(values):
+        return f"one or more are needed, each once; valid: {', '.join(valid)}"
+    return None
 
 
 def written(value: Any) -> str:

@@ -38,6 +38,8 @@ DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
+RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
 
 _ZERO_WORDS = (
     "every rank holds all parameters, gradients and optimizer states of its stage",
@@ -182,14 +184,37 @@ class Layout:
     )
     recompute: str = _key(
         "none",
-        help="activation checkpointing; full: store only each block's input and recompute it in the backward pass",
+        help="activation checkpointing: what the backward pass computes again instead of keeping it; selective: the "
+        "parts of recompute_modules; full: every block, of which only the input is kept",
         words=lambda layout, sizes: {
             "none": "nothing is recomputed",
+            "selective": f"the backward pass recomputes {', '.join(layout.recompute_modules)}",
             "full": "the backward pass recomputes every layer",
         }[layout.recompute],
-        choices=lambda: ("none", "full"),
-        unverified="recomputation repeats the same kernels whatever the axes; --set layout.recompute verifies it",
+        choices=lambda: RECOMPUTE,
+        in_turn=True,
         runner_up=True,
+    )
+    recompute_modules: tuple[str, ...] = _key(
+        ("norms", "activation"),
+        help="recompute='selective' only: the parts of a block that are recomputed: norms; activation, of networks and "
+        "experts; rope, the norm and rotation of heads; mla_up, keys and values from latent vectors; attention; "
+        "experts, their first matmuls",
+        words=lambda layout, sizes: "parts of a block are recomputed",
+        members=lambda: RECOMPUTE_MODULES,
+        used=lambda layout: layout.recomputes_parts,
+        needs="recompute='selective'",
+        group="recompute",
+        unverified="every part is recomputed by the same code; --set layout.recompute_modules verifies one",
+    )
+    recompute_layers: int | None = _key(
+        None,
+        help="how many layers of each stage recompute, the first ones; if not given, all",
+        words=lambda layout, sizes: "first layers of each stage recompute",
+        used=lambda layout: layout.recomputes,
+        needs="recompute='selective' or 'full'",
+        group="recompute",
+        unverified="a layer recomputes by the same code whether others do; --set layout.recompute_layers verifies it",
     )
     zero_pp_gather: str = _key(
         "step",
@@ -329,6 +354,16 @@ class Layout:
     def token_shards(self) -> bool:
         """Whether activations are sharded by token over tp."""
         return self.sequence_parallel and self.tp > 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes anything again."""
+        return self.recompute != "none"
+
+    @property
+    def recomputes_parts(self) -> bool:
+        """Whether that is some parts of a block."""
+        return self.recompute == "selective"
 
     @property
     def kind(self) -> Kind:

@@ -14,13 +14,15 @@ from shardwright.cost import activations, memory
 from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDWRIGHT
+from shardwright.layout import KEYS, RECOMPUTE_MODULES, Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
-from shardwright.model.transformer import Transformer
 from shardwright.units import GiB
 from tests.cost.layouts import GPT, job, one
+from tests.model.kept import saved_bytes
 
+DEFAULT_PARTS = KEYS["recompute_modules"].default
 CSV = Path(__file__).parents[2] / "src/shardwright/planner/measured/korthikanti_activation_memory.csv"
 S, B, H, A = 2048, 4, GPT.d_model, GPT.n_heads
 SQUARE = 5 * A * S / H
@@ -146,7 +148,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
     spec = SMALL[name]
-    found = saved_bytes(spec, 3, precision) - saved_bytes(spec, 2, precision)
+    found = of_one_layer(spec, precision)
     formula = of_layer(job(spec, SHARDWRIGHT, 64, 2, precision), one(2)).kept[0]
     # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
     copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if spec.latent_attention else 0
@@ -154,18 +156,27 @@ def test_a_layer_keeps_what_autograd_saves(name: str, precision: str):
     assert formula == pytest.approx(found - copies, rel=0.02)
 
 
-def saved_bytes(spec: ModelSpec, n_layers: int, precision: str) -> int:
-    """What autograd keeps of a forward pass of two sequences of 64 tokens, weights aside."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "parts", [*((part,) for part in RECOMPUTE_MODULES), DEFAULT_PARTS, RECOMPUTE_MODULES], ids="+".join
+)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_layer_keeps_less_by_what_autograd_saves_less(name: str, parts: tuple[str, ...], precision: str):
+    spec = SMALL[name]
+    layouts = Layout(), Layout(recompute="selective", recompute_modules=parts)
+    every, some = (of_one_layer(spec, precision, each) for each in ((), parts))
+    the_job = job(spec, SHARDWRIGHT, 64, 2, precision)
+    kept, less = (of_layer(the_job, Candidates.of(each, 2)).kept[0] for each in layouts)
+    # Latent attention has two RMSNorms, which on a CPU keep copies in fp32 of what they read and give.
+    norms = spec.latent_attention and "norms" in parts
+    copies = 128 * (48 + 32) * (4 if precision == "fp32" else 6) if norms else 0
+    # A mean and a deviation of a token and norm, which are not in the formula.
+    statistics = 128 * 4 * 6 if "norms" in parts else 0
+    assert kept - less == pytest.approx(every - some - copies, abs=statistics)
+
+
+def of_one_layer(spec: ModelSpec, precision: str, parts: tuple[str, ...] = ()) -> int:
+    """Bytes that autograd saves of the last layer."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    model = Transformer(replace(spec, n_layers=n_layers)).to(dtype)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.zeros(2, 64, dtype=torch.int64), torch.arange(64))
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    return sum(size for pointer, size in storages.items() if pointer not in weights)
+    few, many = (saved_bytes(replace(spec, n_layers=n), dtype, parts) for n in (2, 3))
+    return many - few

@@ -15,6 +15,7 @@ from shardwright.cost import memory
 from shardwright.cost.job import Candidates
 from shardwright.cost.memory import KINDS, MOMENTS
 from shardwright.cost.stack import FSDP, MEGATRON_CORE, SHARDWRIGHT, STACKS, Stack
+from shardwright.layout import Layout
 from shardwright.model.modules import rows
 from shardwright.model.presets import resolve
 from shardwright.schedule.registry import find, names
@@ -188,3 +189,16 @@ def test_many_layouts_at_once_cost_what_each_costs_alone():
     assert memory.reserved_bytes(job(), together) == pytest.approx(found.reserved_bytes, rel=1e-12)
     for at, each in enumerate(alone):
         assert found.rank_bytes[at].tolist() == memory.of(job(), each).rank_bytes[0].tolist()
+
+
+def test_layers_that_do_not_recompute_keep_everything_and_the_first_of_each_stage_less():
+    def activations_of(**recompute: object) -> np.ndarray:
+        layout = Layout(tp=8, pp=4, zero=0, dp_replicate=2, **recompute)  # type: ignore[arg-type]
+        return memory.of(job("llama-3.1-70b", STACKS["shardwright"]), Candidates.of(layout, 1)).kinds["activations"][0]
+
+    every, none = activations_of(recompute="selective"), activations_of()
+    some = activations_of(recompute="selective", recompute_layers=5)
+    # 80 layers in four stages, of 20 but for the ends: a quarter of a stage recomputes.
+    assert np.all((every < some) & (some < none))
+    assert ((none - some) / (none - every))[1] == pytest.approx(5 / 20)
+    assert activations_of(recompute="selective", recompute_layers=80) == pytest.approx(every)

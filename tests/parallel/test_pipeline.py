@@ -149,7 +149,7 @@ def flops_of_actions(layout: Layout, spec: ModelSpec = EVEN) -> Counter[Action]:
     return counted.flops
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", rest_prove(["none", "selective", "full"], "none", "full"))
 @pytest.mark.parametrize(
     ("schedule", "tp"),
     rest_prove([("1f1b", 1), ("zb-h1", 1), ("dualpipe", 1), ("zb-h1", 2), ("zb-v", 2)], ("1f1b", 1), ("zb-h1", 2)),
@@ -164,8 +164,8 @@ def test_i_computes_the_gradients_of_inputs_alone_and_w_those_of_weights_alone(s
             blocks = len(layers[action.stage]) * layer
             head = EVEN.vocab_size * EVEN.d_model if action.stage == layout.n_stages - 1 else 0
             product = 2 * B * T * (blocks + head) // tp
-            # Computing a block again stops where its last product has its input, if that is a plain linear.
-            last = EVEN.d_model * EVEN.d_ffn * len(layers[action.stage]) if tp == 1 else 0
+            # Computing a block again stops where its last product has its input; selective computes no product again.
+            last = EVEN.d_model * EVEN.d_ffn * len(layers[action.stage])
             again = 2 * B * T * (blocks - last) // tp if recompute == "full" and action.op in "BI" else 0
             assert flops == {"F": 1, "I": 1, "W": 1, "B": 2}[action.op] * product + again, action
         run_on.update(found.keys())

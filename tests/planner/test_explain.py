@@ -33,6 +33,14 @@ LAYOUTS = [
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,recompute=full"),
     ("gpt-175b", "a100:96", 2048, "tp=8,pp=12,sequence_parallel=false"),
     ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=full"),
+    ("qwen3-30b-a3b", "h100:16", 4096, "tp=2,dp_shard=8,ep=16,zero=1,recompute=selective"),
+    ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,dp_shard=2,zero=1,recompute=selective,recompute_layers=3"),
+    (
+        "deepseek-v3",
+        "h100:256",
+        4096,
+        "pp=8,dp_shard=32,ep=32,zero=1,recompute=selective,recompute_modules=mla_up+experts",
+    ),
     ("debug", "h100:8", 128, "pp=2,dp_shard=4,zero=2"),
     ("deepseek-v3" + MODULE, "h100:256", 4096, "pp=16,dp_shard=16,ep=16,zero=1,recompute=full"),
 ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
-from shardwright.layout import Layout, accumulation
+from shardwright.layout import RECOMPUTE, Layout, accumulation
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
@@ -48,7 +48,7 @@ def one_by_one(job: Job) -> Iterator[Choice]:
             range(4) if dp_shard * cp > 1 else [0],
             ("zigzag", "ulysses") if cp > 1 else ["zigzag"],
             divisors(moe.n_experts) if moe else [1],
-            ["none", "full"],
+            RECOMPUTE,
         ):
             for gather in ("step", "microbatch") if pp > 1 and zero == 3 else ("step",):
                 choices = dict(zero=zero, cp_method=method, ep=ep, recompute=recompute, zero_pp_gather=gather)
@@ -87,7 +87,8 @@ def test_two_ranks_with_one_sequence_share_a_model_in_these_ways():
     cut = [f"cp=2,{method}zero={zero}" for method in ("", "cp_method=ulysses,") for zero in range(4)]
     pipes = [f"pp=2{schedule}" for schedule in ("", *(f",pp_schedule={name}" for name in ("afab", "zb-h1", "zb-h2")))]
     plain = {f"{each},micro_batch=1" for each in ("tp=2", *cut, *pipes)}
-    assert words == plain | {each.replace(",micro_batch", ",recompute=full,micro_batch") for each in plain}
+    again = {each.replace(",micro_batch", f",recompute={how},micro_batch") for each in plain for how in RECOMPUTE[1:]}
+    assert words == plain | again
 
 
 @pytest.mark.parametrize(

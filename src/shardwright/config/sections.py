@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    Strict,
     ValidationError,
     create_model,
     model_validator,
@@ -239,6 +240,8 @@ def _layout_key(key: LayoutKey) -> Any:
         return value
 
     kind = list[Positive] if key.name == "stage_layers" else key.type
+    if key.members:
+        kind = Annotated[kind, Strict(False)]  # TOML has lists and no tuples
     kind = Annotated[kind, AfterValidator(valid)]
     return (kind if key.default is not None else kind | None, Field(key.default, description=key.help))
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import ledger
+from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
@@ -61,9 +61,11 @@ class Ends:
     loss: Floats
 
 
-def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
-    """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input."""
-    with ledger.section(f"Kept of a microbatch by {block.name}"):
+def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Layer:
+    """One layer of a kind, with each candidate's recomputation. Full recomputation keeps only the block's input.
+    `name`: that in the ledger, by default the kind's."""
+    name = name or block.name
+    with ledger.section(f"Kept of a microbatch by {name}"):
         formulas = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
         _attention(job, formulas)
         _networks(job, formulas)
@@ -74,24 +76,30 @@ def layer(job: Job, candidates: Candidates, block: Block) -> Layer:
         formulas("kept around them", "T_shard * h * (norms * e + branches * mask) + inputs * T_read * h * e_input")
         formulas("everything", " + ".join(["kept_around_them", *(f"kept_of_{part}" for part in parts)]))
         scores = " - scores" * (not job.stack.flash_attention)
-        if job.stack.selective != "scores":
+        selective = f"everything{scores}"
+        if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
+            latent, shared = job.model.latent_attention is not None, candidates.shared
+            less = recompute.not_kept(formulas, shared.recompute_modules, latent=latent, experts=bool(block.experts))
+            selective = f"everything - ({less})"
+        elif job.stack.selective in ("products", "read products"):
+            selective = "listed"
             formulas("listed", "min(T_shard * h * e + listed_of_attention + listed_of_networks, everything)")
         again, rows = candidates.recompute, formulas["rows_sent"] if block.experts else 0.0
         formulas.choose(
-            "all kept", again, ["everything", "listed" if job.stack.selective != "scores" else f"everything{scores}",
-            "T_shard * h * e"], "after Korthikanti et al., arXiv 2205.05198, table 2",
+            "all kept", again, ["everything", selective, "T_shard * h * e"],
+            "after Korthikanti et al., arXiv 2205.05198, table 2",
         )  # fmt: skip
-        gone = (again == FULL) | ((again == SELECTIVE) & (job.stack.selective != "scores"))
+        gone = (again == FULL) | ((again == SELECTIVE) & (selective == "listed"))
         formulas.values["rows_of_experts"] = np.where(gone, 0.0, rows)
-        formulas(f"kept by {block.name}", "all_kept - rows_of_experts")
+        formulas(f"kept by {name}", "all_kept - rows_of_experts")
         at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
-        formulas.choose(f"working of {block.name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
+        formulas.choose(f"working of {name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
         waiting = " + ".join(["(norms * T_shard + inputs * T_read) * h * e", *(f"{part}_for_W" for part in parts)])
         return Layer(
             kept=formulas["all_kept"],
             experts=formulas["rows_of_experts"],
             waiting=formulas("all for W", waiting),
-            working=formulas[ledger.identifier(f"working of {block.name}")],
+            working=formulas[ledger.identifier(f"working of {name}")],
         )
 
 
@@ -167,7 +175,10 @@ def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
         "made": 2 + (not stack.fused_gate) if block.gated else 1,
         "tensors": 2 + block.gated,
         "expert_inner": block.expert_inner,
+        # The normed input of a router in 16 bits is kept in fp32 alone where no shared experts read it.
+        "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
     }
+    found |= recompute.features(model, heads, kv_heads)
     if block.experts and moe is not None:
         found |= {
             "top_k": moe.top_k,

@@ -48,7 +48,7 @@ class Estimate:
 
 
 def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | None = None) -> Estimate:
-    """The cost of a layout. `recompute` replaces the layout's, which has no "selective".
+    """The cost of a layout. `recompute`, if given, replaces the layout's.
 
     Raises LayoutError for values that the cost model does not cover, and for every reason why the layout cannot run
     this job: rules of the model, the size of the cluster, the batch, the schedule.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import ledger
+from shardwright.cost import ledger, pipeline
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 
 
@@ -46,17 +46,36 @@ def model_flops(job: Job) -> TokenFlops:
 SECTION = "FLOPs of a token"
 
 
+def _parts(job: Job, candidates: Candidates) -> str:
+    """The FLOPs of the parts of a layout that are matmuls; element-wise work does not count."""
+    parts, moe, latent = candidates.shared.recompute_modules, job.model.moe, job.model.latent_attention
+    found = ["square"] if "attention" in parts else []
+    if "mla_up" in parts and latent is not None:
+        width = latent.nope_dim + latent.v_dim
+        found.append(f"2 * {job.model.n_blocks} * {latent.kv_rank} * {job.model.n_heads} * {width}")
+    if "experts" in parts and moe is not None:
+        first = 2 if job.model.activation == "swiglu" else 1
+        layers = sum(job.model.has_experts(layer) for layer in range(job.model.n_blocks))
+        found.append(f"2 * {layers} * {moe.top_k} * {first} * h * {moe.d_ffn}")
+    return " + ".join(found) or "0"
+
+
 def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     """FLOPs that a layout executes: those of the model and those of recomputation, (n,).
 
     full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
     (2104.04473, equation 3: 96 instead of 72). selective: only attention, 2 L H (q + c) s (2205.05198, equation 8), or
-    with torchtitan's list every other matmul. Ignored: recomputation inside a fused attention's backward pass, which no
+    with torchtitan's list every other matmul, or what the parts of `layout.recompute_modules` have.
+    Ignored: recomputation inside a fused attention's backward pass, which no
     convention counts.
     """
     spec, needed = job.model, model_flops(job)
     matmuls = f"2 * (N_matmul - {'predictions * ' * (spec.mtp_modules > 0)}V * h)"
-    selective = "square" if job.stack.selective == "scores" else f"{matmuls} / 2"
+    first, held = candidates.shared.recompute_layers, pipeline.stages(job, candidates).layers
+    again = spec.n_blocks if first is None else sum(min(first, len(stage)) for stage in held)
+    share = "" if again == spec.n_blocks else f" * {again} / {spec.n_blocks}"
+    by_stack = {"scores": "square", "parts": _parts(job, candidates)}
+    selective = by_stack.get(job.stack.selective, f"{matmuls} / 2")
     square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
@@ -66,7 +85,8 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
         formulas.values["predictions"] = 1 + spec.mtp_modules
         if not np.any(candidates.recompute):
             return formulas[model]
-        by_recompute = {"none": model, "selective": f"{model} + {selective}", "full": f"{model} + {matmuls} + square"}
+        extra = {"none": "0", "selective": selective, "full": f"{matmuls} + square"}
+        by_recompute = {how: f"{model} + ({each}){share}" for how, each in extra.items()}
         with ledger.section(SECTION):
             return formulas.choose(
                 f"executed FLOPs, {name}",

@@ -13,17 +13,13 @@ from numpy.typing import NDArray
 from shardwright.cost.calibration import CALIBRATED, Calibration
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, Stack
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import KEYS, RECOMPUTE, Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.schedule.registry import Kind
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-RECOMPUTE = ("none", "selective", "full")
-"""Activation checkpointing, by what the backward pass recomputes: nothing, attention between its matmuls with weights
-(Korthikanti et al., arXiv 2205.05198, section 5), or every block. `Candidates.recompute` holds indices into this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +94,7 @@ class Candidates:
 
     @staticmethod
     def of(layout: Layout, micro_batch: int, recompute: str | None = None) -> "Candidates":
-        """One layout as arrays of length 1. `recompute` replaces the layout's, which has no "selective"."""
+        """One layout as arrays of length 1. `recompute`, if given, replaces the layout's."""
         own = {name: getattr(layout, name) for name in COLUMNS if name in KEYS}
         own |= {"micro_batch": micro_batch, "recompute": RECOMPUTE.index(recompute or layout.recompute)}
         return Candidates(shared=layout, **{name: np.array([value]) for name, value in own.items()})
@@ -147,6 +143,16 @@ class Candidates:
     def world(self) -> Ints:
         """World size."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def recomputes(self) -> NDArray[np.bool_]:
+        """Whether the backward pass computes anything again; as `Layout.recomputes`."""
+        return self.recompute > 0
+
+    @property
+    def recomputes_parts(self) -> NDArray[np.bool_]:
+        """Whether that is some parts of a block."""
+        return self.recompute == RECOMPUTE.index("selective")
 
     @cached_property
     def token_shards(self) -> Ints:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shardwright.cost import ledger
+from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
@@ -31,9 +31,9 @@ FLASH_BACKWARD = "(2.5 / 0.85)"
 2307.08691, section 3), at 0.85 of the rate (figures 5 and 6 there)."""
 
 
-def layer(job: Job, candidates: Candidates, block: Block) -> Passes:
-    """The passes of one layer of a kind."""
-    passes = Passes(block.name)
+def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Passes:
+    """The passes of one layer of a kind; `name`: that in the ledger, by default the kind's."""
+    passes = Passes(name or block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
         _multiply(passes, job, layer_matmuls(job, candidates, block, tokens))
@@ -43,7 +43,7 @@ def layer(job: Job, candidates: Candidates, block: Block) -> Passes:
         context(passes, job, candidates, tokens)
         if block.experts:
             dispatch(passes, job, candidates, tokens)
-        _recompute(passes, job, candidates)
+        _recompute(passes, job, candidates, block)
         _launch(passes, job, candidates, block)
         passes.note()
     return passes
@@ -216,15 +216,19 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block,
         ledger.total(f"{ELEMENTWISE}, {name}", terms, value=part[ELEMENTWISE])
 
 
-def _recompute(passes: Passes, job: Job, candidates: Candidates) -> None:
-    """The recomputation in I. full: the whole forward pass. selective: attention between its matmuls with weights, or
-    with torchtitan's list half of the matmuls and of the tp communication and all element-wise work."""
+def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+    """The recomputation in I. full: the whole forward pass. selective: the parts that the layout names, or in other
+    stacks attention between its matmuls with weights, or with torchtitan's list half of the matmuls and of the tp
+    communication and all element-wise work."""
     again = np.zeros(len(candidates))
     if np.any(candidates.recompute):
         once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
         whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
         selective = "attention_F"
-        if job.stack.selective != "scores":
+        if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
+            selective = "selective_recomputation"
+            once[selective] = recompute.seconds(passes, job, candidates, block)
+        elif job.stack.selective in ("products", "read products"):
             selective = "matmuls_F / 2 + element_wise_F" + " + tensor_parallel_F / 2" * bool(np.any(candidates.tp > 1))
         by_recompute = {"none": "0", "selective": selective, "full": whole}
         again = ledger.Formulas(once, "s").choose(

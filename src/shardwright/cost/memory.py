@@ -8,7 +8,7 @@ The optimizer runs when no activations are left.
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from shardwright.cost import activations, ledger, parameters, pipeline, states
 from shardwright.cost.activations import Ends, Layer
-from shardwright.cost.blocks import Block
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.parameters import Parameters
-from shardwright.cost.pipeline import Moments, Stages
+from shardwright.cost.pipeline import Layers, Moments, Stages
 
 KINDS = (
     "weights",
@@ -259,9 +258,10 @@ def _few_microbatches(job: Job, candidates: Candidates) -> Ints:
 def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> StageBytes:
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working = (zeros.copy() for _ in range(4))
-    layers: dict[Block, Layer] = {}
-    for block, counts in stages.of_kind.items():
-        layers[block] = layer = activations.layer(job, candidates, block)
+    layers: list[tuple[Layers, Layer]] = []
+    for alike in pipeline.layers_alike(job, candidates):
+        layer, counts = activations.layer(job, alike.candidates, alike.block, alike.name), alike.counts
+        layers.append((alike, layer))
         kept += (layer.kept - layer.experts)[:, None] * counts
         experts += layer.experts[:, None] * counts
         waiting += layer.waiting[:, None] * counts
@@ -352,14 +352,14 @@ def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, 
     }
 
 
-def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Mapping[Block, Layer]) -> None:
+def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Sequence[tuple[Layers, Layer]]) -> None:
     """Record the activations of a micro-batch in each stage of the one rank, without rows of experts and logits."""
     last = len(stages.layers) - 1
     for stage in stages.of_rank[0].tolist():
         terms, inputs = [], {}
-        for block, layer in layers.items():
-            if count := int(stages.of_kind[block][stage]):
-                name = ledger.identifier(f"kept by {block.name}")
+        for alike, layer in layers:
+            if count := int(alike.counts[stage]):
+                name = ledger.identifier(f"kept by {alike.name}")
                 terms.append(f"{count} * {name}")
                 inputs[name] = layer.kept - layer.experts
         ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}

@@ -54,6 +54,9 @@ _SYMBOLS = (
      "of a microbatch, for each stage of the rank"),
     ("q k v out narrow", "", "features of queries, keys, values, results on a rank; of latent attention's vectors"),
     ("made tensors", "", "tensors of inner width that a network keeps beside its last input; that its backward needs"),
+    ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "
+     "vectors; placed queries and keys; keys and values from latent vectors; padded results"),
+    ("copied_alone", "", "1 where only a copy in fp32 of a router's input is kept"),
     ("cut visiting", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each own"),
     ("mask weighed unweighted copied keeps_outputs", "", "1 where kept: masks, experts' results, their inputs "
      "without weight, the router's input in fp32, what a stage sends"),

@@ -4,9 +4,10 @@ The counts follow from the order of the schedule's actions (`schedule.build`), w
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,29 @@ def stages(job: Job, candidates: Candidates) -> Stages:
     """The stages, which are the same for all candidates; `split.stages` partitions the layers."""
     keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
     return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
+
+
+class Layers(NamedTuple):
+    """Layers that cost the same: their kind, what the ledger calls them, how many each stage has, (S,), and the
+    candidates with the recomputation of these layers."""
+
+    block: Block
+    name: str
+    counts: Ints
+    candidates: Candidates
+
+
+def layers_alike(job: Job, candidates: Candidates) -> Iterator[Layers]:
+    """The layers of all stages: by kind, and where only the first of a stage recompute, those apart from the rest."""
+    held, first = stages(job, candidates), candidates.shared.recompute_layers
+    if first is None:
+        yield from (Layers(block, block.name, counts, candidates) for block, counts in held.of_kind.items())
+        return
+    for block, numbers in blocks(job.model).items():
+        again = np.array([len(set(numbers) & set(each[:first])) for each in held.layers], dtype=np.int64)
+        yield Layers(block, block.name, again, candidates)
+        rest = replace(candidates, recompute=np.zeros_like(candidates.recompute))
+        yield Layers(block, f"{block.name} that does not recompute", held.of_kind[block] - again, rest)
 
 
 def moments(candidates: Candidates, microbatches: int) -> Moments:

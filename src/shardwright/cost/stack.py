@@ -30,7 +30,7 @@ class Stack:
     inputs of matmuls are kept as gathered over tp, not as token shards. `keeps_outputs`: a pipeline stage keeps its
     output until its backward pass. `selective`: activations that selective recomputation does not keep: "scores" of
     attention; or all but the outputs of the "products" (matmuls) in torchtitan's list, or all but those of them that
-    the backward pass reads.
+    the backward pass reads; or the "parts" that a layout names (cost/recompute.py).
     `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's weights; otherwise the
     inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
     them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
@@ -59,7 +59,7 @@ class Stack:
     fused_gate: bool = True
     keeps_gathered: bool = False
     keeps_outputs: bool = False
-    selective: Literal["scores", "products", "read products"] = "scores"
+    selective: Literal["scores", "products", "read products", "parts"] = "scores"
     weighs_outputs: bool = False
     wide_router: bool = False
     pads_values: bool = False
@@ -84,6 +84,7 @@ SHARDWRIGHT = Stack(
     weighs_outputs=True,
     wide_router=True,
     pads_values=True,
+    selective="parts",
     logit_peak_bytes=12.0,
     logit_cut_bytes=-2.0,
 )

@@ -85,7 +85,10 @@ class StagePasses:
         first[0], last[-1] = 1, 1 + job.model.mtp_modules
         first[-1] += job.model.mtp_modules
         self.work: list[tuple[Passes, Ints]] = [(embedding(job, candidates), first), (head(job, candidates), last)]
-        self.work += [(layer(job, candidates, block), counts) for block, counts in cut.of_kind.items()]
+        self.work += [
+            (layer(job, alike.candidates, alike.block, alike.name), alike.counts)
+            for alike in pipeline.layers_alike(job, candidates)
+        ]
 
     def times(self) -> StageTimes:
         """The times of each stage for the simulation of the pipeline."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
+from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
 
@@ -43,11 +44,23 @@ class Attention(nn.Module):
         q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
-        if rotary_2TC is not None:
-            q_BTHC, k_BTKC = rotate(q_BTHC, rotary_2TC), rotate(k_BTKC, rotary_2TC)
-        return self.o(self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2))
+        q_BTHC, k_BTKC = _place(q_BTHC, self.q_norm, rotary_2TC), _place(k_BTKC, self.k_norm, rotary_2TC)
+
+        def attended(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
+            return self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2)
+
+        return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC))
+
+
+def _place(x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None) -> Tensor:
+    """The norm and the rotation of queries or keys. Attention keeps the result, and only a norm keeps its input, so it
+    is a part for recomputation where there is a norm."""
+
+    def placed(x_BTHC: Tensor) -> Tensor:
+        normed_BTHC = x_BTHC if norm is None else norm(x_BTHC)
+        return normed_BTHC if rotary_2TC is None else rotate(normed_BTHC, rotary_2TC)
+
+    return placed(x_BTHC) if norm is None else part("rope", placed, x_BTHC, weights=list(norm.parameters()))
 
 
 def attend(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, documents: Documents | None = None) -> Tensor:

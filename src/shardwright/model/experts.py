@@ -10,13 +10,14 @@ No step synchronises with the device: counts stay a tensor, and every shape foll
 Shapes: N tokens of all sequences, K experts of a token, R = N K rows, E experts, D model, F ffn.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.feed_forward import gated, gelu
 from shardwright.model.matmul import linear
+from shardwright.model.recompute import part
 from shardwright.model.spec import ModelSpec
 
 
@@ -110,11 +111,16 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """(R, D) -> (R, D); rows are sorted by expert, and `counts_E` (integers) says how many each expert has. The
         outputs of rows after the last counted one are undefined, and those rows have no gradient."""
-        up_RF = linear(x_RD, self.up, counts_E=counts_E)
-        if self.gate is None:
-            return linear(F.gelu(up_RF, approximate="tanh"), self.down, counts_E=counts_E)
-        gate_RF = linear(x_RD, self.gate, counts_E=counts_E)
-        return linear(F.silu(gate_RF) * up_RF, self.down, counts_E=counts_E)
+        gate, up = self.gate, self.up  # with expert parallelism they are this rank's during the forward pass only
+
+        def inner(x_RD: Tensor) -> Tensor:
+            up_RF = linear(x_RD, up, counts_E=counts_E)
+            if gate is None:
+                return cast(Tensor, part("activation", gelu, up_RF))
+            return cast(Tensor, part("activation", gated, linear(x_RD, gate, counts_E=counts_E), up_RF))
+
+        inner_RF = part("experts", inner, x_RD, weights=[up] if gate is None else [gate, up])
+        return linear(inner_RF, self.down, counts_E=counts_E)
 
 
 def build_experts(spec: ModelSpec) -> Experts:

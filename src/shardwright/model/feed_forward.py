@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.matmul import Linear
+from shardwright.model.recompute import part
 from shardwright.model.spec import ModelSpec
 
 
@@ -23,5 +24,15 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         if self.gate is None:
-            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+            return self.down(part("activation", gelu, self.up(x_BTD)))
+        return self.down(part("activation", gated, self.gate(x_BTD), self.up(x_BTD)))
+
+
+def gelu(up: Tensor) -> Tensor:
+    """gelu(up) in its approximation by tanh, as GPT-2 has it."""
+    return F.gelu(up, approximate="tanh")
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up

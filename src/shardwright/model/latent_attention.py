@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear, linear
+from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
 
@@ -54,25 +55,38 @@ class LatentAttention(nn.Module):
         assert rotary_2TP is not None
         q_input = x_BTD
         if self.q_down is not None and self.q_latent_norm is not None:
-            q_input = self.q_latent_norm(self.q_down(x_BTD))
+            q_input = part("norms", self.q_latent_norm, self.q_down(x_BTD))
         q_BTHN, q_BTHP = self.q_up(q_input).unflatten(-1, (-1, sum(self.widths))).split(self.widths, -1)
         q_BTHC = torch.cat((q_BTHN, rotate(q_BTHP, rotary_2TP)), -1)
         if self.score_scale != 1:
             q_BTHC = q_BTHC * self.score_scale
         latent_BTL, k_BTP = self.kv_down(x_BTD)
         k_BT1P = rotate(k_BTP.unsqueeze(2), rotary_2TP)
-        return self.o(self.over_latents(q_BTHC, self.kv_latent_norm(latent_BTL), k_BT1P, documents).flatten(-2))
+        normed_BTL = part("norms", self.kv_latent_norm, latent_BTL)
+        return self.o(self.over_latents(q_BTHC, normed_BTL, k_BT1P, documents).flatten(-2))
 
     def over_latents(self, q_BTHC: Tensor, latent_BTL: Tensor, k_BT1P: Tensor, documents: Documents | None) -> Tensor:
         """Attention on the keys and values of every head that the latent vectors and the rotated keys give;
         (B, T, H, V). Generation replaces it, to keep the latent vectors alone."""
+        weights = list(self.kv_up.parameters())
+        k_BTHC, v_BTHC = part("mla_up", self.keys_and_values, latent_BTL, k_BT1P, weights=weights)
+
+        def attended(q_BTHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> Tensor:
+            return self.attend(q_BTHC, k_BTHC, v_BTHC, documents)[..., : self.kv_widths[1]].contiguous()
+
+        return part("attention", attended, q_BTHC, k_BTHC, v_BTHC)
+
+    def keys_and_values(self, latent_BTL: Tensor, k_BT1P: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and the padded values of every head, each (B, T, H, C)."""
         kv_BTHX = self.kv_up(latent_BTL).unflatten(-1, (-1, sum(self.kv_widths)))
+        return part("rope", self._padded, kv_BTHX, k_BT1P)
+
+    def _padded(self, kv_BTHX: Tensor, k_BT1P: Tensor) -> tuple[Tensor, Tensor]:
         k_BTHN, v_BTHV = kv_BTHX.split(self.kv_widths, -1)
         k_BTHC = torch.cat((k_BTHN, k_BT1P.expand(-1, -1, k_BTHN.shape[2], -1)), -1)
         # Fused kernels require values as wide as keys, so values are padded. On a CPU, forward and backward of 1024
         # tokens with 8 heads took 73 ms with values of 64 padded to 96, and 173 ms with the unfused kernel.
-        v_BTHC = F.pad(v_BTHV, (0, sum(self.widths) - v_BTHV.shape[-1]))
-        return self.attend(q_BTHC, k_BTHC, v_BTHC, documents)[..., : v_BTHV.shape[-1]]
+        return k_BTHC, F.pad(v_BTHV, (0, sum(self.widths) - v_BTHV.shape[-1]))
 
 
 class LatentAndKey(nn.Module):

@@ -27,6 +27,7 @@ from shardwright.model.moe import MoE
 from shardwright.model.mtp import MTPModule
 from shardwright.model.norm import residual_norm
 from shardwright.model.random import site_keys
+from shardwright.model.recompute import part
 from shardwright.model.rotary import rotary_table
 from shardwright.model.spec import ModelSpec
 
@@ -57,9 +58,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """(B, T, D) -> (B, T, D). `site_keys_2B` are the random keys of the two branches."""
         keys_B, ffn_keys_B = (None, None) if site_keys_2B is None else site_keys_2B.unbind(0)
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rotary_2TC, documents)
+        attended_BTD = self.attention(part("norms", self.attention_norm, x_BTD), rotary_2TC, documents)
         x_BTD = x_BTD + self.dropout(attended_BTD, keys_B, positions_T)
-        normed_BTD = self.ffn_norm(x_BTD)
+        normed_BTD = part("norms", self.ffn_norm, x_BTD)
         drawn = isinstance(self.ffn, MoE) and self.ffn.drawn
         y_BTD = self.ffn(normed_BTD, ffn_keys_B, positions_T) if drawn else self.ffn(normed_BTD)
         return x_BTD + self.dropout(y_BTD, ffn_keys_B, positions_T)

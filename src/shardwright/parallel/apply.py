@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
+from shardwright.model.recompute import recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.context import ContextAttention
@@ -25,7 +26,7 @@ from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.routing import shard_routers
-from shardwright.parallel.tensor import plain_parameters, split_model
+from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.forward import forward_only
 from shardwright.split.documents import deals_documents
@@ -72,9 +73,11 @@ def apply(
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep)
-        if layout.recompute == "full":
-            for block in blocks:
+        for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
+            if layout.recompute == "full":
                 _recompute(block)
+            else:
+                recompute_parts(block, layout.recompute_modules)
         if compile_blocks:
             for block in blocks:
                 block.compile()
@@ -150,6 +153,6 @@ def _recompute(block: nn.Module) -> None:
     No random state is saved: dropout masks depend on keys, which are among the inputs.
     """
     for module in block.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | RowLinear):
             module.saves_first = True
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -70,6 +70,12 @@ class TensorAxis:
             return start_sum_tokens(x_BTD, self.group, self.by_rank)
         return start_sum(x_BTD, self.group)
 
+    def summed_shape(self, x_BTF: Tensor, width: int) -> tuple[int, int, int]:
+        """The shape of the result of `start_sum` for a tensor of the tokens of `x_BTF` and this width."""
+        n_rows, n_tokens = x_BTF.shape[:2]
+        n = self.group.size() if self.token_shards else 1
+        return (n_rows // n, n_tokens, width) if self.by_rank else (n_rows, n_tokens // n, width)
+
     def own_tokens(self, positions_T: Tensor) -> Tensor:
         """The slice of a tensor over all tokens, its last dim, that belongs to this rank's token shard."""
         return positions_T.unflatten(-1, (self.group.size(), -1))[..., self.group.rank(), :]
@@ -206,10 +212,17 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.axis = axis
+        self.saves_first = False
+        """As of `matmul.Linear`: the recomputation skips the last matmul of a block, and its reduction."""
 
     @torch.compiler.disable
     def forward(self, x_BTF: Tensor) -> Tensor:
-        y_BTD: Tensor = _RowProduct.apply(x_BTF, local_part(self.weight), self.axis)
+        weight = local_part(self.weight)
+        saves_first = self.saves_first and torch.is_grad_enabled()
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, self.axis, saves_first)
+        if saves_first:
+            with torch.no_grad():
+                y_BTD.copy_(_row_product(x_BTF, weight, self.axis))
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
@@ -311,18 +324,25 @@ class _RowProduct(torch.autograd.Function):
     this rank's token shard."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, saves_first: bool) -> Tensor:
         ctx.axis, ctx.weight = axis, weight_DF
         ctx.save_for_backward(x_BTF, weight_DF)
-        return axis.start_sum(matmul.forward(x_BTF, weight_DF)).wait()
+        if saves_first:
+            return x_BTF.new_empty(axis.summed_shape(x_BTF, weight_DF.shape[0]))
+        return _row_product(x_BTF, weight_DF, axis)
 
     @staticmethod
-    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor | None, ...]:
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
         dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF)
-        return matmul.input_gradient(dy_BTD, weight_DF), dweight, None
+        return matmul.input_gradient(dy_BTD, weight_DF), dweight, None, None
+
+
+def _row_product(x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
+    """x W^T of this rank's features, summed over the ranks."""
+    return axis.start_sum(matmul.forward(x_BTF, weight_DF)).wait()
 
 
 class _SharedByHeads(torch.autograd.Function):

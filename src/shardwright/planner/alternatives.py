@@ -137,7 +137,8 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
     )
     yield "tp across nodes", lambda candidates: candidates.tp > node
     yield "no recomputation", lambda candidates: candidates.recompute == 0
-    yield "full recomputation", lambda candidates: candidates.recompute > 0
+    yield "selective recomputation", lambda candidates: candidates.recomputes_parts
+    yield "full recomputation", lambda candidates: candidates.recomputes & ~candidates.recomputes_parts
     yield "no pipeline", lambda candidates: np.full(len(candidates), candidates.pp == 1)
     yield (
         "plain 1f1b",

@@ -74,6 +74,7 @@ def pairs(text: str, option: str) -> tuple[dict[str, Any], list[str]]:
 
 _EXPECTED: dict[Any, str] = {
     int: "a whole number",
+    int | None: "a whole number",
     bool: "true or false",
     str: "a word",
 }
@@ -84,7 +85,9 @@ def _value(text: str, kind: Any) -> Any:
     """Raises ValueError."""
     if kind is bool:
         return bool(("false", "true").index(text))
-    return int(text) if kind is int else text if kind is str else tuple(int(part) for part in text.split("+"))
+    if kind == tuple[str, ...]:
+        return tuple(text.split("+"))
+    return int(text) if kind in (int, int | None) else text if kind is str else tuple(map(int, text.split("+")))
 
 
 def choice_at(candidates: Candidates, at: int) -> Choice:

@@ -9,7 +9,7 @@
 | cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
 | pp_schedule         | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
-| recompute           | none and full                                                                              |
+| recompute           | none, selective with the default parts, and full                                           |
 
 A choice that changes nothing is made once: zero is 0 where there is nothing to shard over; pp_schedule and
 zero_pp_gather keep their defaults where they have no meaning. What is valid is what `Layout.problems`,

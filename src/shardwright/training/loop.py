@@ -57,7 +57,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
                 f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
-                f"tp or cp, layout.recompute='full', or precision.compute='bf16'"
+                f"tp or cp, layout.recompute='selective' or 'full', or precision.compute='bf16'"
             ) from None
 
 

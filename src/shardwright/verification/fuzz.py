@@ -95,6 +95,11 @@ def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[
         yield from ({"ep": ep} for ep in divisors(layout.dp_shard * layout.cp * layout.tp) if experts or ep == 1)
     elif name == "virtual_stages":
         yield from ({name: stages} for stages in layout.kind.virtual_stages_tried)
+    elif members := KEYS[name].members:
+        words = tuple(members())
+        yield {name: tuple(rng.sample(words, rng.randint(1, len(words))))}
+    elif name == "recompute_layers":
+        yield from ({name: layers} for layers in (None, 1, 2))
     elif choices := KEYS[name].choices:
         for value in choices():
             if value == "usp":

@@ -5,7 +5,7 @@ the rest (of 8 ranks 1260 for the debug model), so for each set of degrees as ma
 choices to meet (`_covering`: 396).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from math import gcd
 from typing import Any
@@ -25,8 +25,9 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     Every combination of degrees is there. Without pp each is there with every combination of zero, sequence_parallel
     and cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of
     these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
-    either zero_pp_gather), sequence_parallel, cp_method, ep. Keys left at their default say why
-    (`Key.unverified`).
+    either zero_pp_gather), sequence_parallel, cp_method, ep. `recompute` changes from one
+    layout to the next (`Key.in_turn`), so that each of its values meets each of these choices in about a third of the
+    layouts that have it. Keys left at their default say why (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
@@ -43,7 +44,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
                 continue
             if not problems(spec, layout, seq_len):
                 possible[layout] = numbers
-        found += _covering(possible) if degrees["pp"] > 1 else possible
+        found += _in_turn(_covering(possible) if degrees["pp"] > 1 else possible)
     return found
 
 
@@ -61,7 +62,7 @@ def _choices(degrees: Choice, n_experts: int) -> list[list[Choice]]:
     varying fastest."""
     groups: dict[str, list[Choice]] = {}
     for name, key in KEYS.items():
-        if name in degrees or key.unverified:
+        if name in degrees or key.unverified or key.in_turn:
             continue
         values: Sequence[Any] = key.choices() if key.choices else ()
         if name == "ep":
@@ -81,6 +82,13 @@ def _makes_sense(choice: Choice) -> bool:
         return False
     dull = any(getattr(layout, name) != key.default_in(layout) and not key.used(layout) for name, key in KEYS.items())
     return not dull and not (layout.cp_method == "usp" and layout.ulysses_degree == layout.cp)
+
+
+def _in_turn(those: Iterable[Layout]) -> Iterator[Layout]:
+    """These layouts with the values of the keys that are varied in turn (`Key.in_turn`)."""
+    keys = {name: key.choices() for name, key in KEYS.items() if key.in_turn and key.choices}
+    for number, layout in enumerate(those):
+        yield layout.changed(**{name: values[number % len(values)] for name, values in keys.items()})
 
 
 def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:

@@ -18,6 +18,7 @@ from tests.training.bugs import (
     muon,
     off_by_one,
     order,
+    recompute,
     reduction,
     resume,
     scale,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     "wrong dtype": dtype.BUGS,
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
     "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
+    "wrong recomputation": recompute.BUGS,
     "wrong weights from files": hugging_face.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
 }

@@ -1,0 +1,125 @@
+"""Selective recomputation: what a layer keeps less, and what its backward pass computes more, by the part.
+
+The parts are those of `layout.recompute_modules` (model/recompute.py). Notation of cost/activations.py, and a the
+matrices of a network before its last (2 if gated), m the tensors of inner features that it keeps beside the input of
+that last one, C and V widths of a key and a value head, N the unrotated part of a key, P the rotated one.
+
+| part       | bytes that are not kept                                         | computed again                        |
+| ---------- | --------------------------------------------------------------- | ------------------------------------- |
+| norms      | outputs that matmuls read, T' h e each; of latent vectors       | norms                                 |
+| activation | T f / t (m - a + 1) e; likewise for k experts                   | silu(gate) x up, or gelu              |
+| rope       | with norms of heads q and k, T (H + K) C / t e; latent:         | norms, rotation, concatenation        |
+|            | T (H (2 C - N - V) / t - P) e                                   |                                       |
+| mla_up     | T (2 H C / t - P) e, with that of rope in it                    | the matmul from latent vectors, rope  |
+| attention  | its output, padded and not, and the log-sum-exp                 | attention, with its communication     |
+| experts    | T' k g (m + 1) e, with that of activation in it                 | first matrices of experts, activation |
+
+So a Llama layer with the default, norms and activation, keeps T (2 h + 2 H c + 2 K c + 2 f) e bytes and the
+log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repeats.
+"""
+
+from collections.abc import Sequence
+
+from shardwright.cost import ledger
+from shardwright.cost.blocks import Block, Group
+from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.ledger import Formulas
+from shardwright.cost.matmuls import layer_matmuls
+from shardwright.cost.passes import CONTEXT, Passes, reached_bytes_per_s
+from shardwright.layout import RECOMPUTE_MODULES
+from shardwright.model.spec import ModelSpec
+
+_A_NETWORK = "((made - tensors + 1) * e + e_input)"
+_NOT_KEPT = {
+    "norms": "((inputs - copied_alone) * T_read * h * e_input + T_shard * narrow_norms * e)",
+    "activation": f"(T * inner / tp * {_A_NETWORK})",
+    "rope": "(T * rotated * e)",
+    "mla_up": "(T * keys_and_values * e)",
+    "attention": "(T * (padded_out * e + out * e_input) + scores)",
+    "experts": "(T_shard * top_k * expert_inner * (made * e + e_input))",
+}
+assert tuple(_NOT_KEPT) == RECOMPUTE_MODULES
+
+
+def not_kept(formulas: Formulas, parts: Sequence[str], *, latent: bool, experts: bool) -> str:
+    """The bytes of a layer that are not kept, as a formula; notes those of each part."""
+    terms = []
+    for name in _alone(parts, latent=latent, experts=experts):
+        formula = _NOT_KEPT[name]
+        if name == "activation" and experts and "experts" not in parts:
+            formula += f" + T_shard * top_k * expert_inner * {_A_NETWORK}"
+        formulas(f"not kept of {name}", formula, "cost/recompute.py")
+        terms.append(ledger.identifier(f"not kept of {name}"))
+    return " + ".join(terms) or "0 * T"
+
+
+def features(model: ModelSpec, heads: Floats, kv_heads: Floats) -> ledger.Inputs:
+    """The symbols of `not_kept` for the heads of a rank, in elements a token."""
+    latent, wide = model.latent_attention, max(model.qk_dim, model.head_dim)
+    if latent is None:
+        placed = (heads + kv_heads) * model.qk_dim * model.qk_norm
+        return {"rotated": placed, "keys_and_values": 0, "padded_out": 0, "narrow_norms": 0}
+    both = heads * (model.qk_dim + wide) - latent.rope_dim
+    return {
+        "rotated": both - heads * (latent.nope_dim + latent.v_dim),
+        "keys_and_values": both,
+        "padded_out": heads * wide * (wide > model.head_dim),
+        "narrow_norms": latent.q_rank + latent.kv_rank,
+    }
+
+
+def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> Floats:
+    """Seconds that the backward pass of a layer takes to compute the parts again; `passes`: its own, without that."""
+    spec, speed, tokens = job.model, job.stack.speed, candidates.tokens(job.seq_len)
+    parts = candidates.shared.recompute_modules
+    mine = _alone(parts, latent=spec.latent_attention is not None, experts=bool(block.experts))
+    spread = "mla_up" in mine or ("rope" in mine and (spec.qk_norm or spec.latent_attention is not None))
+    networks = "T * inner / tp * activation_bytes"
+    of_experts = "T / tp * top_k * expert_inner * activation_bytes"
+    moved = {
+        "norms": "T_shard * h * norms * norm_bytes" * ("norms" in mine),
+        "activation": networks * ("activation" in mine),
+        "activation of experts": of_experts * bool(block.experts and {"activation", "experts"} & set(parts)),
+        "heads": "T * qk_dim * (heads + kv_heads) / tp * rope_bytes" * spread,
+    }
+    formulas = Formulas(
+        {
+            "norms": block.norms, "norm_bytes": speed.norm_bytes if spec.norm == "layernorm" else speed.rmsnorm_bytes,
+            "T": tokens, "T_shard": tokens / candidates.token_shards, "h": spec.d_model, "tp": candidates.tp,
+            "inner": block.inner, "expert_inner": block.expert_inner, "qk_dim": spec.qk_dim, "heads": spec.n_heads,
+            "kv_heads": spec.n_kv_heads, "top_k": 0 if spec.moe is None else spec.moe.top_k,
+            "activation_bytes": speed.gated_bytes if block.gated else speed.gelu_bytes, "rope_bytes": speed.rope_bytes,
+        },
+        "B",
+    )  # fmt: skip
+    names = {what: f"bytes of {what} again" for what in moved}
+    n_bytes = {names[what]: formulas(names[what], each) for what, each in moved.items() if each}
+    whole = ledger.total("bytes moved again", n_bytes, "B") if n_bytes else 0.0 * tokens
+    terms = {
+        "element-wise, again": ledger.compute(
+            "element-wise, again", "e / 2 * bytes_moved_again / element_rate", "s", "memory bounds them",
+            e=job.element_bytes, bytes_moved_again=whole, element_rate=reached_bytes_per_s(job),
+        )
+    }  # fmt: skip
+    if "attention" in mine:
+        terms |= {f"{kind}, F": passes.forward[kind] for kind in ("attention", CONTEXT) if kind in passes.forward}
+    wanted = {group.name for group in block.matmuls if _again(group, mine)}
+    for matmul in layer_matmuls(job, candidates, block, tokens) if wanted else ():
+        if matmul.name in wanted:
+            terms[matmul.name] = matmul.seconds(job)
+    return ledger.total("selective recomputation", terms)
+
+
+def _again(group: Group, parts: Sequence[str]) -> bool:
+    """Whether a matmul is computed again: from latent vectors to keys and values, or the first of experts."""
+    first = group.rows[0]
+    if first.split == "experts":
+        return "experts" in parts and not first.name.endswith("down")
+    return "mla_up" in parts and any(row.module.endswith("kv_up") for row in group.rows)
+
+
+def _alone(parts: Sequence[str], *, latent: bool, experts: bool) -> list[str]:
+    """The parts that a layer has and that are in no other of these parts."""
+    without = set() if experts else {"experts"}
+    without |= ({"rope"} if "mla_up" in parts else set()) if latent else {"mla_up"}
+    return [name for name in RECOMPUTE_MODULES if name in parts and name not in without]

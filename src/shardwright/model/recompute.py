@@ -1,0 +1,173 @@
+"""Selective recomputation: cheap parts of a block are computed again in the backward pass, instead of kept for it.
+
+A part is a function of tensors, such as silu(gate) * up. The forward pass keeps the part's inputs, which other
+operations keep anyway, and not its output. Where an operation saves that output, or a view of it, for the backward pass
+(the matmul that reads it), the block saves a reference instead; the first reference that the backward pass reads
+computes the part again, once for all of them, with its graph. The backward pass of the part uses that graph and frees
+what was computed.
+
+    forward    gate, up --part--> y --matmul--> z        kept: gate, up
+    backward   dz: y is computed again from gate, up; dW = dz^T y, dy = dz W; then dgate, dup from the graph of y
+
+The same operations run on the same values as without recomputation, so the loss is equal bit for bit. The gradients are
+too, up to the order in which those that meet at one tensor are added: RMSNorm on a CPU has two for its input.
+
+Matmuls, attention and collectives outside of the parts run once, unlike under `torch.utils.checkpoint`, which runs all
+that stands before the last saved tensor. Megatron-LM has the same idea, as `--recompute-modules`.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Part = Callable[..., Tensor | tuple[Tensor, ...]]
+"""Takes tensors; returns one or several, each in storage of its own or of one of the inputs."""
+
+_names: frozenset[str] = frozenset()
+"""Names of the parts that are recomputed in the block that runs."""
+_outputs: dict[int, "_Output"] = {}
+"""In the block that runs, the outputs of its recomputed parts, by their storage."""
+
+
+def recompute_parts(block: nn.Module, names: Collection[str]) -> None:
+    """Let the parts of a block that have one of these names be recomputed in its backward pass."""
+    own = block.forward
+
+    # The forward pass of the block itself may still be compiled; parts and what is saved around them are not.
+    @torch.compiler.disable(recursive=False)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        with _recomputing(frozenset(names)):
+            return own(*args, **kwargs)
+
+    block.forward = forward
+
+
+@contextmanager
+def _recomputing(names: frozenset[str]) -> Iterator[None]:
+    global _names, _outputs
+    before = _names, _outputs
+    _names, _outputs = names, {}
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_keep, _read):
+            yield
+    finally:
+        _names, _outputs = before
+
+
+def part(name: str, compute: Part, *inputs: Tensor, weights: Sequence[Tensor] = ()) -> Any:
+    """`compute(*inputs)`, which the backward pass computes again if the block that runs recomputes parts of this name.
+
+    `weights`: parameters that `compute` reads beside its inputs, those of `compute` itself if it is a module. It must
+    return the same values whenever it is called, and so draw no random numbers but by keys.
+    """
+    # Without gradients nothing is kept; that is also so inside of another part, which computes all of itself again.
+    if name not in _names or not torch.is_grad_enabled():
+        return compute(*inputs)
+    own = compute.parameters() if isinstance(compute, nn.Module) else ()
+    return _run(compute, inputs, [*own, *weights])
+
+
+@torch.compiler.disable
+def _run(compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
+    again = _Again(compute, inputs, weights)
+    found = _Part.apply(again, *inputs, *weights)
+    for number, y in enumerate(found if isinstance(found, tuple) else (found,)):
+        storage = StorageWeakRef(y.untyped_storage())
+        _outputs[storage.cdata] = _Output(again, number, storage, y._version)
+    return found
+
+
+class _Output(NamedTuple):
+    """An output of a part. While the weak reference lives, no other storage has its number."""
+
+    again: "_Again"
+    number: int
+    storage: StorageWeakRef
+    version: int
+
+
+class _View(NamedTuple):
+    """What is kept in the place of an output of a part, or of a view of it."""
+
+    again: "_Again"
+    number: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _keep(x: Tensor) -> Tensor | _View:
+    """What is kept of a tensor that is saved for the backward pass: a reference if a part can compute it again."""
+    if type(x) is not Tensor or not _outputs:
+        return x
+    found = _outputs.get(x.untyped_storage()._cdata)
+    # An output that was changed in place since is not what the part computes.
+    if found is None or found.version != x._version:
+        return x
+    return _View(found.again, found.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+
+
+def _read(kept: Tensor | _View) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    y = kept.again.outputs()[kept.number].detach()
+    if y.dtype != kept.dtype:
+        y = y.view(kept.dtype)
+    return y.as_strided(kept.size, kept.stride, kept.offset)
+
+
+class _Again:
+    """One call of a part: what it is computed from, and in the backward pass its outputs with their graph."""
+
+    def __init__(self, compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        self.compute: Part | None = compute
+        self.weights = weights
+        self.kept = [_keep(x.detach()) for x in inputs]
+        self.differentiable = [x.requires_grad for x in inputs]
+        self.inputs: list[Tensor] = []
+        self._outputs: tuple[Tensor, ...] | None = None
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs, computed when they are asked for first."""
+        if self._outputs is None:
+            if self.compute is None:
+                raise RuntimeError("a recomputed part was read after its backward pass; backward runs once a graph")
+            pairs = zip(self.kept, self.differentiable, strict=True)
+            self.inputs = [_read(x).detach().requires_grad_(differentiable) for x, differentiable in pairs]
+            with torch.enable_grad():
+                found = self.compute(*self.inputs)
+            self._outputs = found if isinstance(found, tuple) else (found,)
+        return self._outputs
+
+    def gradients(self, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of inputs and weights, None where there is none; frees what was kept."""
+        given = [(y, dy) for y, dy in zip(self.outputs(), dys, strict=True) if dy is not None]
+        wanted = [x for x in (*self.inputs, *self.weights) if x.requires_grad]
+        found: list[Tensor | None] = [None] * len(wanted)
+        if given:
+            ys, gradients = zip(*given, strict=True)
+            found = list(torch.autograd.grad(ys, wanted, gradients, allow_unused=True))
+        grads = iter(found)
+        by_argument = [next(grads) if x.requires_grad else None for x in (*self.inputs, *self.weights)]
+        self.compute, self.kept, self.inputs, self.weights, self._outputs = None, [], [], (), None
+        return by_argument
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, again: _Again, *inputs_then_weights: Tensor) -> Any:
+        ctx.again = again
+        ctx.set_materialize_grads(False)
+        assert again.compute is not None
+        return again.compute(*inputs_then_weights[: len(again.kept)])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.again.gradients(dys)
