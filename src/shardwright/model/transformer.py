@@ -98,7 +98,7 @@ class Transformer(nn.Module):
         `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given, (T,) or (B, T);
         the causal mask follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them,
         or in evaluation, nothing is dropped. With `documents` each token attends to those of its document only. Raises
-        InputError if T exceeds `max_seq_len`.
+        InputError if T exceeds `max_seq_len` and no positions are given; with them a row may hold several sequences.
         """
         return self.logits(self.hidden(tokens_BT, positions_T, random_keys_B, documents))
 
@@ -110,13 +110,13 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """The input of the head: the normalised output of the last layer, (B, T, D). Arguments as in `forward`."""
-        n_tokens = tokens_BT.shape[1]
-        if n_tokens > self.spec.max_seq_len:
-            raise InputError(
-                f"a sequence of {n_tokens} tokens is longer than max_seq_len={self.spec.max_seq_len}; "
-                f"valid: 1 to {self.spec.max_seq_len}"
-            )
         if positions_T is None:
+            n_tokens = tokens_BT.shape[1]
+            if n_tokens > self.spec.max_seq_len:
+                raise InputError(
+                    f"a sequence of {n_tokens} tokens is longer than max_seq_len={self.spec.max_seq_len}; "
+                    f"valid: 1 to {self.spec.max_seq_len}"
+                )
             positions_T = torch.arange(n_tokens, device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions_T, random_keys_B, documents)
         x_BTD = self.run_layers(x_BTD, positions_T, random_keys_B, documents)
