@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.generation import score
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.score import Scored, scored
 from shardwright.layout import Layout
@@ -92,5 +93,5 @@ def test_scores_do_not_depend_on_the_layout(layout: Layout, spec: ModelSpec):
 def test_a_wrong_score_would_be_seen(function: str, before: str, after: str):
     spec = short(GROUPED)
     with mutated(Mutation(f"shardwright.generation.score:{function}", before, after)):
-        found = scored(WholeEngine(whole_model(spec), 4, spec.max_seq_len), SEQUENCES)
+        found = score.scored(WholeEngine(whole_model(spec), 4, spec.max_seq_len), SEQUENCES)
     assert worst(found, expected(spec)) > 0.01
