@@ -21,7 +21,7 @@ from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
     r"\b(make|sbatch|squeue|scontrol|srun|node0|hf:|pytest|overhead\.py|gpu\.py|pip install|nccl-tests|mpirun"
-    r"|nvidia-smi|all_reduce_perf|git clone|source)\b|#SBATCH|--install-completion"
+    r"|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b|#SBATCH|--install-completion"
 )
 TIMEOUT_S = 900
 

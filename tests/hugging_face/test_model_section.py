@@ -1,6 +1,7 @@
 """Proves that `[model] from` takes the sizes of any folder with a model, and that nothing else may contradict them."""
 
 import tomllib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
 def test_the_optimizer_is_kept_only_with_weights():
     with pytest.raises(ConfigError, match="optimizer=true goes with"):
         parse(REST | {"init": {"optimizer": True}})
+
+
+def test_on_the_command_line_a_folder_takes_the_place_of_a_preset_and_a_preset_that_of_a_folder():
+    llama = str(kept("llama 3"))
+    of_preset, of_folder = REST | {"model": {"preset": "debug"}}, REST | {"model": {"from": llama}}
+    assert parse(deepcopy(of_preset), [f"model.from={llama}"]).model.spec() == open_weights(kept("llama 3")).spec
+    assert parse(deepcopy(of_folder), ["model.preset=debug"]).model.spec() == resolve("debug")
+    with pytest.raises(ConfigError, match="both name a model"):
+        parse(deepcopy(of_preset) | {"model": {"preset": "debug", "from": llama}}, ["steps=2"])

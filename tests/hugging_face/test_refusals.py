@@ -56,6 +56,10 @@ def configured(folder: Path, **keys: Any) -> Path:
         ({"architectures": ["LlamaForSequenceClassification"]}, "has no LlamaForCausalLM, the only one supported"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported for llama; valid: 'silu'"),
         ({"attention_bias": True}, "attention_bias=True and mlp_bias=False differ"),
+        ({"hidden_size": "64", "rms_norm_eps": []}, "hidden_size='64' is not a whole number; it is model.d_model here"),
+        ({"hidden_size": "64", "rms_norm_eps": []}, "rms_norm_eps=[] is not a number; it is model.norm_eps here"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not positive"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is neither true nor false"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing; it is model.n_layers here"),
         ({"num_key_value_heads": 3}, "n_kv_heads=3 does not divide n_heads=4"),
         ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised (gptq)"),
@@ -197,3 +201,9 @@ def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest(tmp
 )
 def test_presets_have_their_architecture(preset: str, name: str):
     assert architecture_of(resolve(preset)) is ARCHITECTURES[name]
+
+
+def test_an_index_that_is_none_is_refused(folder: Path):
+    for text in ("[]", "{}", '{"weight_map": {"a": 1}}'):
+        (folder / INDEX).write_text(text)
+        assert "is damaged: it has no weight_map from tensors to files" in refused(open_weights, folder)

@@ -29,6 +29,9 @@ class Options:
         typer.Option(metavar="FILE", help='a file of prompts: one a line, or for *.jsonl a {"prompt": "..."} a line'),
     ] = None
     max_tokens: Annotated[int, typer.Option(help="the most new tokens of each prompt")] = 80
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a text that ends a continuation, and is not part of it; may be repeated")
+    ] = None
     temperature: Annotated[
         float | None, typer.Option(help="above 0; lower: closer to the most probable token [default: 0.8]")
     ] = None
@@ -67,6 +70,8 @@ def generate(options: Options) -> None:
 
     prompts, problems = _prompts(options)
     problems += _sampling_problems(options)
+    if "" in (options.stop or ()):
+        problems.append("--stop is empty, and would end every continuation at once; give a text or leave it out")
     problems += wrong_sizes(
         {"--max-tokens": options.max_tokens, "--batch-size": options.batch_size, "--draft-tokens": options.draft_tokens}
     )
@@ -95,6 +100,7 @@ def generate(options: Options) -> None:
             options.device,
             options.draft,
             options.draft_tokens,
+            tuple(options.stop or ()),
         )
     )
     if answer is None:

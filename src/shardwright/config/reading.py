@@ -97,9 +97,12 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
             return [f"--set {override}: {section} is a value, not a section"]
         table = below
     table[key] = value
+    table.pop(INSTEAD.get(path.strip(), ""), None)
     return []
 
 
+INSTEAD = {"model.from": "preset", "model.preset": "from"}
+"""Keys of which one takes the place of the other: what `--set` gives replaces both of the file."""
 RENAMED = {"schedule": "lr_schedule", "layout.schedule": "layout.pp_schedule"}
 """Old names of keys and sections, and what they are called now."""
 

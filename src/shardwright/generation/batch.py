@@ -31,14 +31,16 @@ class Segment(NamedTuple):
 
 
 class RaggedBatch:
-    """The segments of one forward pass, and the tokens whose logits are wanted: the last of each segment, or, with
-    `every`, all of them."""
+    """The segments of one forward pass, and the tokens whose logits are wanted: the last `n_wanted` of each segment, by
+    default one."""
 
-    def __init__(self, segments: Sequence[Segment], tokens: Sequence[int], *, every: bool = False) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], tokens: Sequence[int], n_wanted: Sequence[int] | None = None
+    ) -> None:
         assert len(tokens) == sum(segment.length for segment in segments), (len(tokens), segments)
         self.segments = tuple(segments)
         self.tokens = tokens
-        self.every = every
+        self.n_wanted = [1] * len(segments) if n_wanted is None else n_wanted
         self.held: list[range] | None = None
         """With context parallelism: which tokens of the padded row this rank has; None where it has all."""
 
@@ -55,13 +57,12 @@ class RaggedBatch:
     @cached_property
     def wanted(self) -> list[int]:
         """Indices in the row of the tokens whose logits are wanted."""
-        if self.every:
-            return list(range(self.n_tokens))
-        ends, at = [], 0
-        for segment in self.segments:
+        found: list[int] = []
+        at = 0
+        for segment, n in zip(self.segments, self.n_wanted, strict=True):
             at += segment.length
-            ends.append(at - 1)
-        return ends
+            found += range(at - n, at)
+        return found
 
     @cached_property
     def is_prefill(self) -> bool:

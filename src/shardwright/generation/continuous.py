@@ -48,6 +48,8 @@ class Batcher:
     ends: frozenset[int] = frozenset()
     decode: Decode | None = None
     """Speculative decoding, in the place of a pass with one token of each sequence."""
+    stops: Callable[[Sequence[int]], bool] = lambda continuation: False
+    """Whether a sequence ends with this continuation."""
 
     def complete(self, prompts: Mapping[int, Sequence[int]], max_tokens: int) -> dict[int, list[int]]:
         """Up to `max_tokens` tokens after each prompt, by the index of the prompt; `prompts` are those of this rank."""
@@ -96,15 +98,17 @@ class Batcher:
         return [[token] for token in self.engine.agree(lambda: choose(logits), (len(sequences),)).tolist()]
 
     def run(
-        self, sequences: Sequence[Running], new: Sequence[tuple[int, int]], *, every: bool = False
+        self, sequences: Sequence[Running], new: Sequence[tuple[int, int]], n_wanted: Sequence[int] | None = None
     ) -> tuple[list[list[Running]], list[Tensor]]:
-        """Run `new` tokens of each sequence; the sequences of each pass and, where the head is, its logits."""
+        """Run `new` tokens of each sequence; the sequences of each pass and, where the head is, the logits of the last
+        `n_wanted` of these tokens of each sequence, by default one."""
         batches, groups = [], []
-        for part in _groups(list(zip(sequences, new, strict=True)), self.engine):
-            segments = [Segment(each.slot, start, length) for each, (start, length) in part]
-            tokens = [token for each, (start, length) in part for token in each.tokens[start : start + length]]
-            batches.append(RaggedBatch(segments, tokens, every=every))
-            groups.append([each for each, _ in part])
+        wanted = [1] * len(sequences) if n_wanted is None else n_wanted
+        for part in _groups(list(zip(sequences, new, wanted, strict=True)), self.engine):
+            segments = [Segment(each.slot, start, length) for each, (start, length), _ in part]
+            tokens = [token for each, (start, length), _ in part for token in each.tokens[start : start + length]]
+            batches.append(RaggedBatch(segments, tokens, [n for _, _, n in part]))
+            groups.append([each for each, _, _ in part])
         return groups, self.engine.run(batches)
 
     def _extend(self, sequence: Running, new: Sequence[int]) -> None:
@@ -114,11 +118,12 @@ class Batcher:
                 sequence.tokens.append(token)
 
     def _is_complete(self, sequence: Running) -> bool:
-        ended = bool(sequence.continuation) and sequence.tokens[-1] in self.ends
+        new = sequence.continuation
+        ended = bool(new) and (new[-1] in self.ends or self.stops(new))
         return ended or len(sequence.tokens) >= sequence.stop
 
 
-Part = list[tuple[Running, tuple[int, int]]]
+Part = list[tuple[Running, tuple[int, int], int]]
 
 
 def _groups(sequences: Part, engine: Engine) -> Iterator[Part]:

@@ -14,7 +14,6 @@ from shardwright.errors import DataError, InputError
 from shardwright.generation.generate import layout_problems
 from shardwright.generation.source import open_source
 from shardwright.layout import Layout
-from shardwright.parallel.apply import apply
 from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
 from shardwright.training.step import ForwardBackward
 from shardwright.verification.ranks import run_ranks
@@ -102,17 +101,7 @@ def _on_cpu(request: EvalRequest, seq_len: int) -> float:
 def _loss(request: EvalRequest, seq_len: int, device: torch.device) -> float:
     """The mean over all target tokens, equal on every rank."""
     source, layout = open_source(request.model), request.layout
-    model = apply(
-        source.spec,
-        layout,
-        device,
-        seed=0,
-        param_dtype=source.dtype,
-        compute_dtype=source.dtype,
-        seq_len=seq_len,
-    )
-    source.fill(model.named_parameters.items())
-    model.after_change()
+    model = source.on_rank(layout, device, seq_len)
     batches = evaluation_batches(
         _samples(request, seq_len),
         micro_batch=request.micro_batch,

@@ -16,7 +16,6 @@ from shardwright.generation.source import Source, Text, open_source
 from shardwright.generation.speculative import Speculative
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.parallel.apply import apply
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
 from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
@@ -26,12 +25,13 @@ from shardwright.verification.reduce import most_ranks
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `batch_size`: sequences that a
+    """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `prompts`: texts, or token ids;
+    `batch_size`: sequences that a
     replica of the model runs at once, each in a row of its cache; `draft`: a model that proposes up to `draft_tokens`
     tokens a step (`speculative.py`)."""
 
     model: Path
-    prompts: tuple[str, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
     max_tokens: int = 80
     sampling: Sampling = field(default_factory=Sampling)
     layout: Layout = field(default_factory=Layout)
@@ -39,11 +39,14 @@ class Request:
     device: str = "auto"
     draft: Path | None = None
     draft_tokens: int = 4
+    stop: tuple[str, ...] = ()
+    """Texts of which the first to come ends a continuation; it is not part of it."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of one prompt. `ended`: "end of text", "max_tokens", or "max_seq_len" of the model."""
+    """The continuation of one prompt. `ended`: "end of text", "stop" at a text that was named, "max_tokens", or
+    "max_seq_len" of the model."""
 
     prompt: str
     text: str
@@ -100,7 +103,10 @@ def generate(request: Request) -> Answer | None:
     layout = request.layout
     problems = layout_problems(source.spec, layout, place)
     text = source.text()
-    ids = {index: encoded(text, prompt) for index, prompt in enumerate(request.prompts)}
+    ids = {
+        index: text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for index, prompt in enumerate(request.prompts)
+    }
     problems += _prompt_problems(ids, source.spec)
     if request.draft is not None:
         problems += _draft_problems(request.draft, source.spec)
@@ -144,12 +150,6 @@ def layout_problems(spec: ModelSpec, layout: Layout, place: Place | None, seq_le
     return problems
 
 
-def encoded(text: Text, prompt: str) -> list[int]:
-    """The token ids of a prompt."""
-    ids: list[int] = text.tokenizer.encode(prompt, add_special_tokens=False).ids
-    return ids
-
-
 def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[str]:
     problems = []
     for index, tokens in ids.items():
@@ -190,9 +190,7 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
     """One rank of the layout; every rank gets the continuations of all."""
     request, layout = task.request, task.request.layout
     source = open_source(request.model)
-    model = apply(source.spec, layout, device, seed=0, param_dtype=source.dtype, compute_dtype=source.dtype)
-    source.fill(model.named_parameters.items())
-    model.after_change()
+    model = source.on_rank(layout, device)
     mine = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == mine}
     done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
@@ -226,6 +224,9 @@ def _complete(
 ) -> _Done:
     request = task.request
     batcher = Batcher(engine, request.sampling, source.spec.max_seq_len, task.ends)
+    if request.stop:
+        tokenizer = source.text().tokenizer
+        batcher.stops = lambda new: _cut(tokenizer.decode(list(new), skip_special_tokens=False), request.stop)[1]
     speculative = None
     if request.draft is not None:
         draft = open_source(request.draft)
@@ -242,12 +243,22 @@ def _answer(request: Request, text: Text, done: _Done, ids: Mapping[int, Sequenc
     completions = []
     for index, prompt in enumerate(request.prompts):
         new = done.tokens[index]
-        if new[-1] in text.ends:
-            ended = "end of text"
-        else:
-            ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"
         # Both together, so that a character of several tokens, or a space between them, is kept.
         whole = text.tokenizer.decode([*ids[index], *new], skip_special_tokens=False)
         begin = text.tokenizer.decode(list(ids[index]), skip_special_tokens=False)
-        completions.append(Completion(prompt, whole.removeprefix(begin), len(ids[index]), len(new), ended))
+        said, stopped = _cut(whole.removeprefix(begin), request.stop)
+        if stopped:
+            ended = "stop"
+        elif new[-1] in text.ends:
+            ended = "end of text"
+        else:
+            ended = "max_tokens" if len(new) == request.max_tokens else "max_seq_len"
+        shown = prompt if isinstance(prompt, str) else begin
+        completions.append(Completion(shown, said, len(ids[index]), len(new), ended))
     return Answer(tuple(completions), done.seconds, done.cache_bytes, done.proposed, done.accepted)
+
+
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """A text up to the first of the texts in `stop`, and whether there is one."""
+    found = [at for each in stop if (at := text.find(each)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)

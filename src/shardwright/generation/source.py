@@ -1,7 +1,6 @@
 """Where a model comes from: its sizes, its weights, its tokenizer, and the token that ends a text."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,13 @@ from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
+from shardwright.hugging_face.files import token_ids
+from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import local_box
+from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import read_manifest
 from shardwright.training.sources import MIXTURE
@@ -26,10 +29,19 @@ from shardwright.training.weights import Weights, fill, open_weights
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, and the ids of the tokens that end a text."""
+    """A tokenizer, and the ids of the tokens that end a text. `begins`: whether a text begins with the tokens that the
+    tokenizer adds, as it does in transformers; data that are prepared here have none."""
 
     tokenizer: Tokenizer
     ends: frozenset[int]
+    begins: bool = False
+    begin: int | None = None
+    """The id of the token that begins a text; None where there is none."""
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a prompt."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.begins).ids
+        return ids
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,15 @@ class Source:
             model = Transformer(self.spec).to(self.dtype)
         model = model.to_empty(device=device).eval()
         self.fill(model.named_parameters())
+        return model
+
+    def on_rank(self, layout: Layout, device: torch.device, seq_len: int | None = None) -> ParallelModel:
+        """The part of this rank of a layout, with its weights; every rank of the world calls it."""
+        model = apply(
+            self.spec, layout, device, seed=0, param_dtype=self.dtype, compute_dtype=self.dtype, seq_len=seq_len
+        )
+        self.fill(model.named_parameters.items())
+        model.after_change()
         return model
 
     def text(self) -> Text:
@@ -92,18 +113,20 @@ def _text_of_data(checkpoint: Path) -> Text:
     except DataError as error:
         way_out = "the tokenizer of a run is that of its data: prepare that folder again as it was"
         raise DataError(*(f"{problem}; {way_out}" for problem in error.problems)) from None
-    return Text(_tokenizer(folder, "prepare the data again"), frozenset([data.separator_id]))
+    tokenizer = _tokenizer(folder, "prepare the data again")
+    return Text(tokenizer, frozenset([data.separator_id]), begin=data.separator_id)
 
 
 def _text_of_folder(folder: Path) -> Text:
     tokenizer = _tokenizer(folder, "save it there with transformers' tokenizer.save_pretrained")
-    for name in ("generation_config.json", "config.json"):
-        if not (folder / name).is_file():
-            continue
-        found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        if found is not None:
-            return Text(tokenizer, frozenset(found if isinstance(found, list) else [found]))
-    return Text(tokenizer, frozenset())
+    ids = token_ids(folder)
+    ends, begin = ids.get("eos_token_id", []), ids.get("bos_token_id")
+    return Text(
+        tokenizer,
+        frozenset(ends if isinstance(ends, list) else [ends]),
+        begins=True,
+        begin=begin if isinstance(begin, int) else None,
+    )
 
 
 def _tokenizer(folder: Path, way_out: str) -> Tokenizer:

@@ -53,7 +53,7 @@ class Speculative:
             for each, proposal in zip(running, proposals, strict=True)
         ]
         new = [(len(each.tokens) - 1, 1 + len(p.tokens)) for each, p in zip(running, proposals, strict=True)]
-        _, logits = self.batcher.run(checked, new, every=True)
+        _, logits = self.batcher.run(checked, new, [length for _, length in new])
         if not running:
             return []
 

@@ -77,7 +77,10 @@ class Architecture:
 
     def spec(self, given: Config) -> ModelSpec:
         """The model of a config.json. Raises ConfigError with every problem at once."""
-        config = self.complete({key: value for key, value in given.items() if value is not None})
+        there = {key: value for key, value in given.items() if value is not None}
+        if wrong := list(self._wrong_types(there)):
+            raise ConfigError(*wrong)
+        config = self.complete(there)
         found = [*self._problems(config), *self.problems(config)]
         values: dict[str, Any] = dict(self.choices)
         for ours, keys in self.sizes.items():
@@ -99,6 +102,22 @@ class Architecture:
         if wrong := spec.problems():
             raise ConfigError(*wrong)
         return spec
+
+    def _wrong_types(self, config: Config) -> Iterator[str]:
+        """Sizes that are no numbers, or of which there cannot be none: nothing can be computed from them."""
+        for ours, keys in self.sizes.items():
+            kind = _kind(ours)
+            for key in (key for key in _keys(keys) if key in config):
+                value = config[key]
+                whole = isinstance(value, int) and not isinstance(value, bool)
+                if kind is int and not whole:
+                    yield f"{key}={value!r} is not a whole number; it is model.{ours} here"
+                elif kind is float and not (whole or isinstance(value, float)):
+                    yield f"{key}={value!r} is not a number; it is model.{ours} here"
+                elif kind is bool and not isinstance(value, bool):
+                    yield f"{key}={value!r} is neither true nor false; it is model.{ours} here"
+                elif ours == "n_heads" and value < 1:
+                    yield f"{key}={value} is not positive; it is model.{ours} here"
 
     def _problems(self, config: Config) -> Iterator[str]:
         if "quantization_config" in config:
@@ -133,6 +152,12 @@ class Architecture:
 
 def _keys(keys: str | tuple[str, ...]) -> tuple[str, ...]:
     return (keys,) if isinstance(keys, str) else keys
+
+
+def _kind(path: str) -> Any:
+    """The type of a field of ModelSpec, or of one of its tables."""
+    table, _, name = path.rpartition(".")
+    return next(each.type for each in dataclasses.fields(_TABLES[table] if table else ModelSpec) if each.name == name)
 
 
 def _value(spec: ModelSpec, path: str) -> Any:

@@ -97,7 +97,12 @@ def held_tensors(path: Path) -> dict[str, Held]:
     says.
     """
     if (path / INDEX).is_file():
-        weight_map = _json(path / INDEX).get("weight_map", {})
+        table = _json(path / INDEX)
+        weight_map = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise DamagedError(
+                f"{path / INDEX} is damaged: it has no weight_map from tensors to files; download it again"
+            )
         names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not (path / name).is_file()]:
             raise DamagedError(

@@ -100,7 +100,7 @@ class Transformer(nn.Module):
         `positions_T` are the positions of the tokens in the whole sequence, 0 to T - 1 unless given, (T,) or (B, T);
         the causal mask follows the order in the tensor. `random_keys_B` come from `random.sample_keys`; without them,
         or in evaluation, nothing is dropped. With `documents` each token attends to those of its document only. Raises
-        InputError if T exceeds `max_seq_len`.
+        InputError if T exceeds `max_seq_len` and no positions are given; with them a row may hold several sequences.
 
         `ahead_KBT[k - 1]` are the tokens k places after `tokens_BT`, for the modules of multi-token prediction. With
         them K further logits are returned, those of module k for the token k + 1 places later; without them the modules
@@ -139,13 +139,15 @@ class Transformer(nn.Module):
         return cast(Tensor, self.norm(x_BTD))
 
     def _positions(self, tokens_BT: Tensor, positions_T: Tensor | None) -> Tensor:
+        if positions_T is not None:
+            return positions_T
         n_tokens = tokens_BT.shape[1]
         if n_tokens > self.spec.max_seq_len:
             raise InputError(
                 f"a sequence of {n_tokens} tokens is longer than max_seq_len={self.spec.max_seq_len}; "
                 f"valid: 1 to {self.spec.max_seq_len}"
             )
-        return torch.arange(n_tokens, device=tokens_BT.device) if positions_T is None else positions_T
+        return torch.arange(n_tokens, device=tokens_BT.device)
 
     def embed(
         self, tokens_BT: Tensor, positions_T: Tensor, random_keys_B: Tensor | None, documents: Documents | None = None
