@@ -37,7 +37,7 @@ GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p",
 
 
 @register_model("shardwright")
-class ShardwrightLM(TemplateLM):  # type: ignore[misc]
+class ShardwrightLM(TemplateLM):
     """A run (its newest checkpoint), a checkpoint or a folder of transformers, for lm-eval.
 
     `path`: the folder; `max_length`: tokens that a prediction may depend on, `max_seq_len` of the model if not given;
@@ -152,9 +152,9 @@ class ShardwrightLM(TemplateLM):  # type: ignore[misc]
         }
         found = score(ScoreRequest(self.path, sequences, self.layout, self.batch_size, self.on))
         answers = [(each.log_likelihood, each.greedy) for each in found]
-        for (text, _, _), answer in zip(requests, answers, strict=True):
-            if text is not None:
-                self.cache_hook.add_partial("loglikelihood", text, answer)
+        for request, answer in zip(requests, answers, strict=True):
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
