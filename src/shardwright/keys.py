@@ -29,8 +29,8 @@ class Key:
     `said`: whether it is written down wherever it is used, and not only where it differs from its default.
     `group`: the name of the choice that it is part of, where several keys are one choice; else its own name.
     `off(layout)`: the changes that switch it off, for the search for a culprit; its default unless given. `milder`: a
-    value that is tried after that. `in_turn`: the matrix of verify varies it from one layout to
-    the next, not in every combination. `unverified`: why that matrix leaves it at its default.
+    value that is tried after that. `in_turn`: the matrix of verify has other values of it in one layout of each
+    combination of degrees, not in every one. `unverified`: why that matrix leaves it at its default.
     `planned(layout)`: the values that the planner searches; all choices unless given, the default where there are none.
     `not_priced()`: values that the cost model has no formulas for. `runner_up`: whether a plan shows the best layout
     with another value.

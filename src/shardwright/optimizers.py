@@ -88,10 +88,13 @@ register(
 )
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
+NEWTON_SCHULZ_ITERATIONS = 5
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
     """FLOPs of Muon's iterations for a matrix: 2 (2 m^2 n + m^3) an iteration, m the shorter side and n the longer."""
     m, n = sorted((rows, columns))
-    return 2.0 * steps * (2 * m * m * n + m**3)
+    return 2.0 * NEWTON_SCHULZ_ITERATIONS * (2 * m * m * n + m**3)
 
 
 register(
@@ -100,7 +103,6 @@ register(
         help="Muon (arXiv 2502.16982) for hidden matrices, each whole on whatever layout; AdamW for all else",
         options={
             "momentum": Option(default=0.95, below=1.0, help="decay of the mean of gradients of hidden matrices"),
-            "steps": Option(default=5, least=1, below=101, help="Newton-Schulz iterations, a whole number"),
             "update_rms": Option(default=0.2, least=1e-9, help="root mean square of an update of a hidden matrix / lr"),
             "adamw_lr_scale": Option(default=1.0, help="learning rate of all other parameters / lr"),
             **_ADAM_OPTIONS,

@@ -13,6 +13,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import CP_METHODS, DENSE_AXES, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
+from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
 from shardwright.verification import Case, Report, Row, Verifier
@@ -44,8 +45,23 @@ def check(verifier: Verifier, case: Case, layout: Layout) -> None:
     assert max(row.error for row in strict) < 1e-12, (layout, report.worst)
 
 
+def plain(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
+    """The layouts without recomputation."""
+    return [layout for layout in layouts(spec, world_size, seq_len) if layout.recompute == "none"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size: int):
+    found = layouts(DEEP, world_size, 48)
+    degrees = {tuple(layout.degree(axis) for axis in DENSE_AXES) for layout in found}
+    again = [layout for layout in found if layout.recompute != "none"]
+    assert sorted(tuple(layout.degree(axis) for axis in DENSE_AXES) for layout in again) == sorted(degrees)
+    assert abs(sum(1 if layout.recompute == "full" else -1 for layout in again)) <= 1
+    assert {replace(layout, recompute="none") for layout in again} <= set(found)
+
+
 def test_the_layouts_of_two_ranks_are_these():
-    found = layouts(EVEN, 2, 16)
+    found = plain(EVEN, 2, 16)
     assert found[:4] == [Layout(dp_replicate=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2, 3))]
     context = {(layout.cp_method, layout.zero) for layout in found if layout.cp == 2}
     assert context == set(product(("zigzag", "ring", "allgather", "ulysses"), range(4)))
@@ -56,10 +72,10 @@ def test_the_layouts_of_two_ranks_are_these():
     pipelines = [layout.pp_schedule for layout in found if layout.pp == 2]
     assert pipelines == ["afab", "1f1b", "zb-h1", "zb-h2", "dualpipe", "auto"], "two layers are two stages"
     assert len(found) == 4 + 16 + 2 + 6
-    assert [layout.pp_schedule for layout in layouts(DEEP, 2, 16) if layout.pp == 2] == list(names())
+    assert [layout.pp_schedule for layout in plain(DEEP, 2, 16) if layout.pp == 2] == list(names())
 
 
-@pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 22, 9), (4, 97, 114), (8, 239, 396)])
+@pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 26, 10), (4, 107, 119), (8, 258, 410)])
 def test_the_debug_model_has_as_many_layouts_as_the_documentation_says(world_size: int, without: int, with_pp: int):
     found = layouts(PRESETS["debug"], world_size, 128)
     assert (sum(layout.pp == 1 for layout in found), sum(layout.pp > 1 for layout in found)) == (without, with_pp)
@@ -67,7 +83,7 @@ def test_the_debug_model_has_as_many_layouts_as_the_documentation_says(world_siz
 
 def test_experts_are_dealt_out_in_every_way_that_divides_them_and_the_ranks():
     spec = replace(EVEN, moe=MoESpec(n_experts=6, top_k=2, d_ffn=16))
-    found = layouts(spec, 4, 32)
+    found = plain(spec, 4, 32)
     for layout in found:
         fold = layout.dp_shard * layout.cp * layout.tp
         same = {other.ep for other in found if replace(other, ep=1) == replace(layout, ep=1)}
@@ -121,7 +137,7 @@ def pairs(layout: Layout) -> set:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_every_two_choices_of_a_pipeline_meet_in_some_layout(world_size: int):
     possible = list(every_pipeline(world_size, 48))
-    found = [layout for layout in layouts(DEEP, world_size, 48) if layout.pp > 1]
+    found = [layout for layout in plain(DEEP, world_size, 48) if layout.pp > 1]
     assert set(found) <= set(possible)
     assert set().union(*map(pairs, found)) == set().union(*map(pairs, possible))
     if world_size == 8:
@@ -275,7 +291,7 @@ def test_in_fewer_bits_experts_are_drawn_and_biases_and_loads_are_exact(verifier
     assert max(row.tolerance for row in report.rows if row.quantity.kind == "gradient") < 0.5
     assert "experts are drawn and not picked" in report.rows[0].reason
     dealt = {row.name for row in report.rows if row.quantity.kind == "gradient vs one data rank"}
-    assert bool(dealt) == (dtype == "bfloat16" and layout.data_ranks > 1)
+    assert bool(dealt) == (dtype == "bfloat16" and layout.data_ranks > 1 and layout.ep == 1)
     assert not any(".experts." in name for name in dealt), "their products are over tokens of both ranks at once"
 
 

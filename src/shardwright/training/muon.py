@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.model.modules import Row, flops_of_matrices
-from shardwright.optimizers import newton_schulz_flops
+from shardwright.optimizers import NEWTON_SCHULZ_ITERATIONS, newton_schulz_flops
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.whole_matrices import WholeMatrices
 from shardwright.training.optimizer import adamw, on_shards
@@ -63,9 +63,7 @@ class Muon(Optimizer):
 
     def _orthogonal(self, number: int, whole: Tensor) -> Tensor:
         group, row = self._groups[number], self._rows[number]
-        return of_logical_matrices(
-            whole, row, lambda matrix: orthogonal(matrix, int(group["steps"])) * scale(matrix, group["update_rms"])
-        )
+        return of_logical_matrices(whole, row, lambda matrix: orthogonal(matrix) * scale(matrix, group["update_rms"]))
 
     def _apply(self, number: int, update: Tensor) -> None:
         group, weights = self._groups[number], local_part(self._matrices[number])
@@ -82,14 +80,14 @@ def of_logical_matrices(whole: Tensor, row: Row, compute: Callable[[Tensor], Ten
     return torch.cat(found, -2).flatten(-3, -2)
 
 
-def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """An approximation of U V^T for a matrix U S V^T, (..., rows, columns), by Newton-Schulz iterations of degree 5:
-    singular values become about 1, from 0.7 to 1.2."""
+    singular values become about 1, from 0.7 to 1.2, with as many iterations as the coefficients are made for."""
     a, b, c = COEFFICIENTS
     wide = matrix.shape[-2] <= matrix.shape[-1]
     x = matrix if wide else matrix.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
-    for _ in range(steps):
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x if wide else x.mT

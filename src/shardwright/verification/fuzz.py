@@ -169,6 +169,8 @@ def _spec(rng: Random, layout: Layout, *, n_layers: int, seq_len: int, experts: 
         dropout=rng.choice((0.0, 0.0, 0.1, 0.3)),
         moe=_experts(rng, layout, n_layers) if experts else None,
         latent_attention=latent,
+        mtp_modules=rng.choice((0, 0, 0, 1, 2)),
+        mtp_weight=rng.choice((0.3, 1.0)),
         init_std=INIT_STD,
     )
 

@@ -5,7 +5,7 @@ the rest (of 8 ranks 1260 for the debug model), so for each set of degrees as ma
 choices to meet (`_covering`: 396).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from math import gcd
 from typing import Any
@@ -25,14 +25,15 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     Every combination of degrees is there. Without pp each is there with every combination of zero, sequence_parallel
     and cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of
     these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
-    either zero_pp_gather), sequence_parallel, cp_method, ep. `recompute` changes from one
-    layout to the next (`Key.in_turn`), so that each of its values meets each of these choices in about a third of the
-    layouts that have it. Keys left at their default say why (`Key.unverified`).
+    either zero_pp_gather), sequence_parallel, cp_method, ep. Last comes, for each combination of degrees, one of its
+    layouts with recomputation, selective and full in turn (`Key.in_turn`). Keys left at their default say why
+    (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
     """
     found: list[Layout] = []
+    varied: list[Layout] = []
     for degrees in _degrees(world_size):
         possible: dict[Layout, tuple[int, ...]] = {}
         axes = _choices(degrees, spec.moe.n_experts if spec.moe else 1)
@@ -44,8 +45,10 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
                 continue
             if not problems(spec, layout, seq_len):
                 possible[layout] = numbers
-        found += _in_turn(_covering(possible) if degrees["pp"] > 1 else possible)
-    return found
+        taken = _covering(possible) if degrees["pp"] > 1 else list(possible)
+        found += taken
+        varied += _varied(taken, len(varied))
+    return found + varied
 
 
 def _degrees(world_size: int) -> Iterator[Choice]:
@@ -84,11 +87,17 @@ def _makes_sense(choice: Choice) -> bool:
     return not dull and not (layout.cp_method == "usp" and layout.ulysses_degree == layout.cp)
 
 
-def _in_turn(those: Iterable[Layout]) -> Iterator[Layout]:
-    """These layouts with the values of the keys that are varied in turn (`Key.in_turn`)."""
-    keys = {name: key.choices() for name, key in KEYS.items() if key.in_turn and key.choices}
-    for number, layout in enumerate(those):
-        yield layout.changed(**{name: values[number % len(values)] for name, values in keys.items()})
+def _varied(those: Sequence[Layout], number: int) -> Iterator[Layout]:
+    """One of these layouts, with values that are not the default of the keys that are varied in turn (`Key.in_turn`);
+    another layout and other values for each `number`."""
+    if those:
+        layout = those[number % len(those)]
+        changes = {}
+        for name, key in KEYS.items():
+            if key.in_turn and key.choices:
+                others = [value for value in key.choices() if value != key.default_in(layout)]
+                changes[name] = others[number % len(others)]
+        yield layout.changed(**changes)
 
 
 def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:

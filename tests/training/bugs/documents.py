@@ -46,8 +46,8 @@ BUGS: dict[str, AnyBug] = {
     "the recomputation masks by documents in the reverse order": Bug(
         Mutation(
             "shardwright.model.transformer:Block.forward",
-            "self.attention(self.attention_norm(x_BTD), rotary_2TC, documents)",
-            "self.attention(self.attention_norm(x_BTD), rotary_2TC, documents"
+            'self.attention(part("norms", self.attention_norm, x_BTD), rotary_2TC, documents)',
+            'self.attention(part("norms", self.attention_norm, x_BTD), rotary_2TC, documents'
             " if torch._C._current_graph_task_id() < 0"
             " else Documents(tuple(each[::-1] for each in documents.lengths), documents.positions_BT))",
         ),
