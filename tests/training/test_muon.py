@@ -189,6 +189,7 @@ def buckets_of_one(layout: Layout) -> list[int]:
     return [place for matrix in optimizer._exchange.matrices for place in matrix.owner]  # type: ignore[attr-defined]
 
 
+@prove
 def test_several_buckets_are_on_their_way_and_owners_share_the_work() -> None:
     assert whole_matrices.IN_FLIGHT > 1
     owners = run_ranks(buckets_of_one, 4, Layout(tp=2, dp_shard=2, zero=3, sequence_parallel=False))
