@@ -10,7 +10,7 @@ from tests.training.bugs.bug import EVEN, EXPERTS, LATENT, TP, AnyBug, Bug, Unit
 _EXCHANGE, _MUON = "shardwright.parallel.whole_matrices", "shardwright.training.muon"
 _BY_HAND = "tests/training/test_muon.py:test_each_logical_matrix_is_updated_by_itself"
 _LATENT, _EXPERTS = replace(EVEN, n_kv_heads=4, latent_attention=LATENT), replace(EVEN, moe=EXPERTS)
-_SHARDED, _BOTH = Layout(dp_shard=2, zero=2), Layout(tp=2, dp_shard=2, zero=3)
+_SHARDED = Layout(dp_shard=2, zero=2)
 
 
 SHARD: dict[str, AnyBug] = {
@@ -48,11 +48,6 @@ ORDER: dict[str, AnyBug] = {
     "the owner of a matrix puts its shards in the reverse order": Bug(
         Mutation(f"{_EXCHANGE}:_exchange", "torch.cat(parts, axis.dim)", "torch.cat(parts[::-1], axis.dim)"),
         [TP, _SHARDED],
-        optimizer="muon",
-    ),
-    "shards of shards come back as if tp had sharded them last": Bug(
-        Mutation(f"{_EXCHANGE}:_axes_of", "isinstance(each[1], _StridedShard)", "0"),
-        [_BOTH],
         optimizer="muon",
     ),
     "updates come back in the order of the owners": Bug(
