@@ -64,8 +64,8 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     yield "steps", f"{progress.step:,} of {config.steps:,}"
     yield "tokens seen", format_count(progress.samples * config.batch.seq_len)
     yield "batch", f"{config.batch.global_batch:,} sequences of {config.batch.seq_len:,} tokens"
-    saved = weights.manifest.data[MIXTURE]["sources"]
-    for source, kept in zip(sources_of(config.data), saved, strict=True):
+    saved = weights.manifest.data.get(MIXTURE, {}).get("sources", [])
+    for source, kept in zip(sources_of(config.data), saved, strict=False):
         yield "data", f"`{source.path}`, fingerprint `{kept['fingerprint'][:16]}`"
     if config.init.weights is not None:
         yield "began with", f"`{config.init.weights}`"
