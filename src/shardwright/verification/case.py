@@ -59,9 +59,11 @@ _SCALES = (2.0**12, 1.0, 2.0**-12)
 """With SGD the gradients of each step are multiplied by this before they are clipped, in turn, and the rate is divided
 by it: clipping that depends on how large the norm is, and not on whether it is above the limit, is seen. Powers of 2
 change no digit."""
-# With 0.02 and so few tokens, gradients of the first layers are a thousandth of those of the last. With 0.3 rounding
-# grows from layer to layer: of 17, bfloat16 has nothing of a gradient right in the third step (0.2: 95 % of it).
-_INIT_STD = 0.2
+_INIT_GAIN = 1.13
+"""Standard deviation of initial weights x the root of d_model. With a tenth of it and so few tokens, gradients of the
+first layers are a thousandth of those of the last. With twice as much rounding grows from layer to layer: one process
+in
+bfloat16 is wrong by 47 % of a gradient of 11 layers of 128 features; with this by 4 %, of 32 layers by 7 %."""
 
 
 @dataclass(frozen=True)
@@ -278,10 +280,11 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
     latent = _cut_latent(spec.latent_attention) if spec.latent_attention else None
     head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
     square = spec.d_model == spec.n_heads * spec.head_dim
+    d_model = n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size)
     return replace(
         spec,
         n_layers=min(n_layers, spec.n_layers),
-        d_model=n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size),
+        d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
@@ -289,7 +292,7 @@ def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> Model
         vocab_size=min(_VOCABULARY, spec.vocab_size),
         moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
         latent_attention=latent,
-        init_std=_INIT_STD,
+        init_std=_INIT_GAIN / math.sqrt(d_model),
     )
 
 
