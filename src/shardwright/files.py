@@ -132,6 +132,29 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+_LOCK = ".lock"
+
+
+def problem_of_owner(folder: Path) -> str | None:
+    """What is wrong with starting a run in a folder that another process owns (`sole_owner`); None if none does."""
+    try:
+        with (folder / _LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _used_by(folder)
+    except OSError:
+        pass  # no folder, or no locks
+    return None
+
+
+def _used_by(folder: Path) -> str:
+    owner = (folder / _LOCK).read_text().strip()
+    return (
+        f"{folder} is in use by {owner or 'another process'}; wait for it to end, or name another folder with "
+        f"--set out=..."
+    )
+
+
 @contextlib.contextmanager
 def sole_owner(folder: Path) -> Iterator[None]:
     """Own a folder, which is made if need be, for the length of the block; the end of the process gives it up too.
@@ -139,15 +162,11 @@ def sole_owner(folder: Path) -> Iterator[None]:
     Raises InputError, naming the process, if another one owns it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as file:
+    with (folder / _LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            raise InputError(
-                f"{folder} is in use by {file.read().strip() or 'another process'}; wait for it to end, or name "
-                f"another folder with --set out=..."
-            ) from None
+            raise InputError(_used_by(folder)) from None
         except OSError:
             pass  # a file system without locks: nothing is lost that was there before
         file.truncate(0)

@@ -100,6 +100,18 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "half": ("fp16",),
     "int8": (),
     "torch_compile": ("precision.compile",),
+    "float8": (),
+    "mxfp8": (),
+    "nvfp4": (),
+    # What there is not
+    "adapter": (),
+    "async_checkpoint": (),
+    "cpu_offload": (),
+    "lora": (),
+    "offload": (),
+    "offload_optimizer": (),
+    "peft": (),
+    "vision": (),
     # Pipeline schedules and attention over cp
     "dapple": ("1f1b",),
     "gpipe": ("afab",),

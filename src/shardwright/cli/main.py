@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 import shardwright
@@ -55,7 +56,10 @@ def _command(name: str) -> Any:
 def _with_whole_paragraphs(command: Any) -> Any:
     """A command whose help is wrapped by the screen alone, and not also where the lines of the docstring end."""
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
-    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    command.help = escape("\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))
+    for parameter in command.params:
+        if getattr(parameter, "help", None):
+            parameter.help = escape(parameter.help)  # [model] is a section, not a style of the text
     for below in getattr(command, "commands", {}).values():
         _with_whole_paragraphs(below)
     return command

@@ -127,7 +127,7 @@ def _sentence(entry: Any) -> str:
     said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
     if entry["type"] == "literal_error":
         hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
-        return f"{said}; {hint}" if hint.startswith("did") else said
+        return f"{said}; {hint}" if not hint.startswith("valid") else said
     return said
 
 

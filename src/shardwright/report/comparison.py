@@ -96,7 +96,9 @@ def _row(name: str, run: RunRecord) -> tuple[str, ...]:
     def text(value: float | None, form: str) -> str:
         return "n/a" if value is None else format(value, form)
 
-    speed, memory, seconds = told.median_tokens_per_s, told.peak_memory_bytes, told.training_s
+    memory, seconds = told.peak_memory_bytes, told.training_s
+    speed = told.tokens / seconds if seconds else None
+    mfu = told.median_mfu if len(told.segments) == 1 else None
     return (
         name,
         title_of(run),
@@ -106,7 +108,7 @@ def _row(name: str, run: RunRecord) -> tuple[str, ...]:
         text(told.validation_loss, ".4f"),
         text(told.validation_perplexity, ",.4g"),
         "n/a" if speed is None else format_count(speed),
-        text(told.median_mfu, ".1%"),
+        text(mfu, ".1%"),
         "n/a" if memory is None else format_bytes(memory),
         "n/a" if seconds is None else format_seconds(seconds),
     )

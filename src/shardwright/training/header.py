@@ -1,5 +1,6 @@
 """What rank 0 prints and records of a run as it starts: what is trained, how, where and with which versions."""
 
+import math
 import platform
 import subprocess
 import tomllib
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.config import RunConfig, as_toml, flat
+from shardwright.config import RunConfig, as_toml, flat, load
 from shardwright.data.mixture import MixtureOrder
+from shardwright.errors import InputError
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import Started, now
+from shardwright.training.schedule import learning_rate
 from shardwright.training.sources import Sources
 from shardwright.units import format_count, percent
 
@@ -28,9 +31,12 @@ def header(
     tokens_per_step = batch.global_batch * batch.seq_len
     told = _sources(config, sources, order, first_sample, first_sample + steps * batch.global_batch)
     taken = f"{steps:,}" if not first_step else f"{steps:,}, from {first_step + 1:,} to {config.steps:,}"
+    layout = config.layout.layout()
+    recompute = f"; recompute {layout.recompute}" if layout.recomputes else ""
     return [
         f"model   {model_in_words(config)}",
-        f"layout  {layout_in_words(config.layout.layout())}; device {device_name(device)}, {config.precision.compute}",
+        f"layout  {layout_in_words(layout)}{recompute}; device {device_name(device)}, {config.precision.compute}",
+        f"update  {config.optimizer.name}, learning rate {config.optimizer.lr:g}: {learning_rate_in_words(config)}",
         f"batch   {format_count(tokens_per_step)} tokens a step: {batch_in_words(config)}",
         f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens{'' if sources.mixed else f', {told[0]}'}",
         *(told if sources.mixed else []),
@@ -103,6 +109,20 @@ def changes_since(saved: Path, now_toml: str) -> list[str]:
     after = flat(tomllib.loads(now_toml))
     keys = [key for key in (before | after) if before.get(key) != after.get(key) and key != "checkpoint.resume"]
     return [f"{key} {_said(before.get(key))} to {_said(after.get(key))}" for key in keys]
+
+
+def rate_change(saved: Path, config: RunConfig, step: int) -> str | None:
+    """What becomes of the learning rate after `step` steps where a run goes on with another schedule than that of the
+    run file saved with its checkpoint; None if it stays as it would have been, or that file cannot be read."""
+    try:
+        before = load(saved)
+    except (OSError, InputError):
+        return None
+    then, now = (
+        learning_rate(min(step, each.steps - 1), each.steps, each.optimizer.lr, each.lr_schedule)
+        for each in (before, config)
+    )
+    return None if math.isclose(then, now) else f"learning rate of step {step + 1}: {now:.3g}, and not {then:.3g}"
 
 
 def _said(value: Any) -> str:

@@ -22,7 +22,7 @@ from shardwright.training.checkpoint.manifest import Progress, read_manifest
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
-from shardwright.training.header import changes_since, header, started
+from shardwright.training.header import changes_since, header, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
@@ -142,6 +142,8 @@ class _Run:
                 screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
                 if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
                     screen.say(f"changed since then: {', '.join(changed)}")
+                if rate := rate_change(start.checkpoint / RUN_FILE, config, start.step):
+                    screen.say(rate)
             elif config.checkpoint.resume == "auto":
                 screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
             if writers and start.step < steps:

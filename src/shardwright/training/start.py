@@ -12,6 +12,7 @@ import torch
 
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
+from shardwright.files import problem_of_owner
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
@@ -157,7 +158,9 @@ def _check(config: RunConfig, alone: bool) -> None:
     saved = published(out / CHECKPOINTS)
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
-    if config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
+    if in_use := problem_of_owner(out):
+        problems.append(in_use)
+    elif config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"
             + (f", saved up to {saved[-1].name}" if saved else "")

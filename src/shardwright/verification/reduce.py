@@ -54,7 +54,7 @@ def reduced(case: Case, layout: Layout, most: int) -> tuple[list[tuple[Case, Lay
         few = _with_degrees(layout, each)
         spec = _alike(case.spec, layout, few)
         pairs += cut_each(replace(case, spec=spec), [few])
-    return pairs, _sentence(layout, degrees, chosen, most)
+    return pairs, _sentence(layout, degrees, chosen, pairs[0][1], most)
 
 
 def _least(layout: Layout, axis: str) -> int:
@@ -117,11 +117,13 @@ def _alike(spec: ModelSpec, layout: Layout, few: Layout) -> ModelSpec:
     return spec
 
 
-def _sentence(layout: Layout, degrees: dict[str, int], chosen: list[dict[str, int]], most: int) -> str:
+def _sentence(layout: Layout, degrees: dict[str, int], chosen: list[dict[str, int]], smaller: Layout, most: int) -> str:
     def changes(each: dict[str, int]) -> Iterator[str]:
         for axis, degree in degrees.items():
             if each[axis] != degree:
                 yield f"{axis} {degree} to {each[axis]}"
+        if smaller.virtual_stages != layout.virtual_stages:
+            yield f"virtual_stages {layout.virtual_stages} to {smaller.virtual_stages}"
 
     what = (
         ", ".join(changes(chosen[0]))
