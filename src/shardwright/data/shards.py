@@ -75,6 +75,8 @@ class Manifest(_Record):
     tokenizer_file: str
     tokenizer_sha256: str
     chat_template_sha256: str | None = None
+    answer_end_id: int | None = None
+    """Of conversations, the special token that the template writes behind an answer."""
     splits: dict[str, Split]
     source: dict[str, Any]
     options: dict[str, Any]

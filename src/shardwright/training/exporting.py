@@ -1,12 +1,14 @@
 """`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
+from shardwright.data.chat import TEMPLATE
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import CheckpointError, DataError, InputError
@@ -19,6 +21,7 @@ from shardwright.model.modules import rows
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.model_card import model_card
+from shardwright.training.sources import ends_of_text, readable_sources
 from shardwright.training.weights import Weights, open_weights
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -99,7 +102,8 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
     run_file = weights.path / RUN_FILE
     if not run_file.is_file():
         return [f"no tokenizer: {weights.path} has none; give one with --tokenizer FOLDER"], token_ids(weights.path)
-    data = tokenizer_folder(load_run_file(run_file).data)
+    section = load_run_file(run_file).data
+    data = tokenizer_folder(section)
     try:
         manifest = DataManifest.read(data)
         text = (data / TOKENIZER).read_bytes()
@@ -115,4 +119,8 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
         "clean_up_tokenization_spaces": False,
     }
     (out / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    return [], {"bos_token_id": manifest.separator_id, "eos_token_id": manifest.separator_id}
+    templates = [folder / TEMPLATE for folder, each in readable_sources(section).items() if each.chat_template_sha256]
+    if templates:
+        shutil.copyfile(templates[0], out / TEMPLATE)
+    ends = ends_of_text(section)
+    return [], {"bos_token_id": manifest.separator_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
