@@ -75,6 +75,10 @@ def test_a_configuration_that_is_not_supported_is_refused(folder: Path, keys: di
 def test_every_problem_of_a_configuration_is_said_at_once(folder: Path):
     lines = refused(open_weights, configured(folder, hidden_act="relu", attention_bias=True)).splitlines()
     assert len(lines) == 2
+    lines = refused(open_weights, configured(folder, attention_bias=False, num_key_value_heads=3)).splitlines()
+    assert len(lines) == 2
+    lines = refused(open_weights, configured(folder, hidden_size="64")).splitlines()
+    assert len(lines) == 2
 
 
 def test_a_window_of_attention_is_refused(tmp_path: Path):
