@@ -74,7 +74,8 @@ def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(fold
     tokenizer = Tokenizer.from_file(str(folder / "tokens" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_end|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|im_end|>", "eos_token": "<|im_end|>"}')
     (tmp_path / "turns.jinja").write_text(template)
     talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]}
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
@@ -94,7 +95,20 @@ def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(fold
     export(tmp_path / "run", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ends
     assert (tmp_path / "hf" / "chat_template.jinja").read_text() == template
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<|im_end|>", "<|endoftext|>")
     assert open_source(tmp_path / "hf").text().ends == frozenset(ends)
+
+
+def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path):
+    export(folder / "run", tmp_path / "hf")
+    assert generated(folder, "--prompt", "x", "--greedy", "--draft", tmp_path / "hf")["accepted"] > 0
+    table = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    ids = table["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(table))
+    said = run("generate", folder / "run", "--prompt", "x", "--draft", tmp_path / "hf", code=2)
+    assert "2 tokens, such as 'a', have another id" in said
 
 
 def test_a_sequence_ends_at_max_seq_len(folder: Path):

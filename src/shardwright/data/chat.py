@@ -54,6 +54,11 @@ class ChatFormat:
         return [Piece(record["prompt"], False), Piece(record["completion"], True)]
 
     @property
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that the template names; the text of one that the tokenizer does not have is empty."""
+        return {name: text for name, text in self.tokens if self.template is not None and name in self.template}
+
+    @property
     def answer_end(self) -> str | None:
         """The special token that the template writes behind an answer; None where it writes none."""
         if self.template is None:

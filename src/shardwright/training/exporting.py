@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
@@ -111,16 +112,18 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
         said = str(error).splitlines()[0]
         return [f"no tokenizer: that of the run's data cannot be read ({said}); give one with --tokenizer FOLDER"], {}
     (out / TOKENIZER).write_bytes(text)
-    settings = {
+    chats = {folder: each for folder, each in readable_sources(section).items() if each.chat_template_sha256}
+    named: dict[str, str] = {}
+    for folder, of_chat in list(chats.items())[:1]:
+        shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+        named = of_chat.chat_tokens
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": manifest.separator,
         "eos_token": manifest.separator,
         "model_max_length": weights.spec.max_seq_len,
         "clean_up_tokenization_spaces": False,
-    }
+    } | {name: token or None for name, token in named.items()}
     (out / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    templates = [folder / TEMPLATE for folder, each in readable_sources(section).items() if each.chat_template_sha256]
-    if templates:
-        shutil.copyfile(templates[0], out / TEMPLATE)
     ends = ends_of_text(section)
     return [], {"bos_token_id": manifest.separator_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
