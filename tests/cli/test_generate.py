@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
@@ -73,6 +74,8 @@ def test_prompts_of_a_file_are_continued(folder: Path):
 def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(folder: Path, tmp_path: Path):
     tokenizer = Tokenizer.from_file(str(folder / "tokens" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<|im_end|>"])
+    begin = ("<|im_end|>", tokenizer.token_to_id("<|im_end|>"))
+    tokenizer.post_processor = TemplateProcessing(single="<|im_end|> $A", special_tokens=[begin])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|im_end|>", "eos_token": "<|im_end|>"}')
@@ -92,7 +95,8 @@ def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(fold
     start(load(tmp_path / "run.toml"), quiet=True)
     ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>")]
     assert open_source(tmp_path / "run").text().ends == frozenset(ends)
-    export(tmp_path / "run", tmp_path / "hf")
+    (remark,) = export(tmp_path / "run", tmp_path / "hf").remarks
+    assert "in transformers the tokenizer adds <|im_end|> to a text, and the run's data had none" in remark
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ends
     assert (tmp_path / "hf" / "chat_template.jinja").read_text() == template
     settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())

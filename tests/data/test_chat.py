@@ -168,7 +168,7 @@ def test_messages_need_a_template_and_a_template_may_be_given(tmp_path: Path):
     prepare(source, tmp_path / "out", format="chat", chat_template=template, vocab_size=300, validation=0)
     assert answers(tmp_path / "out") == [["4.\n<|endoftext|>"]]
     template.write_text("{% for %}")
-    with pytest.raises(DataError, match="the chat template is not Jinja: line 1"):
+    with pytest.raises(DataError, match=r"^the chat template is not Jinja: line 1"):
         prepare(source, tmp_path / "bad", format="chat", chat_template=template, vocab_size=300)
     with pytest.raises(DataError, match="add --format chat"):
         prepare(source, tmp_path / "bad", chat_template=template, vocab_size=300)

@@ -185,6 +185,12 @@ def test_a_place_that_is_taken_is_not_overwritten(folder: Path, tmp_path: Path):
     assert "is there already" in refused(export, folder, tmp_path / "out")
 
 
+def test_every_problem_of_an_export_is_said_at_once(tmp_path: Path):
+    with pytest.raises(InputError) as caught:
+        export(tmp_path / "nothing", tmp_path / "out", dtype="int8", max_shard_bytes=0)
+    assert len(caught.value.problems) == 3
+
+
 def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest(tmp_path: Path):
     said = refused(architecture_of, resolve("debug-moe"))
     assert "transformers has no architecture for this model" in said

@@ -93,9 +93,10 @@ class ChatFormat:
     def _render(self, messages: list[dict[str, Any]], generation: bool) -> str:
         from jinja2 import TemplateError
 
+        template = self._compiled
         try:
             return str(
-                self._compiled.render(messages=messages, add_generation_prompt=generation, **dict(self.tokens))
+                template.render(messages=messages, add_generation_prompt=generation, **dict(self.tokens))
                 if messages or generation
                 else ""
             )

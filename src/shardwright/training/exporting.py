@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.chat import TEMPLATE
@@ -56,12 +58,16 @@ def export(
     given, that of the weights or of the run's data. Raises ConfigError for a model that `transformers` has no
     architecture for, saying why, and CheckpointError for weights that are not there or damaged.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: valid: {', '.join(DTYPES)}")
+    problems = [] if dtype is None or dtype in DTYPES else [f"--dtype {dtype}: valid: {', '.join(DTYPES)}"]
     if max_shard_bytes < 1:
-        raise InputError(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
-    weights = open_weights(source)
-    architecture = architecture_of(weights.spec)
+        problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
+    try:
+        weights = open_weights(source)
+        architecture = architecture_of(weights.spec)
+    except InputError as error:
+        raise (InputError(*problems, *error.problems) if problems else error) from None
+    if problems:
+        raise InputError(*problems)
     tensors = file_tensors(architecture, weights.spec)
     types = _types(tensors, weights, dtype)
     main = Counter(types.values()).most_common(1)[0][0]
@@ -91,6 +97,16 @@ def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> di
         keeps = dtype is None or here[name].kind == "balance"
         found[tensor.name] = weights.dtypes[name] if keeps else DTYPES[dtype or ""]
     return found
+
+
+def _added_tokens(tokenizer_json: bytes) -> list[str]:
+    """What is to be said of the tokens that a tokenizer adds to a text, which data that are prepared here have not."""
+    if not (added := Tokenizer.from_buffer(tokenizer_json).encode("").tokens):
+        return []
+    return [
+        f"in transformers the tokenizer adds {' '.join(added)} to a text, and the run's data had none; for the tokens "
+        f"of `shardwright generate` on the run encode with add_special_tokens=False"
+    ]
 
 
 def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[list[str], dict[str, int | list[int]]]:
@@ -126,4 +142,7 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
     } | {name: token or None for name, token in named.items()}
     (out / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     ends = ends_of_text(section)
-    return [], {"bos_token_id": manifest.separator_id, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    return _added_tokens(text), {
+        "bos_token_id": manifest.separator_id,
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+    }
