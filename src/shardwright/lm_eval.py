@@ -141,6 +141,9 @@ class ShardwrightLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         problems = [
             f"a continuation has {len(continuation)} tokens, and max_length={self.max_length}; shorten {text!r:.60}"
+            if continuation
+            else f"{text!r:.60}: the tokenizer joins the continuation to the last token of the text before it, so none "
+            f"of its own is left to score; let a space stand between them"
             for text, _, continuation in requests
             if not 0 < len(continuation) <= self.max_length
         ]

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import typer
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 from shardwright.config import load
 from shardwright.data.prepare import prepare
+from shardwright.generation.source import open_source
+from shardwright.training.exporting import export
 from shardwright.training.start import start
 from tests.marks import prove
 
@@ -65,6 +69,50 @@ def test_prompts_of_a_file_are_continued(folder: Path):
     assert all(each["n_tokens"] == 9 and each["ended"] == "max_tokens" for each in of_file)
     text = run("generate", folder / "run", "--prompts", folder / "prompts.jsonl", "--max-tokens", 9)
     assert text.startswith("--- prompt 1 of 2\nimport json" + of_file[0]["text"])
+
+
+def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(folder: Path, tmp_path: Path):
+    tokenizer = Tokenizer.from_file(str(folder / "tokens" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    begin = ("<|im_end|>", tokenizer.token_to_id("<|im_end|>"))
+    tokenizer.post_processor = TemplateProcessing(single="<|im_end|> $A", special_tokens=[begin])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|im_end|>", "eos_token": "<|im_end|>"}')
+    (tmp_path / "turns.jinja").write_text(template)
+    talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]}
+    (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 9)
+    given = {"tokenizer": tmp_path / "tokenizer.json", "validation": 0}
+    prepare(folder / "texts", tmp_path / "texts", **given)
+    prepare(
+        tmp_path / "talks.jsonl", tmp_path / "talks", format="chat", chat_template=tmp_path / "turns.jinja", **given
+    )
+    mixed = f"""data = {{ sources = [
+        {{ path = "{tmp_path}/texts", weight = 1 }}, {{ path = "{tmp_path}/talks", weight = 1 }}] }}"""
+    text = RUN_FILE.format(folder=tmp_path).replace(f'data = {{ path = "{tmp_path}/tokens" }}', mixed)
+    text = text.replace("vocab_size = 300", "vocab_size = 301").replace("samples = 8", "samples = 0")
+    (tmp_path / "run.toml").write_text(text)
+    start(load(tmp_path / "run.toml"), quiet=True)
+    ends = [tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_end|>")]
+    assert open_source(tmp_path / "run").text().ends == frozenset(ends)
+    (remark,) = export(tmp_path / "run", tmp_path / "hf").remarks
+    assert "in transformers the tokenizer adds <|im_end|> to a text, and the run's data had none" in remark
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == template
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert open_source(tmp_path / "hf").text().ends == frozenset(ends)
+
+
+def test_a_draft_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path):
+    export(folder / "run", tmp_path / "hf")
+    assert generated(folder, "--prompt", "x", "--greedy", "--draft", tmp_path / "hf")["accepted"] > 0
+    table = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    ids = table["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(table))
+    said = run("generate", folder / "run", "--prompt", "x", "--draft", tmp_path / "hf", code=2)
+    assert "2 tokens, such as 'a', have another id" in said
 
 
 def test_a_sequence_ends_at_max_seq_len(folder: Path):

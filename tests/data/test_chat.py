@@ -66,6 +66,7 @@ def test_the_answers_of_a_conversation_and_the_token_that_ends_them_are_trained_
     text = inspect(tmp_path / "talks", n=1)["documents"][0]["text"]
     assert text == whole + "<|endoftext|>"
     assert manifest.format_version == 2
+    assert manifest.answer_end_id == Tokenizer.from_file(str(tokenizer)).token_to_id("<|im_end|>")
     assert (tmp_path / "talks" / "chat_template.jinja").read_text() == CHATML
     assert verify_checksums(tmp_path / "talks") == []
     flipped = tmp_path / "talks" / "train-00000.trained"
@@ -79,7 +80,8 @@ def test_a_completion_and_the_separator_that_ends_it_are_trained_on(tmp_path: Pa
         {"prompt": "What is 2 + 2? ", "completion": "4."},
         {"prompt": "Twice 4? ", "completion": "8."},
     )
-    prepare(source, tmp_path / "pairs", format="chat", validation=0, vocab_size=300)
+    manifest = prepare(source, tmp_path / "pairs", format="chat", validation=0, vocab_size=300)
+    assert manifest.answer_end_id is None
     assert answers(tmp_path / "pairs") == [["4.<|endoftext|>"], ["8.<|endoftext|>"]]
 
 
@@ -166,7 +168,7 @@ def test_messages_need_a_template_and_a_template_may_be_given(tmp_path: Path):
     prepare(source, tmp_path / "out", format="chat", chat_template=template, vocab_size=300, validation=0)
     assert answers(tmp_path / "out") == [["4.\n<|endoftext|>"]]
     template.write_text("{% for %}")
-    with pytest.raises(DataError, match="the chat template is not Jinja: line 1"):
+    with pytest.raises(DataError, match=r"^the chat template is not Jinja: line 1"):
         prepare(source, tmp_path / "bad", format="chat", chat_template=template, vocab_size=300)
     with pytest.raises(DataError, match="add --format chat"):
         prepare(source, tmp_path / "bad", chat_template=template, vocab_size=300)

@@ -112,6 +112,8 @@ def test_what_cannot_be_used_is_told_at_once(folder: Path):
         ShardwrightLM(str(folder), batch_size="many", max_length=10**6, pretrained="gpt2", tp=3)
     for said in ("--batch_size many", "max_length=1000000", "--model_args pretrained=gpt2: there is no such key"):
         assert said in str(caught.value)
+    with pytest.raises(InputError, match="the tokenizer joins the continuation to the last token"):
+        ShardwrightLM(str(folder)).loglikelihood(asked(("def mai", "n"), ("def main(", "self")), disable_tqdm=True)
     with pytest.raises(InputError, match="no path; give --model_args path=FOLDER"):
         ShardwrightLM()
     with pytest.raises(InputError, match="a task asks for generation with num_beams"):

@@ -75,6 +75,10 @@ def test_a_configuration_that_is_not_supported_is_refused(folder: Path, keys: di
 def test_every_problem_of_a_configuration_is_said_at_once(folder: Path):
     lines = refused(open_weights, configured(folder, hidden_act="relu", attention_bias=True)).splitlines()
     assert len(lines) == 2
+    lines = refused(open_weights, configured(folder, attention_bias=False, num_key_value_heads=3)).splitlines()
+    assert len(lines) == 2
+    lines = refused(open_weights, configured(folder, hidden_size="64")).splitlines()
+    assert len(lines) == 2
 
 
 def test_a_window_of_attention_is_refused(tmp_path: Path):
@@ -179,6 +183,12 @@ def test_a_place_that_is_taken_is_not_overwritten(folder: Path, tmp_path: Path):
     import_weights(folder, tmp_path / "out")
     assert "is there already" in refused(import_weights, folder, tmp_path / "out")
     assert "is there already" in refused(export, folder, tmp_path / "out")
+
+
+def test_every_problem_of_an_export_is_said_at_once(tmp_path: Path):
+    with pytest.raises(InputError) as caught:
+        export(tmp_path / "nothing", tmp_path / "out", dtype="int8", max_shard_bytes=0)
+    assert len(caught.value.problems) == 3
 
 
 def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest(tmp_path: Path):

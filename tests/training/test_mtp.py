@@ -1,6 +1,7 @@
 """Proves multi-token prediction: which tokens its modules read and predict, and that every layout computes their losses
 and gradients as one process does (`verification/reference.py` shifts and masks on its own)."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,3 +72,18 @@ def test_a_layout_computes_what_one_process_does(
     assert report.equal, report.worst
     kinds = {row.quantity.kind for row in report.rows}
     assert {"mtp loss", "mtp evaluation"} <= kinds
+
+
+@prove
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "layout",
+    [replace(ZERO_3, recompute="selective"), replace(PP, recompute="selective"), replace(SP, recompute="full")],
+    ids=["zero 3, selective", "the last stage, selective", "token shards, recomputed"],
+)
+def test_compiled_modules_and_recomputed_parts_compute_what_one_process_does(layout: Layout):
+    nothing = Bug(Mutation("", "", ""), [layout], spec={"mtp_modules": 2})
+    with Verifier(timeout_s=600) as verifier:
+        report = verifier.parity(replace(nothing.case(layout), compiled=True), layout)
+    assert report.equal, report.worst
+    assert {"mtp loss", "mtp evaluation", "gradient"} <= {row.quantity.kind for row in report.rows}

@@ -53,6 +53,23 @@ class ChatFormat:
                 raise BadConversation(f"the field {name!r} is {_kind(record[name])}, not a text")
         return [Piece(record["prompt"], False), Piece(record["completion"], True)]
 
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that the template names; the text of one that the tokenizer does not have is empty."""
+        return {name: text for name, text in self.tokens if self.template is not None and name in self.template}
+
+    @property
+    def answer_end(self) -> str | None:
+        """The special token that the template writes behind an answer; None where it writes none."""
+        if self.template is None:
+            return None
+        turns = [{"role": "user", "content": "0"}, {"role": ANSWER, "content": "0"}]
+        try:
+            [answer] = [piece.text for piece in self._of_messages(turns) if piece.trained]
+        except BadConversation:  # it wants other roles; records say whether it can write them
+            return None
+        return next((token for token in self.special_tokens if answer.endswith(token)), None)
+
     def _of_messages(self, messages: list[dict[str, Any]]) -> list[Piece]:
         whole, done, found = self._render(messages, False), 0, []
         for number, message in enumerate(messages):
@@ -76,9 +93,10 @@ class ChatFormat:
     def _render(self, messages: list[dict[str, Any]], generation: bool) -> str:
         from jinja2 import TemplateError
 
+        template = self._compiled
         try:
             return str(
-                self._compiled.render(messages=messages, add_generation_prompt=generation, **dict(self.tokens))
+                template.render(messages=messages, add_generation_prompt=generation, **dict(self.tokens))
                 if messages or generation
                 else ""
             )

@@ -159,6 +159,8 @@ def prepare(
             tokenizer_file=TOKENIZER,
             tokenizer_sha256=_kept(folder / TOKENIZER, loaded.json_bytes),
             chat_template_sha256=_kept(folder / TEMPLATE, chat.template.encode()) if chat and chat.template else None,
+            answer_end_id=loaded.tokenizer.token_to_id(chat.answer_end) if chat and chat.answer_end else None,
+            chat_tokens=chat.named_tokens if chat else {},
             splits=splits,
             source=corpus.described(meter),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},

@@ -75,6 +75,10 @@ class Manifest(_Record):
     tokenizer_file: str
     tokenizer_sha256: str
     chat_template_sha256: str | None = None
+    answer_end_id: int | None = None
+    """Of conversations, the special token that the template writes behind an answer."""
+    chat_tokens: dict[str, str] = {}
+    """Of conversations, the tokens that the template names: `bos_token` and the like, with their texts."""
     splits: dict[str, Split]
     source: dict[str, Any]
     options: dict[str, Any]

@@ -108,7 +108,7 @@ def generate(request: Request) -> Answer | None:
     }
     problems += _prompt_problems(ids, source.spec)
     if request.draft is not None:
-        problems += _draft_problems(request.draft, source.spec)
+        problems += _draft_problems(request.draft, source.spec, text)
     if problems:
         raise InputError(*problems)
     task = _Task(request, ids, text.ends)
@@ -167,16 +167,26 @@ def _prompt_problems(ids: Mapping[int, Sequence[int]], spec: ModelSpec) -> list[
     return problems
 
 
-def _draft_problems(draft: Path, spec: ModelSpec) -> list[str]:
+def _draft_problems(draft: Path, spec: ModelSpec, text: Text) -> list[str]:
+    """Why a draft does not propose tokens of the model; one without a tokenizer is taken to have the same."""
     try:
-        found = open_source(draft).spec.vocab_size
+        source = open_source(draft)
+        found = source.spec.vocab_size
+        ids = source.text().tokenizer.get_vocab() if source.tokenizer_sha256() else text.tokenizer.get_vocab()
     except InputError as error:
         return [f"--draft: {problem}" for problem in error.problems]
-    if found == spec.vocab_size:
+    if found != spec.vocab_size:
+        return [
+            f"--draft {draft}: its vocabulary has {found} tokens and that of the model {spec.vocab_size}; a draft "
+            f"model needs the same tokenizer"
+        ]
+    other = sorted(ids.items() ^ text.tokenizer.get_vocab().items())
+    if not other:
         return []
+    n_tokens = len({token for token, _ in other})
     return [
-        f"--draft {draft}: its vocabulary has {found} tokens and that of the model {spec.vocab_size}; a draft model "
-        f"needs the same tokenizer"
+        f"--draft {draft}: {n_tokens} tokens, such as {other[0][0]!r}, have another id or none in its tokenizer or in "
+        f"that of the model; a draft model needs the same tokenizer"
     ]
 
 

@@ -23,7 +23,7 @@ from shardwright.parallel.initialise import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import read_manifest
-from shardwright.training.sources import MIXTURE
+from shardwright.training.sources import MIXTURE, ends_of_text
 from shardwright.training.weights import Weights, fill, open_weights
 
 
@@ -105,7 +105,8 @@ def open_source(folder: Path) -> Source:
 
 
 def _text_of_data(checkpoint: Path) -> Text:
-    folder = tokenizer_folder(load_run_file(checkpoint / RUN_FILE).data)
+    section = load_run_file(checkpoint / RUN_FILE).data
+    folder = tokenizer_folder(section)
     try:
         data = DataManifest.read(folder, check_files=False)
         if data.fingerprint != read_manifest(checkpoint).data[MIXTURE]["sources"][0]["fingerprint"]:
@@ -114,7 +115,7 @@ def _text_of_data(checkpoint: Path) -> Text:
         way_out = "the tokenizer of a run is that of its data: prepare that folder again as it was"
         raise DataError(*(f"{problem}; {way_out}" for problem in error.problems)) from None
     tokenizer = _tokenizer(folder, "prepare the data again")
-    return Text(tokenizer, frozenset([data.separator_id]), begin=data.separator_id)
+    return Text(tokenizer, frozenset(ends_of_text(section)), begin=data.separator_id)
 
 
 def _text_of_folder(folder: Path) -> Text:

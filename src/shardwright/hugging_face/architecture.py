@@ -79,7 +79,7 @@ class Architecture:
         """The model of a config.json. Raises ConfigError with every problem at once."""
         there = {key: value for key, value in given.items() if value is not None}
         if wrong := list(self._wrong_types(there)):
-            raise ConfigError(*wrong)
+            raise ConfigError(*wrong, *self._problems(there))
         config = self.complete(there)
         found = [*self._problems(config), *self.problems(config)]
         values: dict[str, Any] = dict(self.choices)
@@ -96,11 +96,10 @@ class Architecture:
             theta, scaling, wrong = read_rope(config)
             found += wrong
             values |= {"rope_theta": theta, "rope_scaling": scaling}
-        if found:
+        spec = _build(values) if self.sizes.keys() <= values.keys() else None
+        found += [] if spec is None else spec.problems()
+        if spec is None or found:
             raise ConfigError(*found)
-        spec = _build(values)
-        if wrong := spec.problems():
-            raise ConfigError(*wrong)
         return spec
 
     def _wrong_types(self, config: Config) -> Iterator[str]:

@@ -1,12 +1,17 @@
 """`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
+from shardwright.data.chat import TEMPLATE
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import CheckpointError, DataError, InputError
@@ -19,6 +24,7 @@ from shardwright.model.modules import rows
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.model_card import model_card
+from shardwright.training.sources import ends_of_text, readable_sources
 from shardwright.training.weights import Weights, open_weights
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -52,12 +58,16 @@ def export(
     given, that of the weights or of the run's data. Raises ConfigError for a model that `transformers` has no
     architecture for, saying why, and CheckpointError for weights that are not there or damaged.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: valid: {', '.join(DTYPES)}")
+    problems = [] if dtype is None or dtype in DTYPES else [f"--dtype {dtype}: valid: {', '.join(DTYPES)}"]
     if max_shard_bytes < 1:
-        raise InputError(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
-    weights = open_weights(source)
-    architecture = architecture_of(weights.spec)
+        problems.append(f"--max-shard-size of {max_shard_bytes} bytes: 1 or more is needed")
+    try:
+        weights = open_weights(source)
+        architecture = architecture_of(weights.spec)
+    except InputError as error:
+        raise (InputError(*problems, *error.problems) if problems else error) from None
+    if problems:
+        raise InputError(*problems)
     tensors = file_tensors(architecture, weights.spec)
     types = _types(tensors, weights, dtype)
     main = Counter(types.values()).most_common(1)[0][0]
@@ -89,6 +99,16 @@ def _types(tensors: list[FileTensor], weights: Weights, dtype: str | None) -> di
     return found
 
 
+def _added_tokens(tokenizer_json: bytes) -> list[str]:
+    """What is to be said of the tokens that a tokenizer adds to a text, which data that are prepared here have not."""
+    if not (added := Tokenizer.from_buffer(tokenizer_json).encode("").tokens):
+        return []
+    return [
+        f"in transformers the tokenizer adds {' '.join(added)} to a text, and the run's data had none; for the tokens "
+        f"of `shardwright generate` on the run encode with add_special_tokens=False"
+    ]
+
+
 def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[list[str], dict[str, int | list[int]]]:
     """Write the tokenizer; returns what is to be said, and the ids of the tokens that begin and end a text."""
     for folder in [Path(given)] if given is not None else [weights.path]:
@@ -99,7 +119,8 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
     run_file = weights.path / RUN_FILE
     if not run_file.is_file():
         return [f"no tokenizer: {weights.path} has none; give one with --tokenizer FOLDER"], token_ids(weights.path)
-    data = tokenizer_folder(load_run_file(run_file).data)
+    section = load_run_file(run_file).data
+    data = tokenizer_folder(section)
     try:
         manifest = DataManifest.read(data)
         text = (data / TOKENIZER).read_bytes()
@@ -107,12 +128,21 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
         said = str(error).splitlines()[0]
         return [f"no tokenizer: that of the run's data cannot be read ({said}); give one with --tokenizer FOLDER"], {}
     (out / TOKENIZER).write_bytes(text)
-    settings = {
+    chats = {folder: each for folder, each in readable_sources(section).items() if each.chat_template_sha256}
+    named: dict[str, str] = {}
+    for folder, of_chat in list(chats.items())[:1]:
+        shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+        named = of_chat.chat_tokens
+    settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": manifest.separator,
         "eos_token": manifest.separator,
         "model_max_length": weights.spec.max_seq_len,
         "clean_up_tokenization_spaces": False,
-    }
+    } | {name: token or None for name, token in named.items()}
     (out / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
-    return [], {"bos_token_id": manifest.separator_id, "eos_token_id": manifest.separator_id}
+    ends = ends_of_text(section)
+    return _added_tokens(text), {
+        "bos_token_id": manifest.separator_id,
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
+    }

@@ -1,18 +1,38 @@
 """The data of a run: its sources, the order of its samples, and what a checkpoint keeps of both."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from shardwright.config import RunConfig
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
+from shardwright.config.sections import DataSection
 from shardwright.data.mixture import MixedSamples, MixtureOrder, Stage, stages_of
 from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import Samples, open_sources
+from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
 from shardwright.training.checkpoint.manifest import Manifest, Progress
 
 MIXTURE = "mixture"
+
+
+def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
+    """The folders of a run's sources, in order, with their manifests; without those that are there no more."""
+    found = {}
+    for source in sources_of(data):
+        with suppress(DataError):
+            found[Path(source.path)] = DataManifest.read(source.path, check_files=False)
+    return found
+
+
+def ends_of_text(data: DataSection) -> list[int]:
+    """The ids of the tokens that end a text of a run: the separator, then those that end answers of conversations."""
+    manifests = readable_sources(data).values()
+    answers = [each.answer_end_id for each in manifests if each.answer_end_id is not None]
+    return list(dict.fromkeys([*(each.separator_id for each in manifests), *answers]))
 
 
 class Sources:
