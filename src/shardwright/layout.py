@@ -192,7 +192,7 @@ class Layout:
             "full": "the backward pass recomputes every layer",
         }[layout.recompute],
         choices=lambda: RECOMPUTE,
-        in_turn=True,
+        in_turn=("selective", "full"),
         runner_up=True,
     )
     recompute_modules: tuple[str, ...] = _key(
@@ -215,6 +215,16 @@ class Layout:
         needs="recompute='selective' or 'full'",
         group="recompute",
         unverified="a layer recomputes by the same code whether others do; --set layout.recompute_layers verifies it",
+    )
+    loss_chunk_tokens: int = _key(
+        0,
+        help="tokens whose logits exist at a time: the head, the loss and their gradients are computed for so many tokens "
+        "of a micro-batch after another; 0: for all at once",
+        words=lambda layout, sizes: "tokens at a time go through head and loss, whose logits are never whole",
+        least=0,
+        used=lambda layout: layout.loss_chunk_tokens > 0,
+        in_turn=(5,),
+        runner_up=True,
     )
     zero_pp_gather: str = _key(
         "step",
