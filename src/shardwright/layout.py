@@ -222,7 +222,6 @@ class Layout:
         "of a micro-batch after another; 0: for all at once",
         words=lambda layout, sizes: "tokens at a time go through head and loss, whose logits are never whole",
         least=0,
-        used=lambda layout: layout.loss_chunk_tokens > 0,
         in_turn=(5,),
         runner_up=True,
     )

@@ -136,6 +136,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if axis is not None and at == len(chunks[0]):
                 summing = axis.start_sum(dx_BTD)  # overlaps with the last weight gradient
             matmul.weight_gradient(dlogits_Cv, x_CD, add_to=dweight_vD)
+            del dlogits_Cv  # before the next logits exist
         if wanted:
             ctx.save_for_backward(dx_BTD if summing is None else summing.wait(), dweight_vD)
             ctx.dtype = weight_vD.dtype
