@@ -220,9 +220,12 @@ class Layout:
         0,
         help="tokens whose logits exist at a time: the head, the loss and their gradients are computed for so many tokens "
         "of a micro-batch after another; 0: for all at once",
-        words=lambda layout, sizes: "tokens at a time go through head and loss, whose logits are never whole",
+        words=lambda layout, sizes: (
+            "tokens at a time have logits" if layout.loss_chunk_tokens else "the logits of a micro-batch are whole"
+        ),
         least=0,
         in_turn=(5,),
+        planned=lambda layout: (0, 4096),  # with fewer the sum of the head's gradients is moved more often
         runner_up=True,
     )
     zero_pp_gather: str = _key(
