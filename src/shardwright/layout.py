@@ -39,6 +39,8 @@ CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "selective", "full")
+AUTO = "auto"
+"""In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
 RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
 
 _ZERO_WORDS = (
@@ -185,7 +187,8 @@ class Layout:
     recompute: str = _key(
         "none",
         help="activation checkpointing: what the backward pass computes again instead of keeping it; selective: the "
-        "parts of recompute_modules; full: every block, of which only the input is kept",
+        "parts of recompute_modules; full: every block, of which only the input is kept; in a run file also auto: the "
+        "least of them, in as few layers, that fits the memory of a rank",
         words=lambda layout, sizes: {
             "none": "nothing is recomputed",
             "selective": f"the backward pass recomputes {', '.join(layout.recompute_modules)}",
@@ -193,6 +196,7 @@ class Layout:
         }[layout.recompute],
         choices=lambda: RECOMPUTE,
         in_turn=("selective", "full"),
+        in_run_file=(AUTO,),
         runner_up=True,
     )
     recompute_modules: tuple[str, ...] = _key(
@@ -218,8 +222,8 @@ class Layout:
     )
     loss_chunk_tokens: int = _key(
         0,
-        help="tokens whose logits exist at a time: the head, the loss and their gradients are computed for so many tokens "
-        "of a micro-batch after another; 0: for all at once",
+        help="tokens whose logits exist at a time: head, loss and their gradients are computed for so many tokens of a "
+        "micro-batch after another; 0: for all at once",
         words=lambda layout, sizes: (
             "tokens at a time have logits" if layout.loss_chunk_tokens else "the logits of a micro-batch are whole"
         ),

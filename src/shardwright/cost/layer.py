@@ -100,8 +100,8 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
             **symbols,
         )
         backward = ledger.compute(
-            f"{ELEMENTWISE}, I", "(2 * sum_bytes + e) * (V / tp * h) / element_rate", "s", "gradients times that of the loss",
-            **symbols,
+            f"{ELEMENTWISE}, I", "(2 * sum_bytes + e) * (V / tp * h) / element_rate", "s",
+            "gradients times that of the loss", **symbols,
         )  # fmt: skip
         passes.add(ELEMENTWISE, forward, backward)
         given = tokens * spec.d_model * e

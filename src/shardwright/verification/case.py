@@ -264,7 +264,7 @@ def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
     """A layout of `true` for the case that is reduced from it: `stage_layers` reduced as the layers are, in the same
-    order, and `loss_chunk_tokens` as the tokens of a micro-batch are, so that there are several chunks where there were.
+    order; and `loss_chunk_tokens` as the tokens of a micro-batch are, for several chunks where there were.
 
     Those that do not fit the true model are left as they are, to be refused.
     """
