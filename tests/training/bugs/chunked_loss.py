@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.mutation import Mutation
-from tests.training.bugs.bug import DUALPIPE, ONE, PP, SP, STEP, TP, ZERO_3, AnyBug, Bug, UnitBug
+from tests.training.bugs.bug import ONE, PP, SP, STEP, TP, ZB, ZERO_3, AnyBug, Bug, UnitBug
 
 FORWARD, BACKWARD = (f"shardwright.parallel.loss:_ChunkedLoss.{name}" for name in ("forward", "backward"))
 CHUNKS = {"loss_chunk_tokens": 3}
@@ -44,7 +44,7 @@ BUGS: dict[str, AnyBug] = {
     ),
     "the gradient of the head is not multiplied by that of the loss": Bug(
         Mutation(BACKWARD, "dweight_vD.mul_(dtotal)", "dweight_vD"),
-        [replace(each, **CHUNKS) for each in (ONE, DUALPIPE)],
+        [replace(each, **CHUNKS) for each in (ONE, ZB)],
     ),
     "targets of a chunk are those of other tokens on token shards": Bug(
         Mutation(
