@@ -35,6 +35,7 @@ LARGE = Layout(
     recompute="selective",
     recompute_modules=("norms", "attention"),
     recompute_layers=1,
+    loss_chunk_tokens=64,
     zero_pp_gather="microbatch",
 )
 """No key at its default."""
@@ -102,6 +103,7 @@ def test_the_matrix_of_verify_varies_every_key_or_says_why_not():
             assert varied == set(key.choices()), name
         else:
             assert len(varied) > 1, name
+        assert set(key.in_turn) <= varied, name
 
 
 def test_every_key_can_be_switched_off_in_the_search_for_a_culprit():
@@ -122,6 +124,7 @@ def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
     assert LARGE.changed(pp=1) == Layout(
         tp=2, cp=4, cp_method="usp", ulysses_degree=2, ep=2, dp_replicate=2, dp_shard=2, zero=3,
         sequence_parallel=False, recompute="selective", recompute_modules=("norms", "attention"), recompute_layers=1,
+        loss_chunk_tokens=64,
     )  # fmt: skip
     assert Layout(dp_shard=2, cp=2, tp=2, ep=8).changed(tp=1) == Layout(dp_shard=2, cp=2, ep=4)
     assert Layout(dp_shard=2, zero=2).changed(dp_shard=1) == Layout()

@@ -21,7 +21,7 @@ class Key:
     """All that is known of a key of the layout. The run file, the planner, verify and the docs read it from `KEYS`.
 
     `help`: what it sets, for the reference of the run file. `words(layout, sizes)`: what its value means, for the page
-    and the printed plan. `choices()`: the valid values; None: a degree or count, 1 or more, or a list of them.
+    and the printed plan. `choices()`: the valid values; None: a degree or count, `least` or more, or a list of them.
     `members()`: the valid words of a list of words, each at most once.
     `derived(layout)`: its default, where that depends on other keys.
     `used(layout)`: whether it has a meaning in a layout; also asked of `cost.job.Candidates`, with arrays. `needs`:
@@ -29,8 +29,10 @@ class Key:
     `said`: whether it is written down wherever it is used, and not only where it differs from its default.
     `group`: the name of the choice that it is part of, where several keys are one choice; else its own name.
     `off(layout)`: the changes that switch it off, for the search for a culprit; its default unless given. `milder`: a
-    value that is tried after that. `in_turn`: the matrix of verify has other values of it in one layout of each
-    combination of degrees, not in every one. `unverified`: why that matrix leaves it at its default.
+    value that is tried after that. `in_turn`: the values that the matrix of verify has in one layout of each
+    combination of degrees, each in turn, and not in every one. `unverified`: why that matrix leaves it at its default.
+    `in_run_file`: values that a run file may have, in the place of which another is decided before there is a layout
+    (`config/settle.py`).
     `planned(layout)`: the values that the planner searches; all choices unless given, the default where there are none.
     `not_priced()`: values that the cost model has no formulas for. `runner_up`: whether a plan shows the best layout
     with another value.
@@ -42,6 +44,7 @@ class Key:
     help: str
     words: Callable[[Any, Sizes], str]
     choices: Callable[[], Sequence[Any]] | None = None
+    least: int = 1
     members: Callable[[], Sequence[str]] | None = None
     derived: Callable[[Any], Any] | None = None
     used: Callable[[Any], Any] = lambda layout: True
@@ -50,7 +53,8 @@ class Key:
     group: str = ""
     off: Callable[[Any], dict[str, Any]] | None = None
     milder: Any = None
-    in_turn: bool = False
+    in_turn: tuple[Any, ...] = ()
+    in_run_file: tuple[Any, ...] = ()
     unverified: str = ""
     planned: Callable[[Any], Sequence[Any]] | None = None
     not_priced: Callable[[], Sequence[Any]] = tuple
@@ -71,9 +75,10 @@ class Key:
             if value not in valid:
                 hint = nearest(value, valid) if isinstance(value, str) else f"valid: {', '.join(map(str, valid))}"
                 return f"not one of the choices; {hint}"
-        elif self.type in (int, int | None) and value < 1:
-            rest = ": the number itself, there is no -1 for the ranks that are left" if value == -1 else ""
-            return f"1 or more is needed{rest}"
+        elif self.type in (int, int | None) and value < self.least:
+            ranks = value == -1 and self.least == 1
+            rest = ": the number itself, there is no -1 for the ranks that are left" if ranks else ""
+            return f"{self.least} or more is needed{rest}"
         return None
 
     def searched(self, layout: Any) -> Sequence[Any]:

@@ -39,6 +39,8 @@ CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "selective", "full")
+AUTO = "auto"
+"""In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
 RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
 
 _ZERO_WORDS = (
@@ -185,14 +187,16 @@ class Layout:
     recompute: str = _key(
         "none",
         help="activation checkpointing: what the backward pass computes again instead of keeping it; selective: the "
-        "parts of recompute_modules; full: every block, of which only the input is kept",
+        "parts of recompute_modules; full: every block, of which only the input is kept; in a run file also auto: the "
+        "least of them, in as few layers, that fits the memory of a rank",
         words=lambda layout, sizes: {
             "none": "nothing is recomputed",
             "selective": f"the backward pass recomputes {', '.join(layout.recompute_modules)}",
             "full": "the backward pass recomputes every layer",
         }[layout.recompute],
         choices=lambda: RECOMPUTE,
-        in_turn=True,
+        in_turn=("selective", "full"),
+        in_run_file=(AUTO,),
         runner_up=True,
     )
     recompute_modules: tuple[str, ...] = _key(
@@ -215,6 +219,18 @@ class Layout:
         needs="recompute='selective' or 'full'",
         group="recompute",
         unverified="a layer recomputes by the same code whether others do; --set layout.recompute_layers verifies it",
+    )
+    loss_chunk_tokens: int = _key(
+        0,
+        help="tokens whose logits exist at a time: head, loss and their gradients are computed for so many tokens of a "
+        "micro-batch after another; 0: for all at once",
+        words=lambda layout, sizes: (
+            "tokens at a time have logits" if layout.loss_chunk_tokens else "the logits of a micro-batch are whole"
+        ),
+        least=0,
+        in_turn=(5,),
+        planned=lambda layout: (0, 4096),  # with fewer the sum of the head's gradients is moved more often
+        runner_up=True,
     )
     zero_pp_gather: str = _key(
         "step",

@@ -43,6 +43,16 @@ _LOST_PEER = (
 )
 
 
+def machine_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def share_bytes(ranks: int) -> float:
+    """What each of so many ranks on this machine can hold of a model."""
+    return machine_bytes() / ranks - PROCESS_BYTES
+
+
 @dataclass(frozen=True)
 class Worker:
     """A rank's process and the connection to it.

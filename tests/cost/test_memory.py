@@ -202,3 +202,18 @@ def test_layers_that_do_not_recompute_keep_everything_and_the_first_of_each_stag
     assert np.all((every < some) & (some < none))
     assert ((none - some) / (none - every))[1] == pytest.approx(5 / 20)
     assert activations_of(recompute="selective", recompute_layers=80) == pytest.approx(every)
+
+
+def test_a_chunked_loss_has_the_logits_of_a_chunk_and_keeps_gradients_instead():
+    """Llama-3 8B, one sequence of 4096 tokens over tp 8, bf16: the formulas of docs/chunked-loss.md by hand."""
+
+    def logits_of(**chosen: object) -> float:
+        candidates = Candidates.of(Layout(tp=8, **chosen), 1)  # type: ignore[arg-type]
+        return float(memory.of(job("llama-3.1-8b"), candidates).kinds["logits"][0, 0])
+
+    tokens, rows, width = job("llama-3.1-8b").seq_len, 128256 / 8, 4096
+    kept = tokens / 8 * width * 2 + rows * width * 4
+    chunk = 1024 * rows * (2 + 4 + 4) + 2 * tokens * width * 2
+    product = (1024 + width) * rows * 2 + 2 * tokens * width * 2
+    assert logits_of(loss_chunk_tokens=1024) == pytest.approx(kept + max(chunk, product))
+    assert logits_of() == pytest.approx(tokens * rows * 10)

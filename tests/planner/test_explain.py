@@ -24,6 +24,8 @@ LAYOUTS = [
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1"),
     ("llama-3.1-70b", "h100:64", 8192, "tp=8,pp=4,pp_schedule=interleaved-1f1b,virtual_stages=2,dp_shard=2,zero=3"),
     ("llama-3.1-8b", "h100:8", 8192, "dp_shard=8,zero=3,recompute=full,micro_batch=2"),
+    ("llama-3.2-1b", "h100:8", 8192, "dp_shard=8,zero=3,loss_chunk_tokens=3000,micro_batch=4"),
+    ("llama-3.1-8b", "h100:8", 8192, "tp=2,pp=4,pp_schedule=zb-h1,loss_chunk_tokens=4096"),
     ("llama-3.1-8b", "a100:16", 8192, "tp=2,cp=2,dp_replicate=2,dp_shard=2,zero=2"),
     ("llama-3.1-8b", "h100:16", 8192, "cp=2,cp_method=ulysses,dp_replicate=8,zero=0"),
     ("llama-3.1-8b", "h100:16", 8192, "cp=4,cp_method=allgather,tp=2,dp_shard=2,zero=1"),

@@ -22,7 +22,9 @@ from shardwright.model.spec import ModelSpec
 from shardwright.planner.alternatives import reasons, runners_up, savings, well_known
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import differing
+from shardwright.planner.fixed import fixed_values
 from shardwright.planner.nearest import remedies
+from shardwright.planner.run_file import run_file
 from shardwright.planner.search import Plan, fits, limit_bytes, search, survey
 from shardwright.planner.space import groups
 from shardwright.planner.words import also_fast, left_out
@@ -186,6 +188,15 @@ def test_a_remedy_is_the_least_of_its_kind():
         changed = replace(asked, cluster=replace(asked.cluster, size=size))
         with suppress(LayoutError):  # three times as many cannot share the batch
             assert not fits(changed, limit), size
+
+
+def test_where_logits_are_most_of_the_memory_the_loss_is_chunked_and_the_run_file_says_so():
+    asked = Job(model=PRESETS["llama-3.2-1b"], cluster=cluster("h100:1/1"), seq_len=32768, global_batch=8)
+    best = search(asked).best[0]
+    assert best.layout.loss_chunk_tokens == 4096
+    whole = search(asked, fixed=fixed_values({"loss_chunk_tokens": 0})).best
+    assert not whole or whole[0].step_s > 1.1 * best.step_s
+    assert "loss_chunk_tokens = 4096" in run_file(asked, "llama-3.2-1b", best.choice, "plan")
 
 
 def test_a_margin_that_is_no_share_is_refused():

@@ -80,6 +80,8 @@ def with_batch(job: Job, values: dict[str, Any]) -> Iterator[Choice]:
             continue
         if not schedule_problems(layout, microbatches):
             yield Choice(layout, micro_batch)
+            if micro_batch * job.seq_len / layout.cp > 4096:
+                yield Choice(replace(layout, loss_chunk_tokens=4096), micro_batch)
 
 
 def test_two_ranks_with_one_sequence_share_a_model_in_these_ways():
@@ -99,6 +101,7 @@ def test_two_ranks_with_one_sequence_share_a_model_in_these_ways():
         ("debug", 6, 12, 96),
         ("debug-moe", 4, 6, 20),
         ("debug", 4, 3, 50),
+        ("debug", 4, 4, 4096),
     ],
 )
 def test_the_space_is_what_the_rules_let_pass_one_by_one(name: str, size: int, global_batch: int, seq_len: int):

@@ -46,7 +46,7 @@ def check(verifier: Verifier, case: Case, layout: Layout) -> None:
 
 
 def plain(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
-    """The layouts without recomputation."""
+    """The layouts without what is varied in turn."""
     return [layout for layout in layouts(spec, world_size, seq_len) if layout.recompute == "none"]
 
 
@@ -57,7 +57,8 @@ def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size
     again = [layout for layout in found if layout.recompute != "none"]
     assert sorted(tuple(layout.degree(axis) for axis in DENSE_AXES) for layout in again) == sorted(degrees)
     assert abs(sum(1 if layout.recompute == "full" else -1 for layout in again)) <= 1
-    assert {replace(layout, recompute="none") for layout in again} <= set(found)
+    assert {replace(layout, recompute="none", loss_chunk_tokens=0) for layout in again} <= set(found)
+    assert {layout.loss_chunk_tokens for layout in again} == {5}, "and with a chunked loss in the same one"
 
 
 def test_the_layouts_of_two_ranks_are_these():

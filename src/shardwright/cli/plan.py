@@ -17,6 +17,7 @@ from shardwright.errors import InputError, LayoutError
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.job import Job
+    from shardwright.layout import Layout
     from shardwright.planner.alternatives import Alternative
     from shardwright.planner.choice import Choice
     from shardwright.planner.search import Plan, Priced
@@ -110,7 +111,7 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
 
     if asked.config is None:
         return []
-    choice = Choice(asked.config.layout.layout(), asked.config.batch.micro_batch)
+    choice = Choice(_layout_of(asked.config, asked.job, found.limit_bytes), asked.config.batch.micro_batch)
     try:
         priced = _priced(asked.job, choice)
     except LayoutError:
@@ -119,6 +120,22 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
         return []
     fits = priced.peak_bytes <= found.limit_bytes
     return [Alternative("as in the run file", priced if fits else None, (choice, priced.peak_bytes))]
+
+
+def _layout_of(config: "RunConfig", job: "Job", limit_bytes: float) -> "Layout":
+    """The layout of the run file; with recompute='auto' what fits, or where nothing does, what needs least."""
+    from shardwright.config.settle import needs_memory
+    from shardwright.cost.estimate import estimate
+    from shardwright.planner.recomputation import least_recomputation
+
+    layout = config.layout.layout()
+    if not needs_memory(config):
+        return layout
+    try:
+        estimate(job, layout, config.batch.micro_batch)
+        return least_recomputation(job, layout, config.batch.micro_batch, limit_bytes).layout
+    except LayoutError:
+        return layout.changed(recompute="full")
 
 
 def _explain(asked: Asked, options: Options, choice: "Choice") -> None:

@@ -132,11 +132,24 @@ def verify(options: Options) -> None:
         elif options.matrix is not None:
             _matrix(verifier, _of_matrix(configs[0], options.matrix, options), options)
         elif _is_too_large(configs, options):
-            _reduced(verifier, configs[0], options)
+            _reduced(verifier, _settled(configs[0]), options)
         else:
+            configs = [_settled(each) for each in configs]
             sides = _sides(configs, options)
             second = sides[1] if options.overrides_b is not None else None
             _one(verifier, *sides[0], second, options, sizes(configs[0], sides[0][0]))
+
+
+def _settled(config: "RunConfig") -> "RunConfig":
+    """The run file with a recomputation in the place of "auto", as for this machine unless it says `memory_gib`."""
+    from shardwright.config.settle import needs_memory, settled
+    from shardwright.processes import share_bytes
+
+    if not needs_memory(config):
+        return config
+    found, chosen = settled(config, share_bytes(config.layout.layout().world_size))
+    error_console.print(f"recompute auto: {chosen} of a rank")
+    return found
 
 
 def _is_too_large(configs: "Sequence[RunConfig]", options: Options) -> bool:

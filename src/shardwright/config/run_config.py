@@ -1,7 +1,7 @@
 """A whole run, and the rules between its sections."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -25,7 +25,7 @@ from shardwright.config.sections import (
     Section,
 )
 from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import accumulation
+from shardwright.layout import AUTO, accumulation
 from shardwright.model.modules import FAMILIES
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems as split_problems
@@ -39,6 +39,11 @@ class RunConfig(Section):
     steps: Positive = Field(description="optimizer steps")
     seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    memory_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="GiB that a rank has, for layout.recompute='auto'; if not given, those of its GPU, or on CPU those "
+        "of the machine over its ranks",
+    )
     extensions: list[str] = Field(
         [],
         description="Python files (.py, relative to the run file) or modules that register schedules, optimizers or "
@@ -99,6 +104,13 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
+    how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
+    if how == AUTO and layers is not None:
+        found = [problem for problem in found if "recompute_layers" not in problem]
+        found.append(
+            f"layout.recompute_layers={layers} is decided by layout.recompute={AUTO!r}; leave it out, or set recompute "
+            f"to 'selective' or 'full'"
+        )
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if lr_schedule:

@@ -235,7 +235,7 @@ def _layout_key(key: LayoutKey) -> Any:
     """A field of [layout]: optional where the layout derives its default from other keys."""
 
     def valid(value: Any) -> Any:
-        if rule := key.problem(value):
+        if value not in key.in_run_file and (rule := key.problem(value)):
             raise PydanticCustomError("layout", "{rule}", {"rule": rule})
         return value
 
@@ -254,9 +254,19 @@ _LayoutKeys: Any = create_model(
 class LayoutSection(_LayoutKeys):
     """How ranks partition model and batch. World size: dp_replicate x dp_shard x cp x tp x pp; ep lies within."""
 
-    def layout(self) -> Layout:
-        """The arithmetic of these degrees. Raises LayoutError."""
+    @property
+    def recomputation(self) -> tuple[str, int | None]:
+        """`recompute`, which may be "auto", and `recompute_layers`."""
         values = self.model_dump()
+        return values["recompute"], values["recompute_layers"]
+
+    def layout(self) -> Layout:
+        """The arithmetic of these degrees; until it is settled, recompute='auto' counts as its default. Raises
+        LayoutError."""
+        values = self.model_dump()
+        for name, key in LAYOUT_KEYS.items():
+            if values[name] in key.in_run_file:
+                values[name] = key.default
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return Layout(**values)
 

@@ -51,7 +51,8 @@ class Layer:
 class Ends:
     """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
     norm; `sent`: the output of a stage, if it is kept after the send; `logits`: kept from the loss to its backward
-    pass, `waiting_logits`: from there to W; `loss`: temporary buffers of the loss."""
+    pass, `waiting_logits`: from there to W; `loss`: temporary buffers of the loss; `freed`: the part of `logits` that
+    is freed before the gradient of the head's matrix exists."""
 
     first: Floats
     last: Floats
@@ -59,6 +60,7 @@ class Ends:
     logits: Floats
     waiting_logits: Floats
     loss: Floats
+    freed: Floats
 
 
 def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Layer:
@@ -109,6 +111,9 @@ def ends(job: Job, candidates: Candidates) -> Ends:
     16-bit logits are copied to fp32 for the loss, which keeps their softmax; `Stack.logit_peak_bytes` is the maximum of
     logits, copies and gradients together. In fp32 there are no copies, but there are softmax and gradients. Modules of
     multi-token prediction have logits of their own.
+
+    A chunked loss (`layout.loss_chunk_tokens`) has the logits of C tokens, with what is beside them in its sums, and
+    keeps the gradients of the head's input and matrix instead of logits; the latter is a sum in 32 bits or more.
     """
     stack, e = job.stack, job.element_bytes
     kept = max(stack.logit_kept_bytes, e)
@@ -120,16 +125,35 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         formulas.values["predictions"] = 1 + job.model.mtp_modules
         times = "predictions * " * (job.model.mtp_modules > 0)
         formulas.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
-        return Ends(
-            first=formulas("dropout mask", "T_shard * h * mask"),
-            last=formulas("around the last norm", "(T_shard + T_read) * h * e"),
-            sent=formulas("sent on", "T_shard * h * e * keeps_outputs"),
-            logits=formulas("logits of a microbatch", f"{times}T * vocabulary_rows * logit_bytes"),
-            waiting_logits=formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e"),
-            loss=formulas(
-                "loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py"
-            ),
-        )
+        first = formulas("dropout mask", "T_shard * h * mask")
+        last = formulas("around the last norm", "(T_shard + T_read) * h * e")
+        sent = formulas("sent on", "T_shard * h * e * keeps_outputs")
+        if candidates.shared.loss_chunk_tokens:
+            return Ends(first, last, sent, *_chunked_loss(candidates, formulas, times))
+        logits = formulas("logits of a microbatch", f"{times}T * vocabulary_rows * logit_bytes")
+        waiting = formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e")
+        loss = formulas("loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py")
+        return Ends(first, last, sent, logits, waiting, loss, logits - waiting)
+
+
+def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tuple[Floats, ...]:
+    """`logits` and what follows it in `Ends`; `times`: factor of what each prediction keeps."""
+    tokens = formulas["T"]
+    formulas.values |= {
+        "C": np.minimum(tokens, candidates.shared.loss_chunk_tokens),
+        "sum_bytes": max(4.0, float(formulas["e"])),
+        "copied": int(formulas["e"] < 4),
+    }
+    kept = formulas(
+        "gradients kept by the loss", f"{times}(T_shard * h * e + vocabulary_rows * h * sum_bytes)", "parallel/loss.py"
+    )
+    chunk = "C * vocabulary_rows * (e + (1 + copied) * sum_bytes)"
+    product = "(C * vocabulary_rows + vocabulary_rows * h) * e * copied"
+    loss = formulas(
+        "loss", f"max({chunk}, {product}) + cut * 2 * T * h * e", "logits of a chunk; gathered inputs; parallel/loss.py"
+    )
+    nothing = np.zeros_like(kept)
+    return kept, nothing, loss, nothing
 
 
 def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:

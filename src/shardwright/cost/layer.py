@@ -51,7 +51,10 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
 
 def head(job: Job, candidates: Candidates) -> Passes:
     """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. Over tp
-    the input is all-gathered and its gradient reduce-scattered, or all-reduced without token shards."""
+    the input is all-gathered and its gradient reduce-scattered, or all-reduced without token shards. A chunked loss
+    does all of it in F."""
+    if candidates.shared.loss_chunk_tokens:
+        return _chunked_head(job, candidates)
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
         tokens, spec = candidates.tokens(job.seq_len), job.model
@@ -68,6 +71,43 @@ def head(job: Job, candidates: Candidates) -> Passes:
         forward = over_tp(job, candidates, given, "input", all_gather, None)
         backward = over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
+        passes.note()
+    return passes
+
+
+def _chunked_head(job: Job, candidates: Candidates) -> Passes:
+    """The three matmuls and the loss of each chunk, all in F. In 16 bits each gradient of the matrix is written, read,
+    and added to a sum in fp32; I multiplies the gradients that are kept by that of the loss. Ignored: the all-reduces
+    over tp of some numbers for each token of a chunk."""
+    passes = Passes("the head")
+    with ledger.section("Head, one microbatch"):
+        tokens, spec = candidates.tokens(job.seq_len), job.model
+        chunk = np.minimum(tokens, candidates.shared.loss_chunk_tokens)
+        one, e = head_matmul(job, candidates, chunk), job.element_bytes
+        inside = {each.name: each.seconds(job) for each in (one, one.for_input, one.for_weight)}
+        symbols: ledger.Inputs = {
+            "T": tokens, "C": chunk, "V": spec.vocab_size, "tp": candidates.tp, "h": spec.d_model, "e": e,
+            "sum_bytes": max(4, e), "loss_bytes": job.stack.speed.loss_bytes, "element_rate": reached_bytes_per_s(job),
+            "matmuls_of_a_chunk": ledger.total("matmuls of a chunk", inside),
+        }  # fmt: skip
+        passes.add(MATMULS, ledger.compute(f"{MATMULS}, F", "ceil(T / C) * matmuls_of_a_chunk", **symbols), 0.0)
+        added = "2 * sum_bytes" + " + 2 * e" * (e < 4)
+        forward = ledger.compute(
+            f"{ELEMENTWISE}, F",
+            f"(loss_bytes * (T * V / tp) + ceil(T / C) * ({added}) * (V / tp * h)) / element_rate",
+            "s",
+            "cost/speed.py; sum of the gradients over chunks",
+            **symbols,
+        )
+        backward = ledger.compute(
+            f"{ELEMENTWISE}, I", "(2 * sum_bytes + e) * (V / tp * h) / element_rate", "s",
+            "gradients times that of the loss", **symbols,
+        )  # fmt: skip
+        passes.add(ELEMENTWISE, forward, backward)
+        given = tokens * spec.d_model * e
+        both = over_tp(job, candidates, given, "input", all_gather, None)
+        both |= over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
+        passes.add(TENSOR, ledger.total(f"{TENSOR}, F", both), 0.0)
         passes.note()
     return passes
 

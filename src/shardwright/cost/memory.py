@@ -2,8 +2,8 @@
 
 It is the sum of parameters, gradients and optimizer states (`cost.states`), of the activations of the micro-batches in
 flight (`cost.activations`, `cost.pipeline`), and of the temporary buffers of the running action: the loss has copies of
-the logits, the backward pass of a block its gradients. A peak is the largest sum at one moment, never a sum of peaks.
-The optimizer runs when no activations are left.
+the logits, of all tokens or of a chunk, the backward pass of a block its gradients. A peak is the largest sum at one
+moment, never a sum of peaks. The optimizer runs when no activations are left.
 
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """
@@ -275,7 +275,7 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
     # The head's backward pass has the gradients of the logits and of its matrix.
     head = held.head * job.stack.weight_gradient_bytes
-    loss[:, -1] = np.maximum(around.loss, around.waiting_logits - around.logits + head)
+    loss[:, -1] = np.maximum(around.loss, head - around.freed)
     gradients = states.moving_gradients(job, candidates, held)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)

@@ -62,6 +62,7 @@ _SYMBOLS = (
      "without weight, the router's input in fp32, what a stage sends"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),
     ("logit_bytes loss_bytes_a_logit", "B", "of a logit, kept; in the loss on top"),
+    ("C sum_bytes", "tokens, B", "a chunk of the loss; of an element of the sum of gradients over chunks"),
 )  # fmt: skip
 
 NOTATION = {name: (unit, meaning, names) for names, unit, meaning in _SYMBOLS for name in names.split()}

@@ -46,12 +46,14 @@ def input_gradient(dy: Tensor, weight: Tensor, counts_E: Tensor | None = None, a
 
 
 def weight_gradient(dy: Tensor, x: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
-    """dW; added to `add_to` in place if given. An expert without rows has gradient 0."""
+    """dW; added to `add_to` in place if given, which may be of a wider type. An expert without rows has gradient 0."""
     if counts_E is not None:
         dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
         return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
     dy_FN, x_ND = dy.flatten(0, -2).T, x.flatten(0, -2)
-    return dy_FN @ x_ND if add_to is None else add_to.addmm_(dy_FN, x_ND)
+    if add_to is None:
+        return dy_FN @ x_ND
+    return add_to.addmm_(dy_FN, x_ND) if add_to.dtype == x_ND.dtype else add_to.add_(dy_FN @ x_ND)
 
 
 Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]

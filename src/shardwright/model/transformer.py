@@ -73,6 +73,9 @@ class Transformer(nn.Module):
     `to_empty` cannot untie it.
     """
 
+    applies_head = True
+    """Whether the forward pass returns logits; else, in the place of each, the input of the head, (B, T, D)."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -120,10 +123,10 @@ class Transformer(nn.Module):
         ahead_KBT: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """The results of `forward` from the output of the last layer."""
-        logits_BTV = self.logits(self.norm(x_BTD))
+        result = self._result(self.norm(x_BTD))
         if ahead_KBT is None:
-            return logits_BTV
-        return (logits_BTV, *self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents))
+            return result
+        return (result, *self.predict_ahead(x_BTD, ahead_KBT, positions_T, random_keys_B, documents))
 
     def hidden(
         self,
@@ -179,7 +182,7 @@ class Transformer(nn.Module):
         random_keys_B: Tensor | None,
         documents: Documents | None = None,
     ) -> Iterator[Tensor]:
-        """The logits (B, T, V) of each module of multi-token prediction. `x_BTD`: the output of the last layer, before
+        """The result (B, T, V) of each module of multi-token prediction. `x_BTD`: the output of the last layer, before
         the last norm; other arguments as in `forward`."""
         also = self._read_by_blocks(x_BTD, positions_T, documents)
         for number, tokens_BT in enumerate(ahead_KBT, start=self.spec.n_layers):
@@ -187,7 +190,7 @@ class Transformer(nn.Module):
             keys_2B = layer_site_keys(random_keys_B, number)
             x_BTD, normed_BTD = module(x_BTD, self.embedding(tokens_BT), positions_T, also[0], keys_2B, *also[1:])
             self._record_load(module, normed_BTD)
-            yield self.logits(normed_BTD)
+            yield self._result(normed_BTD)
 
     def _read_by_blocks(self, x_BTD: Tensor, positions_T: Tensor, documents: Documents | None) -> tuple[Any, ...]:
         """What all blocks read besides their input and their random keys: the rotary table, and documents if there are
@@ -203,6 +206,9 @@ class Transformer(nn.Module):
         for module in block.modules() if self.spec.moe and self.training else ():
             if isinstance(module, MoE) and module.last_load is not None:
                 module.tally.record(y_BTD, module.last_load)
+
+    def _result(self, x_BTD: Tensor) -> Tensor:
+        return self.logits(x_BTD) if self.applies_head else x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head, or the tied embedding's matrix; (B, T, D) -> (B, T, V)."""

@@ -59,6 +59,7 @@ def apply(
     shards: list[Sharded] = []
     for part in parts:
         blocks = list(part.layers.values())
+        part.applies_head = not layout.loss_chunk_tokens
         if groups.tp is not None:
             split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:

@@ -271,10 +271,14 @@ class VocabularyHead(nn.Module):
         else:
             self.weight = source.weight
 
+    @property
+    def matrix(self) -> Tensor:
+        """The rows of the head's matrix for this rank's part of the vocabulary, (v, D)."""
+        return self._tied[0].weight if hasattr(self, "_tied") else self.weight
+
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> Tensor:
-        weight = self._tied[0].weight if hasattr(self, "_tied") else self.weight
-        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, local_part(weight), None)
+        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, local_part(self.matrix), None)
         return logits_BTv
 
 

@@ -10,6 +10,7 @@
 | pp_schedule         | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
 | recompute           | none, selective with the default parts, and full                                           |
+| loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch                                  |
 
 A choice that changes nothing is made once: zero is 0 where there is nothing to shard over; pp_schedule and
 zero_pp_gather keep their defaults where they have no meaning. What is valid is what `Layout.problems`,
@@ -83,6 +84,8 @@ def _group(job: Job, shared: Layout, rows: Columns) -> Candidates:
     columns: dict[str, Any] = dict(rows)
     found = Candidates(shared=shared, sequence_parallel=rows["tp"] > 1, **columns)
     kept = _takes(shared, found.microbatches(job.global_batch))
+    if shared.loss_chunk_tokens:
+        kept &= found.tokens(job.seq_len) > shared.loss_chunk_tokens
     for name, key in KEYS.items():
         if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
             kept &= key.used(found)

@@ -30,6 +30,7 @@ from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, pick_device, process_group
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
+from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, past_stages
 from shardwright.training.step import StepResult, Trainer
 from shardwright.training.stop import StopRequest
@@ -51,13 +52,16 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
         keep_freed_memory()
     owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
     with owned, process_group(place, device):
+        config, said = settle(config, device)
+        layout = config.layout.layout()
         try:
-            return _Run(config, place, device, quiet).go()
+            return _Run(config, place, device, quiet, [said] if said else []).go()
         except torch.OutOfMemoryError as error:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
                 f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
-                f"tp or cp, layout.recompute='selective' or 'full', or precision.compute='bf16'"
+                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, or "
+                f"precision.compute='bf16'"
             ) from None
 
 
@@ -75,7 +79,9 @@ class Start:
 class _Run:
     """The objects of one rank's run; they are deleted before the process group is destroyed."""
 
-    def __init__(self, config: RunConfig, place: Place, device: torch.device, quiet: bool) -> None:
+    def __init__(
+        self, config: RunConfig, place: Place, device: torch.device, quiet: bool, remarks: Sequence[str] = ()
+    ) -> None:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet
         self.layout = config.layout.layout()
         self.spec = config.model.spec()
@@ -104,7 +110,7 @@ class _Run:
         )
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
-        self.remarks: list[str] = []
+        self.remarks = [*remarks]
 
     def go(self) -> bool:
         """Returns whether a signal stopped the run before its last step."""

@@ -13,14 +13,15 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.files import problem_of_owner
-from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer
+from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
-from shardwright.training.ranks import Place, place_from_environment
+from shardwright.training.ranks import Place, pick_device, place_from_environment
+from shardwright.training.settle import settle
 from shardwright.training.sources import Sources
 from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
@@ -74,6 +75,9 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
 def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
     out, world_size = Path(config.out), config.layout.layout().world_size
     if place is None and world_size > 1:
+        config, said = settle(config, pick_device(config.device, Place()), ranks_here=world_size)
+        if said and not quiet:
+            print(said, flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet)
         except WorkerError as error:
@@ -135,7 +139,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
     element = 8 if config.precision.compute == "fp64" else 4
     held = element * (2 + len(config.optimizer.kind.state))  # weights, gradients and the optimizer's states
     needed = held * n_parameters + PROCESS_BYTES * world_size
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = machine_bytes()
     if needed <= there:
         return []
     return [

@@ -21,10 +21,11 @@ from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
-from shardwright.parallel.loss import vocabulary_loss_sum
+from shardwright.parallel.loss import ChunkedLoss, vocabulary_loss_sum
 from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import clip_gradients, gradient_norm
+from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import look_ahead
 from shardwright.training.clock import Clock
 from shardwright.training.optimizer import set_learning_rate
@@ -183,10 +184,14 @@ class ForwardBackward:
         return tensor.to(self.device, non_blocking=True)
 
     def _loss_sum(self, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
-        """The summed cross-entropy of the logits that this rank's forward pass gives."""
-        tp = self.model.groups.tp
+        """The summed cross-entropy of what this rank's forward pass gives: logits, or with chunks the head's input."""
+        tp, layout, rows = self.model.groups.tp, self.model.layout, self.model.vocabulary
+        last = [part for part in self.model.parts if part.norm is not None]
+        if layout.loss_chunk_tokens and last:
+            axis = None if tp is None else TensorAxis(tp, layout.token_shards)
+            return ChunkedLoss(last[0], rows, axis, layout.loss_chunk_tokens, IGNORE, compiled)
         if tp is not None:
-            return partial(vocabulary_loss_sum, rows=self.model.vocabulary, group=tp, ignore=IGNORE)
+            return partial(vocabulary_loss_sum, rows=rows, group=tp, ignore=IGNORE)
         return torch.compile(loss_sum) if compiled else loss_sum
 
     def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:

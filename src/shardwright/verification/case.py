@@ -46,6 +46,7 @@ _GROUPS = 4
 _LATENT = 12  # of keys and values; that of queries is narrower, to be told from it
 _NOPE_DIM, _ROPE_DIM = 8, 4
 _VOCABULARY = 61  # prime, so that no degree divides it
+_CHUNKS = 3  # of the tokens of a micro-batch, at most, where the loss is chunked
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
 _ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
 _SGD_RATE = 0.01
@@ -264,12 +265,22 @@ def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
     """A layout of `true` for the case that is reduced from it: `stage_layers` reduced as the layers are, in the same
-    order.
+    order; and `loss_chunk_tokens` as the tokens of a micro-batch are, for several chunks where there were.
 
     Those that do not fit the true model are left as they are, to be refused.
     """
-    counts = _cut_stages(layout, true.spec.n_layers, case.spec.n_layers)
-    return replace(layout, stage_layers=counts) if counts else layout
+    if counts := _cut_stages(layout, true.spec.n_layers, case.spec.n_layers):
+        layout = replace(layout, stage_layers=counts)
+    chunk, whole, tokens = (
+        layout.loss_chunk_tokens,
+        *(each.micro_batch * each.seq_len // layout.cp for each in (true, case)),
+    )
+    if 0 < chunk < whole and tokens > 1:
+        few = -(-tokens // min(_CHUNKS, -(-whole // chunk)))
+        # The last chunk is shorter where it was.
+        alike = [n for n in range(1, tokens) if bool(tokens % n) == bool(whole % chunk)]
+        layout = replace(layout, loss_chunk_tokens=min(alike or [few], key=lambda n: abs(n - few)))
+    return layout
 
 
 def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> ModelSpec:

@@ -26,8 +26,8 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     and cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of
     these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
     either zero_pp_gather), sequence_parallel, cp_method, ep. Last comes, for each combination of degrees, one of its
-    layouts with recomputation, selective and full in turn (`Key.in_turn`). Keys left at their default say why
-    (`Key.unverified`).
+    layouts with a chunked loss and with recomputation, selective and full in turn (`Key.in_turn`). Keys left at their
+    default say why (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
@@ -88,15 +88,11 @@ def _makes_sense(choice: Choice) -> bool:
 
 
 def _varied(those: Sequence[Layout], number: int) -> Iterator[Layout]:
-    """One of these layouts, with values that are not the default of the keys that are varied in turn (`Key.in_turn`);
-    another layout and other values for each `number`."""
+    """One of these layouts, with values of the keys that are varied in turn (`Key.in_turn`); another layout and other
+    values for each `number`."""
     if those:
         layout = those[number % len(those)]
-        changes = {}
-        for name, key in KEYS.items():
-            if key.in_turn and key.choices:
-                others = [value for value in key.choices() if value != key.default_in(layout)]
-                changes[name] = others[number % len(others)]
+        changes = {name: key.in_turn[number % len(key.in_turn)] for name, key in KEYS.items() if key.in_turn}
         yield layout.changed(**changes)
 
 

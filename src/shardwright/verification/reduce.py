@@ -14,7 +14,7 @@ from math import prod
 from shardwright.errors import LayoutError
 from shardwright.layout import DENSE_AXES, Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.processes import PROCESS_BYTES
+from shardwright.processes import PROCESS_BYTES, machine_bytes
 from shardwright.split import rules
 from shardwright.verification.case import Case, cut_each
 
@@ -25,7 +25,7 @@ _AT_LEAST = 8
 
 def most_ranks() -> int:
     """Ranks of one layout that this machine can hold and run in about a minute."""
-    held = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 0.8 / PROCESS_BYTES)
+    held = int(machine_bytes() * 0.8 / PROCESS_BYTES)
     return max(1, min(held, max(_AT_LEAST, _RANKS_OF_A_CORE * (os.cpu_count() or 1))))
 
 

@@ -7,6 +7,7 @@ with the code as it is, the code as the bug has it, and where it shows.
 from collections.abc import Mapping
 
 from tests.training.bugs import (
+    chunked_loss,
     data,
     documents,
     dtype,
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
     "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
     "wrong recomputation": recompute.BUGS,
+    "wrong chunks of the loss": chunked_loss.BUGS,
     "wrong weights from files": hugging_face.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
 }

@@ -21,7 +21,7 @@ from tests.training.bugs.bug import (
 
 BUGS: dict[str, Bug] = {
     "the first token of a vocabulary shard is nobody's target": Bug(
-        Mutation(f"{LOSS}.forward", "targets_BT >= rows.start", "targets_BT > rows.start"), [TP]
+        Mutation(LOSS, "targets_N >= rows.start", "targets_N > rows.start"), [TP]
     ),
     "the first token of a vocabulary shard has no embedding": Bug(
         Mutation(
@@ -78,7 +78,7 @@ BUGS: dict[str, Bug] = {
         spec={"moe": FEW_PLACES},
     ),
     "the target of the last row of a vocabulary shard is left out": Bug(
-        Mutation(f"{LOSS}.forward", "targets_BT < rows.stop", "targets_BT < rows.stop - 1"), [TP]
+        Mutation(LOSS, "targets_N < rows.stop", "targets_N < rows.stop - 1"), [TP]
     ),
     "the last layer of a stage is left out": Bug(
         Mutation("shardwright.parallel.apply:stage_layers", "range(begin, end)", "range(begin, end - 1)"),

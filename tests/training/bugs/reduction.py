@@ -201,13 +201,11 @@ BUGS: dict[str, Bug] = {
         spec={"qk_norm": True},
     ),
     "the loss's sum of exponentials is that of the own vocabulary": Bug(
-        Mutation(
-            f"{LOSS}.forward", "dist.all_reduce(sums_2BT, group=group)", "dist.all_reduce(sums_2BT[1], group=group)"
-        ),
+        Mutation(LOSS, "dist.all_reduce(sums_2N, group=group)", "dist.all_reduce(sums_2N[1], group=group)"),
         [TP],
     ),
     "every rank takes the largest logit of its own vocabulary from its logits": Bug(
-        Mutation(f"{LOSS}.forward", "dist.all_reduce(largest_BT, dist.ReduceOp.MAX, group=group)", "pass"), [TP]
+        Mutation(LOSS, "dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)", "pass"), [TP]
     ),
     "target tokens are counted once for every rank of cp": Bug(
         Mutation(

@@ -1,0 +1,50 @@
+"""Decides what a run file leaves to the memory of the devices: `layout.recompute = "auto"`."""
+
+from shardwright.config.run_config import RunConfig
+from shardwright.errors import LayoutError
+from shardwright.layout import AUTO
+from shardwright.units import GiB
+
+MARGIN = 0.1
+"""Share of the memory that is kept free, as in a plan."""
+
+
+def needs_memory(config: RunConfig) -> bool:
+    """Whether the layout is not decided before the memory of a rank is known."""
+    return config.layout.recomputation[0] == AUTO
+
+
+def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> tuple[RunConfig, str]:
+    """The configuration with the least recomputation that fits, and what was chosen in words, with the peak.
+
+    `memory_bytes`: of a rank's device, unless the run file says `memory_gib`; a share of `margin` is kept free. The
+    same arguments give the same choice. Raises LayoutError where nothing fits, and where the plan has no formulas.
+    """
+    from shardwright.cost.hardware import cluster
+    from shardwright.cost.job import Job
+    from shardwright.planner.recomputation import least_recomputation
+
+    if config.precision.compute == "fp64":
+        raise LayoutError(
+            f"layout.recompute={AUTO!r} goes by the memory formulas of the plan, which has none for "
+            f"precision.compute='fp64'; set recompute to none, selective or full"
+        )
+    layout = config.layout.layout()
+    job = Job(
+        model=config.model.spec(),
+        cluster=cluster(f"h100:{layout.world_size}/{layout.world_size}"),  # memory formulas do not read what kind
+        seq_len=config.batch.seq_len,
+        global_batch=config.batch.global_batch,
+        precision=config.precision.compute,
+        optimizer=config.optimizer.name,
+    )
+    limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)
+    chosen = least_recomputation(job, layout, config.batch.micro_batch, limit)
+    found = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
+    return with_recomputation(config, **found), str(chosen)
+
+
+def with_recomputation(config: RunConfig, recompute: str, recompute_layers: int | None) -> RunConfig:
+    """The configuration with this in the place of "auto"."""
+    section = config.layout.model_copy(update={"recompute": recompute, "recompute_layers": recompute_layers})
+    return config.model_copy(update={"layout": section})

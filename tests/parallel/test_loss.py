@@ -1,0 +1,134 @@
+"""Proves what the chunked loss computes and keeps: with few chunks or many the loss and the gradients of whole logits,
+and a peak of memory that has the logits of one chunk. On every layout: tests/training/test_chunked_loss.py."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import profile
+
+from shardwright.parallel.loss import ChunkedLoss
+
+B, T, D, V = 2, 32, 24, 300
+N = B * T
+IGNORED = -100
+
+
+class Ends(nn.Module):
+    """The part of a model that the loss reads."""
+
+    def __init__(self, tied: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype))
+        self.embedding, self.head = nn.Embedding(V, D), None if tied else nn.Linear(D, V, bias=False)
+        (self.embedding if self.head is None else self.head).weight = weight
+        self.matrix = weight
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(B, T, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(V, (B, T), generator=generator)
+    return x, targets.masked_fill(torch.rand(B, T, generator=generator) < 0.4, IGNORED)
+
+
+def chunked(ends: Ends, n_tokens: int) -> ChunkedLoss:
+    return ChunkedLoss(ends, range(V), None, n_tokens, IGNORED, compiled=False)  # type: ignore[arg-type]
+
+
+def whole(ends: Ends, x: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(x, ends.matrix)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def gradients(ends: Ends, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor) -> list[Tensor]:
+    total = loss(x, targets)
+    (total / 7).backward()
+    assert x.grad is not None
+    assert ends.matrix.grad is not None
+    return [total.detach(), x.grad, ends.matrix.grad]
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 16, 63, N, 1000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_number_of_chunks_gives_the_loss_and_gradients_of_whole_logits(n_tokens: int, tied: bool):
+    one, other = (Ends(tied, torch.float64) for _ in range(2))
+    expected = gradients(one, lambda *given: whole(one, *given), *inputs())
+    found = gradients(other, chunked(other, n_tokens), *inputs())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_micro_batch_without_targets_has_loss_and_gradients_0():
+    ends, (x, targets) = Ends(False, torch.float64), inputs()
+    found = gradients(ends, chunked(ends, 7), x, torch.full_like(targets, IGNORED))
+    assert all(not each.any() for each in found)
+
+
+def test_without_gradients_none_is_computed():
+    ends, (x, targets) = Ends(False, torch.float64), inputs()
+    with torch.no_grad():
+        found = chunked(ends, 7)(x, targets)
+    assert found.item() == pytest.approx(whole(ends, x, targets).item(), rel=1e-13)
+    assert not found.requires_grad
+
+
+def test_the_heads_gradient_in_16_bits_is_rounded_once():
+    """So chunks of one token are nearly as good as one matmul; 64 terms added in bf16 are 3 times as far off."""
+    exact = Ends(False, torch.float64)
+    exact.matrix.data = Ends(False, torch.bfloat16).matrix.data.double()
+    x, targets = inputs(torch.bfloat16)
+    x = (0.2 * x.detach()).requires_grad_()  # all probabilities count
+    whole(exact, x.detach().double(), targets).backward()
+    assert exact.matrix.grad is not None
+    errors = []
+    for n_tokens in (N, 1):
+        ends = Ends(False, torch.bfloat16)
+        chunked(ends, n_tokens)(x, targets).backward()
+        assert ends.matrix.grad is not None
+        errors.append(float((ends.matrix.grad.double() - exact.matrix.grad).norm() / exact.matrix.grad.norm()))
+    assert errors[1] < 1.5 * errors[0] < 2**-7
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes that the CPU's allocator had handed out at one moment of a call, above those before it."""
+    with profile(profile_memory=True) as recorded:
+        run()
+    assert recorded.profiler is not None
+    events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def formula(n_tokens: int, e: int) -> int:
+    """Bytes of docs/chunked-loss.md: the gradients of the input and of the matrix, the latter in 32 bits or more, and
+    the logits of a chunk with their exponentials."""
+    wide = max(e, 4)
+    return N * D * e + V * D * wide + n_tokens * V * (e + wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_peak_is_that_of_one_chunk_as_the_formula_says(dtype: torch.dtype):
+    ends, (x, targets), e = Ends(False, dtype), inputs(dtype), dtype.itemsize
+    for n_tokens in (4, 16, 50):
+        found = peak_bytes(lambda n=n_tokens: chunked(ends, n)(x, targets).backward())
+        # Beside it some numbers for each token of the chunk: targets, largest logits, sums.
+        assert 0 <= found - formula(n_tokens, e) < 100 * n_tokens, (found, formula(n_tokens, e))
+        x.grad = ends.matrix.grad = None
+    assert peak_bytes(lambda: whole(ends, x, targets).backward()) > 3 * N * V * e
+
+
+def test_the_peak_in_16_bits_has_the_last_product_beside_the_sum():
+    """On a CPU, where PyTorch widens the product before it adds it, in both types."""
+    ends, (x, targets), e = Ends(False, torch.bfloat16), inputs(torch.bfloat16), 2
+    found = [peak_bytes(lambda n=n: chunked(ends, n)(x, targets).backward()) for n in (4, 50)]
+    kept = N * D * e + V * D * 4
+    assert 0 <= found[0] - (kept + 4 * V * e + V * D * (e + 4)) < 1000
+    # Logits in 16 bits, their copy in 32, and the exponentials.
+    assert 0 <= found[1] - (kept + 50 * V * (e + 4 + 4)) < 5000

@@ -1,0 +1,66 @@
+"""Bugs of the chunked loss: chunks left out, not accumulated, not reduced over tp, or each with its own divisor."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import ONE, PP, SP, STEP, TP, ZB, ZERO_3, AnyBug, Bug, UnitBug
+
+FORWARD, BACKWARD = (f"shardwright.parallel.loss:_ChunkedLoss.{name}" for name in ("forward", "backward"))
+CHUNKS = {"loss_chunk_tokens": 3}
+
+BUGS: dict[str, AnyBug] = {
+    "the last chunk of the loss is left out": Bug(
+        Mutation(FORWARD, "zip(*chunks, strict=True)", "zip(*(each[:-1] for each in chunks), strict=True)"),
+        [replace(each, **CHUNKS) for each in (ONE, ZERO_3)],
+    ),
+    "the gradient of the head is that of the last chunk": Bug(
+        Mutation(
+            FORWARD,
+            "matmul.weight_gradient(dlogits_Cv, x_CD, add_to=dweight_vD)",
+            "dweight_vD.copy_(matmul.weight_gradient(dlogits_Cv, x_CD))",
+        ),
+        [replace(each, **CHUNKS) for each in (ONE, TP, PP)],
+    ),
+    "the softmax of the second chunk is not summed over tp": Bug(
+        Mutation(FORWARD, "loss.of_chunk", "(partial(loss.of_chunk, group=None) if at == 2 else loss.of_chunk)"),
+        [replace(each, **CHUNKS) for each in (TP, SP)],
+    ),
+    "the gradient of the head's input is not summed over tp": Bug(
+        Mutation(FORWARD, "dx_BTD if summing is None else summing.wait()", "dx_BTD"), [replace(TP, **CHUNKS)]
+    ),
+    "the gradient of each chunk is divided by its own target tokens": Bug(
+        Mutation(
+            FORWARD,
+            "dlogits_Cv.to(x_CD.dtype)",
+            "dlogits_Cv.to(x_CD.dtype) / (targets_C != -100).sum().clamp(min=1)",
+        ),
+        [replace(each, **CHUNKS) for each in (ONE, SP)],
+    ),
+    "masked targets of a chunk count as token 0": Bug(
+        Mutation(FORWARD, "targets_BT.flatten()", "targets_BT.flatten().clamp(min=0)"),
+        [replace(each, **CHUNKS) for each in (ONE, TP)],
+    ),
+    "the gradient of the head is not multiplied by that of the loss": Bug(
+        Mutation(BACKWARD, "dweight_vD.mul_(dtotal)", "dweight_vD"),
+        [replace(each, **CHUNKS) for each in (ONE, ZB)],
+    ),
+    "targets of a chunk are those of other tokens on token shards": Bug(
+        Mutation(
+            f"{STEP}:ForwardBackward._loss_sum",
+            "TensorAxis(tp, layout.token_shards)",
+            "TensorAxis(tp, layout.token_shards, True)",
+        ),
+        [replace(SP, **CHUNKS)],
+    ),
+    "gradients of chunks are accumulated in 16 bits": UnitBug(
+        Mutation(FORWARD, "torch.zeros_like(weight_vD, dtype=wide)", "torch.zeros_like(weight_vD)"),
+        "tests/parallel/test_loss.py:test_the_heads_gradient_in_16_bits_is_rounded_once",
+    ),
+    "the logits of all chunks are kept": UnitBug(
+        Mutation(FORWARD, "del dlogits_Cv", "ctx.kept = [*getattr(ctx, 'kept', []), dlogits_Cv]"),
+        "tests/parallel/test_loss.py:test_the_peak_is_that_of_one_chunk_as_the_formula_says",
+        (torch.float64,),
+    ),
+}
