@@ -46,6 +46,8 @@ def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
             for key in _section_keys(f"{path}.{name}", model_of(field.annotation)):
                 default = defaults[key.path.rpartition(".")[2]]
                 yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=as_toml(default))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _section_keys(f"{path}.{name}", field.annotation)
         elif get_origin(field.annotation) is list and issubclass(row := get_args(field.annotation)[0], BaseModel):
             yield from _section_keys(f"{path}.{name}", row)
 

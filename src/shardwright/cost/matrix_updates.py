@@ -16,14 +16,13 @@ from shardwright.cost.collectives import all_to_all
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.model.modules import flops_of_matrices, rows
-from shardwright.optimizers import OPTIMIZERS
 
 SENT_BYTES = 2
 
 
 def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints) -> Floats:
     """Seconds a step, (n,); `hidden`, `experts`: elements of hidden matrices on a rank of tp and ep before ZeRO."""
-    kind = OPTIMIZERS[job.optimizer]
+    kind = job.optimizer_kind
     of_model = {
         what: [row for row in rows(job.model).values() if row.hidden and (row.kind == "expert") is is_expert]
         for what, is_expert in (("hidden", False), ("experts", True))
