@@ -53,7 +53,8 @@ def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
 
 
 def _key(path: str, field: Any) -> Key:
-    default = "required" if field.is_required() else ("-" if field.default is None else as_toml(field.default))
+    given = None if field.default_factory else field.default
+    default = "required" if field.is_required() else ("-" if given is None else as_toml(given))
     return Key(path, _type_name(field.annotation), default, field.description or "")
 
 
