@@ -3,6 +3,7 @@ states in bf16 and rates by kind of parameter do what they say; and that each la
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,19 @@ from shardwright.model.init import initialise
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import build_optimizer, named_state, set_learning_rate
 from shardwright.verification import Verifier
+from shardwright.verification.rank import build_trainer
+from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EVEN, EXPERTS, LATENT, LONG
-from tests.training.test_muon import EXPERT_LAYOUTS, LAYOUTS, logical
+from tests.training.checkpoints import DATA, Logical, equal, take_step
+from tests.training.checkpoints import logical as logical_states
+from tests.training.test_muon import EXPERT_LAYOUTS, LAYOUTS, by_hand, logical
+from tests.training.worlds import CASE, SEED
 
 LR, DECAY = 0.03, 0.1
 SPECS = {
@@ -175,12 +184,53 @@ def test_states_in_bf16_are_rounded_after_the_step_has_used_them() -> None:
             assert torch.equal(states[f"{kind}/{name}"].double(), expected), (kind, name)
 
 
+def test_momentum_in_bf16_is_rounded_after_the_direction_is_made() -> None:
+    """Of Muon, on a matrix that is one logical matrix."""
+    name = "layers.0.ffn.up.weight"
+    found, optimizer = trained(EVEN, RUNS["muon, bf16 states"])
+    w = of_one_process(EVEN)[name].detach()
+    m = torch.zeros_like(w)
+    for step in range(STEPS):
+        g = gradient_of(name, w, step)
+        m = 0.95 * m + 0.05 * g
+        w = (1 - LR * DECAY) * w - LR * 0.2 * max(w.shape) ** 0.5 * by_hand(0.95 * m + 0.05 * g)
+        m = m.bfloat16().double()
+    torch.testing.assert_close(found[name].detach(), w, rtol=1e-10, atol=1e-12)
+    assert torch.equal(named_state(optimizer, found.items())[f"momentum/{name}"].double(), m)
+
+
 def test_buckets_of_states_in_bf16_do_not_change_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS["adamw, bf16 states"]
     together, _ = trained(EVEN, run)
     monkeypatch.setattr("shardwright.training.on_shards.BUCKET_ELEMENTS", 1)
     by_one, _ = trained(EVEN, run)
     assert all(torch.equal(p, by_one[name]) for name, p in together.items())
+
+
+def hop(folder: Path, layout: Layout, step: int, run: OptimizerSection) -> tuple[Logical | None, Logical]:
+    """Take up the checkpoint after `step` steps, if that is not 0, take one more and save it."""
+    trainer = build_trainer(replace(CASE, spec=EVEN, dtype="float32", optimizer=run), layout, run.name)
+    store, loaded = CheckpointStore(folder, keep_last=99), None
+    if step:
+        load(store.path_of(step), trainer, DATA)
+        loaded = logical_states(trainer)
+    take_step(trainer, layout, step)
+    save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")
+    return loaded, logical_states(trainer)
+
+
+@pytest.mark.parametrize("run", rest_prove(RUNS, "adafactor"))
+def test_states_are_taken_up_on_other_layouts_bit_for_bit(tmp_path: Path, run: str) -> None:
+    """And a resume on the same layout goes on as if there had been no stop."""
+    one, other = LAYOUTS["tp, zero 3"], LAYOUTS["zero 1"]
+    ((_, saved), *_) = run_ranks(hop, one.world_size, tmp_path / "a", one, 0, RUNS[run])
+    ((loaded, after), *_) = run_ranks(hop, other.world_size, tmp_path / "a", other, 1, RUNS[run])
+    assert loaded is not None
+    assert equal(loaded, saved)
+    assert not equal(after, saved)
+    ((again, same), *_) = run_ranks(hop, other.world_size, tmp_path / "a", other, 1, RUNS[run])
+    assert again is not None
+    assert equal(same, after)
 
 
 @pytest.mark.parametrize("run", rest_prove(RUNS, "adafactor", "muon, bf16 states"))
