@@ -4,6 +4,7 @@
 and the planner's memory and traffic of the optimizer's step read the rows.
 """
 
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,10 @@ class OptimizerKind:
             return {of_rows: (*lead, n_rows, 1), of_columns: (*lead, max(1, len(row.parts)), n_columns)}
         names = self.matrix_state if row.hidden and self.matrix_state is not None else self.state
         return dict.fromkeys(names, row.shape)
+
+    def n_elements(self, rows: "Iterable[Row]") -> int:
+        """Elements of the states of all parameters."""
+        return sum(math.prod(shape) for row in rows if row.trained for shape in self.shapes(row).values())
 
     def counters_of(self, row: "Row") -> tuple[str, ...]:
         """The counters of a parameter."""

@@ -30,7 +30,8 @@ def keys() -> Iterable[Key]:
                 for kind in OPTIMIZERS.values():
                     for option, about in kind.options.items():
                         help = f"{kind.name}: {about.help}"
-                        yield Key(f"{name}.{option}", "number", as_toml(about.default), help)
+                        type_name = _type_name(type(about.default))
+                        yield Key(f"{name}.{option}", type_name, as_toml(about.default), help)
         else:
             yield _key(name, field)
 
