@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.config import OptimizerSection
-from shardwright.config.sections import LrScaleSection
+from shardwright.config.optimizer import LrScaleSection
 from shardwright.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.modules import rows

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import OptimizerSection
-from shardwright.config.sections import LrScaleSection, WeightDecaySection
+from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
 from shardwright.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.modules import row_of

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 from shardwright import extensions
 from shardwright.config import MODEL_TABLES, OptimizerSection, Scope, as_toml
-from shardwright.config.sections import LrScaleSection, WeightDecaySection
+from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
 from shardwright.errors import LayoutError
 from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.modules import FAMILIES

@@ -92,7 +92,7 @@ SCALE: dict[str, AnyBug] = {
         ("by kind", _PLAIN),
     ),
     "a weight decay of 0 for a kind is left out": UnitBug(
-        Mutation("shardwright.config.sections:OptimizerSection.weight_decay_of", "given is not None", "given"),
+        Mutation("shardwright.config.optimizer:OptimizerSection.weight_decay_of", "given is not None", "given"),
         _FORMULA,
         ("by kind", _PLAIN),
     ),
