@@ -16,6 +16,9 @@ help:
 	@echo "make bench        CPU-seconds a step beside hand-written loops; results in benchmarks/results"
 	@echo "make clean        remove .venv and what quickstart wrote"
 
+# Tests start many processes: without compiled files in __pycache__ each of them compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # torch comes first and pinned: asked for as a range, pip may take a build with several GB of CUDA.
 .venv/.base: constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwright needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'

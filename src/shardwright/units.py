@@ -1,4 +1,9 @@
-"""Bytes, seconds and counts as people read them. GiB is 2**30 bytes, GB is 10**9."""
+"""Bytes, seconds and counts as people read them, and items in groups of so many bytes. GiB is 2**30 bytes, GB 1e9."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 
@@ -36,3 +41,18 @@ def format_seconds(seconds: float) -> str:
 def percent(fraction: float) -> str:
     """`0.956` -> `96%`, `0.041` -> `4.1%`, `0.01` -> `1%`."""
     return f"{fraction:.0%}" if fraction >= 0.0995 else f"{100 * fraction:.2g}%"
+
+
+def in_groups(items: Iterable[T], n_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Items in order, as many together as have at most `max_bytes`, or a larger one alone; no group is empty."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        size = n_bytes(item)
+        if group and held + size > max_bytes:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += size
+    if group:
+        yield group

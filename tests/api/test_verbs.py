@@ -54,7 +54,7 @@ def test_a_layout_is_verified():
 
 
 def test_a_run_is_trained_read_and_its_model_restored(tmp_path: Path):
-    prepare(Path(__file__).parents[1], tmp_path / "tokens", glob="*/*.py", vocab_size=300, validation=0.1)
+    prepare(Path(__file__).parents[1], tmp_path / "tokens", glob="model/*.py", vocab_size=300, validation=0.1)
     sizes = {"n_layers": 2, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8, "d_ffn": 24, "vocab_size": 300}
     table = {
         "out": str(tmp_path / "out"),

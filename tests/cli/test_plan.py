@@ -192,7 +192,7 @@ def test_an_explained_layout_can_be_written_too(tmp_path: Path):
 
 
 def test_where_nothing_fits_the_exit_code_is_1_and_remedies_are_told():
-    asked = ("--model", "llama-3.1-70b", "--cluster", "h100:8", "--global-batch", 64, "--seq-len", 8192)
+    asked = ("--model", "llama-3.1-8b", "--cluster", "h100:1/1", "--global-batch", 8, "--seq-len", 8192)
     result = plan(*asked)
     assert result.exit_code == 1
     for part in ("nothing fits", "nearest: ", "needs", "what would make it fit", "accelerators of the same kind"):

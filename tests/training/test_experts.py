@@ -131,10 +131,12 @@ def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name:
     check(verifier, with_experts(**CHOICES[name]), layout)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    rest_prove(
-        [
+WHOLE_SEQUENCES = {"capacity_factor": 0.5, "aux_scope": "sequence"}
+WHOLE_SEQUENCES_ALONE = ({"capacity_factor": 1.0}, {"aux_scope": "sequence"}, {"force_balance": True})
+OF_SEQUENCES = [
+    *(
+        (WHOLE_SEQUENCES, layout)
+        for layout in (
             EP,
             Layout(dp_replicate=2),
             PP,
@@ -148,23 +150,15 @@ def test_every_way_to_route_trains_as_one_process_does(verifier: Verifier, name:
             Layout(tp=4, sequence_parallel=True, ep=2),
             Layout(cp=2, tp=2, sequence_parallel=True, zero=3, ep=4),
             Layout(pp=2, cp=2, ep=2, pp_schedule="zb-h1"),
-        ],
-        EP,
-        Layout(cp=2),
+        )
     ),
-    ids=str,
-)
+    *((changes, layout) for changes in WHOLE_SEQUENCES_ALONE for layout in (EP, PP, Layout(cp=2), SP)),
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    rest_prove(
-        [
-            {"capacity_factor": 1.0},
-            {"aux_scope": "sequence"},
-            {"capacity_factor": 0.5, "aux_scope": "sequence"},
-            {"force_balance": True},
-        ],
-        {"capacity_factor": 0.5, "aux_scope": "sequence"},
-    ),
+    ("changes", "layout"),
+    rest_prove(OF_SEQUENCES, (WHOLE_SEQUENCES, EP), (WHOLE_SEQUENCES, Layout(cp=2))),
     ids=str,
 )
 def test_what_looks_at_whole_sequences_trains_as_one_process_does(verifier: Verifier, changes: dict, layout: Layout):

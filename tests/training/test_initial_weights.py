@@ -151,6 +151,7 @@ def trained(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     return {n: whole(t) for n, t in named_state(trainer.optimizer, trainer.model.named_parameters.items()).items()}
 
 
+@prove
 def test_the_moments_are_kept_when_asked_for_and_zero_otherwise(tmp_path: Path):
     source = saved(tmp_path / "hf", FAMILIES["llama"])
     [expected] = run_ranks(trained, 1, source, tmp_path / "checkpoints")

@@ -201,7 +201,7 @@ def test_momentum_in_bf16_is_rounded_after_the_direction_is_made() -> None:
 def test_buckets_of_states_in_bf16_do_not_change_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS["adamw, bf16 states"]
     together, _ = trained(EVEN, run)
-    monkeypatch.setattr("shardwright.training.on_shards.BUCKET_ELEMENTS", 1)
+    monkeypatch.setattr("shardwright.training.on_shards.BUCKET_BYTES", 1)
     by_one, _ = trained(EVEN, run)
     assert all(torch.equal(p, by_one[name]) for name, p in together.items())
 

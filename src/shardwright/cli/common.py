@@ -23,6 +23,10 @@ console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")]
+ModelArgument = Annotated[
+    Path, typer.Argument(help="the folder of a run (`out` of its run file), a checkpoint, or a folder of transformers")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Extensions = Annotated[
     list[str] | None,
     typer.Option(
@@ -112,6 +116,11 @@ def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None 
     if not path.absolute().parent.is_dir():
         return [f"{option} {path}: there is no folder {path.parent}; make it first"]
     return [f"{option} {path}: that is a folder; name a file in it"] if path.is_dir() else []
+
+
+def wrong_device(device: str) -> list[str]:
+    """What is wrong with the option --device."""
+    return [] if device in ("auto", "cpu", "cuda") else [f"--device {device}: not one of auto, cpu, cuda"]
 
 
 def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:

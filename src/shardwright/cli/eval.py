@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, layout_of, print_json, say, verb, wrong_sizes
+from shardwright.cli.common import (
+    AsJson,
+    Device,
+    ModelArgument,
+    layout_of,
+    print_json,
+    say,
+    verb,
+    wrong_device,
+    wrong_sizes,
+)
 from shardwright.errors import InputError
 from shardwright.units import format_count
 
@@ -15,10 +25,7 @@ from shardwright.units import format_count
 class Options:
     """The arguments and options of the verb."""
 
-    model: Annotated[
-        Path,
-        typer.Argument(help="the folder of a run (`out` of its run file), a checkpoint, or a folder of transformers"),
-    ]
+    model: ModelArgument
     data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="a folder of `shardwright data prepare`")] = None
     split: Annotated[str, typer.Option(help="the split of that folder: validation or train")] = "validation"
     layout: Annotated[
@@ -27,7 +34,7 @@ class Options:
     seq_len: Annotated[int | None, typer.Option(help="tokens of a sequence [default: max_seq_len of the model]")] = None
     samples: Annotated[int | None, typer.Option(help="sequences, spread evenly over the split [default: all]")] = None
     micro_batch: Annotated[int, typer.Option(help="sequences that a rank runs at a time")] = 4
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
+    device: Device = "auto"
     json: AsJson = False
 
 
@@ -48,8 +55,7 @@ def eval(options: Options) -> None:
         problems.append("--data is missing; name a folder that `shardwright data prepare` wrote")
     if options.split not in ("validation", "train"):
         problems.append(f"--split {options.split}: not one of validation, train")
-    if options.device not in ("auto", "cpu", "cuda"):
-        problems.append(f"--device {options.device}: not one of auto, cpu, cuda")
+    problems += wrong_device(options.device)
     try:
         layout = layout_of(options.layout)
     except InputError as error:

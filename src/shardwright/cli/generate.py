@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, error_console, layout_of, print_json, verb, wrong_sizes
+from shardwright.cli.common import (
+    AsJson,
+    Device,
+    ModelArgument,
+    error_console,
+    layout_of,
+    print_json,
+    verb,
+    wrong_device,
+    wrong_sizes,
+)
 from shardwright.errors import InputError
 from shardwright.units import format_bytes, percent
 
@@ -19,10 +29,7 @@ LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replic
 class Options:
     """The arguments and options of the verb."""
 
-    model: Annotated[
-        Path,
-        typer.Argument(help="the folder of a run (`out` of its run file), a checkpoint, or a folder of transformers"),
-    ]
+    model: ModelArgument
     prompt: Annotated[list[str] | None, typer.Option(help="a text to continue; may be repeated")] = None
     prompts: Annotated[
         Path | None,
@@ -52,7 +59,7 @@ class Options:
         typer.Option(metavar="MODEL", help="a smaller model of the same tokenizer that proposes tokens (speculative)"),
     ] = None
     draft_tokens: Annotated[int, typer.Option(help="proposals of the draft in each step")] = 4
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
+    device: Device = "auto"
     json: AsJson = False
 
 
@@ -79,8 +86,7 @@ def generate(options: Options) -> None:
         layout = layout_of(options.layout, LAYOUT_KEYS)
     except InputError as error:
         problems += error.problems
-    if options.device not in ("auto", "cpu", "cuda"):
-        problems.append(f"--device {options.device}: not one of auto, cpu, cuda")
+    problems += wrong_device(options.device)
     if problems:
         raise InputError(*problems)
     sampling = Sampling(

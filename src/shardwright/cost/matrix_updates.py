@@ -9,6 +9,8 @@ Ignored: that owners cannot be balanced exactly, that one bucket is exchanged wh
 rates of small matmuls.
 """
 
+from functools import cache
+
 import numpy as np
 
 from shardwright.cost import ledger
@@ -16,30 +18,24 @@ from shardwright.cost.collectives import all_to_all
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.matmuls import reached_flops_per_s
 from shardwright.model.modules import flops_of_matrices, rows
+from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import OPTIMIZERS
 
 SENT_BYTES = 2
 
 
 def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints) -> Floats:
     """Seconds a step, (n,); `hidden`, `experts`: elements of hidden matrices on a rank of tp and ep before ZeRO."""
-    kind = job.optimizer_kind
-    of_model = {
-        what: [row for row in rows(job.model).values() if row.hidden and (row.kind == "expert") is is_expert]
-        for what, is_expert in (("hidden", False), ("experts", True))
-    }
     sharded = candidates.zero > 0
     replicas = np.where(sharded, candidates.world // (candidates.pp * candidates.tp * candidates.shards), 1)
     owners = np.where(sharded, candidates.shards, 1) * replicas * candidates.tp
     expert_owners = np.where(sharded, candidates.expert_shards, 1) * replicas * candidates.ep
     rate = reached_flops_per_s(job, job.wide_precision)
-    flops = {
-        what: sum(flops_of_matrices(row, kind.matrix_flops) for row in found) / max(sum(row.numel for row in found), 1)
-        for what, found in of_model.items()
-    }
     computed = ledger.compute(
         "orthogonal matrices", "(H * tp * flops / owners + Q * ep * expert_flops / expert_owners) / matmul_rate",
         H=hidden, Q=experts, tp=candidates.tp, ep=candidates.ep, owners=owners, expert_owners=expert_owners,
-        flops=flops["hidden"], expert_flops=flops["experts"], matmul_rate=rate,
+        flops=_flops(job.model, job.optimizer, False), expert_flops=_flops(job.model, job.optimizer, True),
+        matmul_rate=rate,
     )  # fmt: skip
     shards = np.where(sharded, candidates.shards, 1)
     what = "shards of matrices to their owners, all-to-all"
@@ -49,3 +45,11 @@ def matrix_updates(job: Job, candidates: Candidates, hidden: Ints, experts: Ints
         "updates of matrices", "orthogonal_matrices + 2 * (over_zero + over_tp)", orthogonal_matrices=computed,
         over_zero=over_zero, over_tp=over_tp,
     )  # fmt: skip
+
+
+@cache
+def _flops(spec: ModelSpec, optimizer: str, of_experts: bool) -> float:
+    """FLOPs of the updates of all experts, or of all other hidden matrices, divided by their elements."""
+    found = [row for row in rows(spec).values() if row.hidden and (row.kind == "expert") is of_experts]
+    compute = OPTIMIZERS[optimizer].matrix_flops
+    return sum(flops_of_matrices(row, compute) for row in found) / max(sum(row.numel for row in found), 1)

@@ -28,6 +28,7 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
+from shardwright.split.tensor import vocabulary_rows
 
 
 class Engine(Protocol):
@@ -171,7 +172,7 @@ class LayoutEngine:
         group, size = self.model.groups.tp, self.model.spec.vocab_size
         if group is None:
             return logits_Wv
-        rows = -(-size // self.layout.tp)
+        rows = len(vocabulary_rows(size, self.layout.tp, 0))
         own_Wv = F.pad(logits_Wv, (0, rows - logits_Wv.shape[1])).contiguous()
         gathered_nWv = own_Wv.new_empty(group.size(), *own_Wv.shape)
         all_gather_single(gathered_nWv.flatten(0, 1), own_Wv, group=group)

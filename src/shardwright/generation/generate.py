@@ -26,9 +26,8 @@ from shardwright.verification.reduce import most_ranks
 @dataclass(frozen=True)
 class Request:
     """What is asked for. `model`: a run, a checkpoint or a folder of transformers; `prompts`: texts, or token ids;
-    `batch_size`: sequences that a
-    replica of the model runs at once, each in a row of its cache; `draft`: a model that proposes up to `draft_tokens`
-    tokens a step (`speculative.py`)."""
+    `batch_size`: sequences that a replica of the model runs at once, each in a row of its cache; `draft`: a model that
+    proposes up to `draft_tokens` tokens a step (`speculative.py`)."""
 
     model: Path
     prompts: tuple[str | tuple[int, ...], ...]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwright.hugging_face.files import DTYPES, INDEX, LENGTH, WHOLE
 from shardwright.hugging_face.table import FileTensor
+from shardwright.units import in_groups
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """(parameter, offsets, shape) -> that box of it."""
@@ -59,7 +60,7 @@ def write_weights(
     """
     named = {tensor.name: tensor for tensor in tensors}
     entries = [Entry(name, dtypes[name], tensor.shape) for name, tensor in sorted(named.items())]
-    files = groups(entries, max_shard_bytes)
+    files = list(in_groups(entries, lambda entry: entry.n_bytes, max_shard_bytes))
     names = [WHOLE]
     if len(files) > 1:
         stem = WHOLE.removesuffix(".safetensors")
@@ -76,19 +77,6 @@ def write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return total
-
-
-def groups(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Entries in order, as many together as have at most `max_bytes`; each group has at least one."""
-    found: list[list[Entry]] = [[]]
-    held = 0
-    for entry in entries:
-        if found[-1] and held + entry.n_bytes > max_bytes:
-            found.append([])
-            held = 0
-        found[-1].append(entry)
-        held += entry.n_bytes
-    return found
 
 
 def tensor_of_file(tensor: FileTensor, read: Read, dtype: torch.dtype) -> Tensor:

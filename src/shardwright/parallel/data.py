@@ -43,6 +43,7 @@ from torch.distributed.tensor import Shard
 
 from shardwright.layout import Layout
 from shardwright.model.moe import MoE
+from shardwright.units import in_groups
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that ZeRO-0 sums in one all-reduce, unless one parameter has more: enough for full bandwidth, and
@@ -93,7 +94,9 @@ class Replicated:
         self._works: list[dist.Work | None] = []
         """All-reduces that have been started. Buckets are reduced in one fixed order, the same on all ranks."""
         if group is not None:
-            for bucket in _buckets([each for each in parameters if each.requires_grad]):
+            # The last parameter first: roughly the order of the backward pass.
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            for bucket in in_groups(reversed(trained), lambda parameter: parameter.nbytes, BUCKET_BYTES):
                 self._add(bucket)
 
     def before_backward(self, split: bool, last: bool) -> None:
@@ -138,18 +141,6 @@ class Replicated:
         while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
             bucket = self._buckets[len(self._works)]
             self._works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
-
-
-def _buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Parameters whose gradients share a bucket, last parameter first: roughly the order of the backward pass."""
-    bucket: list[nn.Parameter] = []
-    for parameter in reversed(parameters):
-        if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
 
 
 class Sharded:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwright.units import in_groups
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes of the shards of a rank that are exchanged at once, unless one matrix has more."""
@@ -70,17 +72,16 @@ class WholeMatrices:
     def __init__(self, parameters: Sequence[Tensor], costs: Sequence[float]) -> None:
         """`costs`: of the update of each parameter, in any unit."""
         self.matrices: list[Matrix] = []
-        loads: dict[tuple[object, ...], list[float]] = {}
+        loads: dict[tuple[object, ...], dict[tuple[int, ...], float]] = {}
         planned = [_axes_of(parameter) for parameter in parameters]
         order = sorted(range(len(parameters)), key=lambda number: (-costs[number], number))
         owners: dict[int, tuple[int, ...]] = {}
         for number in order:
             axes = planned[number][0]
-            degrees = [axis.group.size() for axis in axes]
-            work = loads.setdefault(tuple(id(axis.group) for axis in axes), [0.0] * prod(degrees))
-            least = work.index(min(work))
-            work[least] += costs[number]
-            owners[number] = _coordinates(least, degrees)
+            places = product(*(range(axis.group.size()) for axis in axes))
+            work = loads.setdefault(tuple(id(axis.group) for axis in axes), dict.fromkeys(places, 0.0))
+            owners[number] = min(work, key=work.__getitem__)
+            work[owners[number]] += costs[number]
         for number, (axes, sizes) in enumerate(planned):
             parameter = parameters[number]
             n_bytes = parameter.numel() * parameter.element_size() // prod(axis.group.size() for axis in axes)
@@ -110,22 +111,12 @@ class WholeMatrices:
         _interleave(exchange(bucket) for bucket in self._buckets())
 
     def _buckets(self) -> Iterator[list[Matrix]]:
-        for _, together in groupby(sorted(self.matrices, key=_by_key(self.matrices)), lambda each: each.key):
-            bucket: list[Matrix] = []
-            for matrix in together:
-                if bucket and sum(each.n_bytes for each in bucket) + matrix.n_bytes > BUCKET_BYTES:
-                    yield bucket
-                    bucket = []
-                bucket.append(matrix)
-            yield bucket
-
-
-def _by_key(matrices: Sequence[Matrix]) -> Callable[[Matrix], int]:
-    """Sorts by the first matrix with the same key, in an order that is the same on every rank."""
-    first: dict[tuple[object, ...], int] = {}
-    for matrix in matrices:
-        first.setdefault(matrix.key, matrix.number)
-    return lambda matrix: first[matrix.key]
+        """In an order that is the same on every rank."""
+        together: dict[tuple[object, ...], list[Matrix]] = {}
+        for matrix in self.matrices:
+            together.setdefault(matrix.key, []).append(matrix)
+        for matrices in together.values():
+            yield from in_groups(matrices, lambda matrix: matrix.n_bytes, BUCKET_BYTES)
 
 
 def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...], ...]]:
@@ -157,14 +148,6 @@ def _chunks(size: int, n: int) -> tuple[int, ...]:
     """The sizes of n shards, as torch.chunk makes them; the last ones may be smaller, or empty."""
     most = -(-size // n)
     return tuple(max(0, min(most, size - place * most)) for place in range(n))
-
-
-def _coordinates(place: int, degrees: Sequence[int]) -> tuple[int, ...]:
-    found = []
-    for degree in reversed(degrees):
-        place, at = divmod(place, degree)
-        found.append(at)
-    return tuple(reversed(found))
 
 
 def _exchange(

@@ -1,7 +1,7 @@
 """Which tokens of a sequence of several documents each rank of cp holds, and which of them attend to which.
 
 With attention within documents the number of scores of a token depends on where its document begins, so zig-zag chunks
-of the sequence are not balanced. Each document is dealt out on its own (`dealt`):
+of the sequence are not balanced. Each document is sharded over the ranks by itself (`dealt`):
 
 - A document whose scores are few is given to one rank: no other rank needs its keys.
 - A long document is sharded zig-zag over all ranks: rank r holds chunks r and 2R-1-r of its 2R chunks (Llama 3, arXiv

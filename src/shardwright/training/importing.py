@@ -19,12 +19,12 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.files import new_folder
 from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
-from shardwright.hugging_face.writer import Entry, groups, write_safetensors
+from shardwright.hugging_face.writer import Entry, write_safetensors
 from shardwright.run_folder import MODEL_FILE
 from shardwright.training.checkpoint.manifest import Manifest, Progress, ShardRecord, TensorRecord
 from shardwright.training.checkpoint.storage import sha256_of
 from shardwright.training.weights import MODEL
-from shardwright.units import GiB
+from shardwright.units import GiB, in_groups
 
 BLOCK_BYTES = GiB // 4
 """A shard has at most so many bytes, or one row: what is in memory at a time, and what a rank reads at least."""
@@ -51,7 +51,7 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
         blocks = list(_blocks(weights))
         records: dict[str, list[ShardRecord]] = defaultdict(list)
         by_key = {block.entry.name: block for block in blocks}
-        files = groups([block.entry for block in blocks], FILE_BYTES)
+        files = in_groups([block.entry for block in blocks], lambda entry: entry.n_bytes, FILE_BYTES)
         for number, entries in enumerate(files, start=1):
             file = f"weights-{number:05d}.safetensors"
 

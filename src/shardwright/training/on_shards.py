@@ -9,11 +9,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
+from shardwright.units import in_groups
 
 STORED_NARROW = torch.bfloat16
 """The type of states that are stored in fewer bits than they are computed in."""
-BUCKET_ELEMENTS = 2**24
-"""Elements of which states are widened at once, unless one parameter has more: 64 MiB in fp32 for each state."""
+BUCKET_BYTES = 64 * 2**20
+"""Bytes of parameters of which states are widened at once, unless one parameter has more."""
 
 Members = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
@@ -55,16 +56,8 @@ class OnShards(Optimizer):
             yield [(group, group["params"]) for group in groups]
             return
         for group in groups:
-            members: list[nn.Parameter] = []
-            elements = 0
-            for parameter in group["params"]:
-                n = local_part(parameter).numel()
-                if members and elements + n > BUCKET_ELEMENTS:
-                    yield [(group, members)]
-                    members, elements = [], 0
-                members.append(parameter)
-                elements += n
-            yield [(group, members)]
+            for members in in_groups(group["params"], lambda each: local_part(each).nbytes, BUCKET_BYTES):
+                yield [(group, members)]
 
 
 def _stored_narrow(parameter: nn.Parameter, states: MutableMapping[Any, Any]) -> bool:

@@ -6,7 +6,7 @@ time, by offsets alone: nothing of what is being verified is asked to gather the
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwright.parallel.initialise import local_box
 from shardwright.training.checkpoint.storage import sha256_of
-from shardwright.units import MiB
+from shardwright.units import MiB, in_groups
 
 
 class Quantity(NamedTuple):
@@ -88,7 +88,7 @@ class Recorder:
             if prod(box[1]) > 0 and not any(before.get(name) == box for before in everyone[:rank])
         ]
         files: dict[str, int] = {}
-        for number, names in enumerate(_in_groups(written, local)):
+        for number, names in enumerate(in_groups(written, lambda name: local[name].nbytes, _FILE_BYTES)):
             save_file({name: local[name] for name in names}, _file(self.folder, quantity, rank, number))
             files |= dict.fromkeys(names, number)
         self.trace.pieces[quantity] = {
@@ -98,21 +98,6 @@ class Recorder:
 
 _FILE_BYTES = 64 * MiB
 """Tensors that are saved together: saving copies them, which a model near the machine's memory leaves no room for."""
-
-
-def _in_groups(names: Iterable[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of tensors that are saved in one file: as many as `_FILE_BYTES` hold, or a larger one alone."""
-    group: list[str] = []
-    held = 0
-    for name in names:
-        size = tensors[name].nbytes
-        if group and held + size > _FILE_BYTES:
-            yield group
-            group, held = [], 0
-        group.append(name)
-        held += size
-    if group:
-        yield group
 
 
 def _file(folder: Path, quantity: Quantity, rank: int, number: int) -> Path:
