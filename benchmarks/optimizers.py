@@ -11,6 +11,7 @@ picture with the curves of the best rates, to `--out`; a run that is there alrea
 import argparse
 import datetime
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from shardwright.config import RunConfig, load
+from shardwright.run_folder import METRICS, RUN_FILE
 from shardwright.training.start import start
 
 RATES = {"adamw": 3e-3, "muon": 3e-3, "lion": 5e-4, "adafactor": 3e-2, "sgd": 0.1}
@@ -33,8 +35,16 @@ Curve = list[tuple[int, float]]
 
 def curve_of(out: Path) -> Curve:
     """(step, validation loss) of a run."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "evaluation"]
+
+
+def ended(out: Path) -> bool:
+    """Whether a run is there and has taken its last step."""
+    if not (out / METRICS).exists():
+        return False
+    curve = curve_of(out)
+    return bool(curve) and curve[-1][0] == load(out / RUN_FILE).steps
 
 
 def trained(run_file: Path, out: Path, changes: list[str]) -> Curve | None:
@@ -42,8 +52,10 @@ def trained(run_file: Path, out: Path, changes: list[str]) -> Curve | None:
     config: RunConfig = load(run_file, [*changes, f"out={out}", "layout.dp_shard=1", "layout.zero=0"])
     if not out.exists():
         start(config, quiet=True)
+    if not ended(out):
+        raise SystemExit(f"{out} holds a run that has not ended; wait for it, or delete the folder")
     found = curve_of(out)
-    return found if found[-1][0] == config.steps and found[-1][1] == found[-1][1] else None
+    return found if math.isfinite(found[-1][1]) else None
 
 
 def table(found: dict[str, dict[float, Curve | None]], described: str) -> str:
@@ -91,6 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
     parser.add_argument("--optimizers", nargs="*", default=list(RATES), choices=list(RATES))
     parser.add_argument("--rates", type=int, default=5, choices=(1, 3, 5))
+    parser.add_argument("--report", action="store_true", help="train nothing; table and picture of the runs that ended")
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE")
     given = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -99,15 +112,18 @@ def main() -> None:
     for name in given.optimizers:
         for factor in FACTORS[skipped : len(FACTORS) - skipped]:
             rate = RATES[name] * factor
+            out = given.out / f"{name}-{rate:g}"
+            if given.report and not ended(out):
+                continue
             changes: list[Any] = [*given.changes, f"optimizer.name={name}", f"optimizer.lr={rate}"]
-            curve = trained(given.run_file, given.out / f"{name}-{rate:g}", changes)
+            curve = trained(given.run_file, out, changes)
             found.setdefault(name, {})[rate] = curve
             print(name, f"{rate:g}", "diverged" if curve is None else f"{curve[-1][1]:.4f}", flush=True)
     config = load(given.run_file, given.changes)
     described = (
         f"{config.steps} steps of {config.batch.global_batch} x {config.batch.seq_len} tokens of the corpus of `make "
         f"quickstart`, a model of {config.model.spec().n_parameters / 1e6:.2f}M parameters, one process, fp32, torch "
-        f"{torch.__version__}, seed {config.seed}, {given.rates} rates of each optimizer."
+        f"{torch.__version__}, seed {config.seed}."
         + (f" Changed of the quickstart: {', '.join(given.changes)}." if given.changes else "")
     )
     (given.out / "losses.md").write_text(table(found, described))
