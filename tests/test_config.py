@@ -325,10 +325,38 @@ def test_a_run_file_inside_a_file_is_named(tmp_path: Path):
         ("optimizer.beta3=0.9", "optimizer.beta3: there is no such key for 'adamw'; did you mean 'beta2'?"),
         ("optimizer.beta1=1.0", "optimizer.beta1=1 is not from 0 to below 1"),
         ("optimizer.eps=big", "optimizer.eps='big': a number is needed"),
+        ("optimizer.momentum=0.9", "no such key for 'adamw'; it is one of 'sgd' and 'muon'"),
+        ("optimizer.adamw_lr_scale=0.5", "is called [optimizer.lr_scale] embedding, head, norm, bias, router now"),
+        (
+            "optimizer.lr_scale.embeding=0.5",
+            "optimizer.lr_scale.embeding: there is no such key; did you mean 'embedding'",
+        ),
+        ("optimizer.weight_decay_by_kind.norm=-1", "optimizer.weight_decay_by_kind.norm=-1"),
     ],
 )
 def test_what_an_optimizer_does_not_have_is_refused(tmp_path: Path, override: str, problem: str):
     assert any(problem in line for line in refused(tmp_path, SMALLEST, override))
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ('name = "sgd"\nnesterov = 1', "optimizer.nesterov=1: true or false is needed"),
+        ('name = "sgd"\nnesterov = true\nmomentum = 0.0', "and optimizer.momentum=0; raise it above 0"),
+        ('state_dtype = "bf16"\nbeta2 = 0.999', "valid: beta2 below 0.9961, or state_dtype='parameters'"),
+        ('name = "adafactor"\nstate_dtype = "bf16"', "there is nothing to save; leave it out"),
+    ],
+)
+def test_options_of_an_optimizer_that_contradict_each_other_are_refused(tmp_path: Path, section: str, problem: str):
+    assert any(problem in line for line in refused(tmp_path, f"{SMALLEST}\n[optimizer]\n{section}\n"))
+
+
+def test_rates_by_kind_are_resolved_with_the_rest(tmp_path: Path):
+    config = load(written(tmp_path, SMALLEST), ["optimizer.lr_scale.embedding=0.5", "optimizer.state_dtype=bf16"])
+    text = resolved_toml(config)
+    assert "lr_scale = { embedding = 0.5 }" in text
+    assert "weight_decay_by_kind" not in text
+    assert load(written(tmp_path, text)).optimizer == config.optimizer
 
 
 def test_the_options_of_an_optimizer_are_resolved_with_the_rest(tmp_path: Path):

@@ -4,22 +4,31 @@
 and the planner's memory and traffic of the optimizer's step read the rows.
 """
 
+import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwright import extensions
+
+if TYPE_CHECKING:
+    from shardwright.model.modules import Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A number that one optimizer has: `[optimizer] beta1`. Valid: `least` <= value < `below`."""
+    """A number that one optimizer has: `[optimizer] beta1`. Valid: `least` <= value < `below`; with a default of true
+    or false, only those.
 
-    default: float
+    `decay`: each step multiplies a state by it.
+    """
+
+    default: float | bool
     help: str
     least: float = 0.0
     below: float = float("inf")
+    decay: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +36,19 @@ class OptimizerKind:
     """One optimizer.
 
     Its update of an element depends on that element alone (AdamW, Lion, SGD with momentum); unless there is a
-    `matrix_state`, the state of hidden matrices, which it then updates as whole matrices (Muon).
+    `matrix_state`, the state of hidden matrices, which it then updates as whole matrices (Muon), or `means`.
 
-    `options`: its options besides lr, weight_decay and clip_norm, which every optimizer has.
-    `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape and type of the parameter;
-    `counters`: of fp32 scalars. All are zero before the first step.
+    `options`: its options besides those that every optimizer has.
+    `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape of the parameter, and of its
+    type unless the run stores them in bf16; `counters`: of fp32 scalars. All are zero before the first step.
+    `means`: names of the two states that matrices have instead of `state` (Adafactor): a mean over each row, of shape
+    (..., rows, 1), and over each column of each logical matrix, (..., logical matrices, columns).
     `matrix_flops`: (rows, columns) -> FLOPs of the update of a hidden matrix, for the planner.
+    `step_bytes`: what a step reads and writes of an element besides gradient, weight and states, for the planner.
+    `problems`: option values by name -> the rules between them that are broken, one sentence each.
     `make`: (parameter groups with their weight_decay, lr, option values by name) -> torch.optim.Optimizer; or where to
-    import it from, as "module:name". The parameters of one group lie on one device mesh. With `matrix_state` a group
-    also says whether its parameters are `hidden` matrices, and has their `rows` (`model.modules.Row`).
+    import it from, as "module:name". The parameters of one group lie on one device mesh. A group also says whether its
+    parameters are `hidden` matrices, and has their `rows` (`model.modules.Row`).
     """
 
     name: str
@@ -43,18 +56,39 @@ class OptimizerKind:
     options: Mapping[str, Option] = field(default_factory=dict)
     state: tuple[str, ...]
     counters: tuple[str, ...] = ()
+    means: tuple[str, str] | None = None
     matrix_state: tuple[str, ...] | None = None
     matrix_flops: Callable[[int, int], float] = lambda rows, columns: 0.0
+    step_bytes: float = 0.0
+    problems: Callable[[Mapping[str, float]], Iterable[str]] = lambda _: ()
     make: Callable[[list[dict[str, Any]], float, Mapping[str, float]], Any] | str
 
-    def held(self, hidden: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The state and the counters of a hidden matrix, or of another parameter."""
-        return (self.matrix_state, ()) if hidden and self.matrix_state is not None else (self.state, self.counters)
+    @property
+    def by_element(self) -> bool:
+        """Whether the update of an element depends on that element alone, in every parameter."""
+        return self.matrix_state is None and self.means is None
+
+    def shapes(self, row: "Row") -> dict[str, tuple[int, ...]]:
+        """The shape of each state of a parameter, by name."""
+        if self.means is not None and len(row.shape) > 1:
+            of_rows, of_columns = self.means
+            *lead, n_rows, n_columns = row.shape
+            return {of_rows: (*lead, n_rows, 1), of_columns: (*lead, max(1, len(row.parts)), n_columns)}
+        names = self.matrix_state if row.hidden and self.matrix_state is not None else self.state
+        return dict.fromkeys(names, row.shape)
+
+    def n_elements(self, rows: "Iterable[Row]") -> int:
+        """Elements of the states of all parameters."""
+        return sum(math.prod(shape) for row in rows if row.trained for shape in self.shapes(row).values())
+
+    def counters_of(self, row: "Row") -> tuple[str, ...]:
+        """The counters of a parameter."""
+        return () if row.hidden and self.matrix_state is not None else self.counters
 
     @property
     def names(self) -> set[str]:
         """The names of all states and counters."""
-        return {*self.state, *self.counters, *(self.matrix_state or ())}
+        return {*self.state, *self.counters, *(self.means or ()), *(self.matrix_state or ())}
 
     def build(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Any:
         """The optimizer, without state."""
@@ -71,8 +105,8 @@ def register(kind: OptimizerKind) -> OptimizerKind:
 
 
 _ADAM_OPTIONS = {
-    "beta1": Option(default=0.9, below=1.0, help="decay of the mean of gradients"),
-    "beta2": Option(default=0.95, below=1.0, help="decay of the mean of squared gradients"),
+    "beta1": Option(default=0.9, below=1.0, decay=True, help="decay of the mean of gradients"),
+    "beta2": Option(default=0.95, below=1.0, decay=True, help="decay of the mean of squared gradients"),
     "eps": Option(default=1e-8, least=1e-45, help="added to the root of the second moment"),
 }
 
@@ -83,7 +117,57 @@ register(
         options=_ADAM_OPTIONS,
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
-        make="shardwright.training.optimizer:adamw",
+        make="shardwright.training.optimizers.adamw:adamw",
+    )
+)
+
+
+def _sgd_problems(options: Mapping[str, float]) -> Iterable[str]:
+    if options["nesterov"] and not options["momentum"]:
+        yield "optimizer.nesterov=true looks ahead along the momentum, and optimizer.momentum=0; raise it above 0"
+
+
+register(
+    OptimizerKind(
+        name="sgd",
+        help="SGD with momentum, weight decay decoupled from the gradient",
+        options={
+            "momentum": Option(default=0.9, below=1.0, decay=True, help="decay of the sum of gradients"),
+            "nesterov": Option(default=False, help="look ahead along the momentum"),
+        },
+        state=("momentum_buffer",),
+        problems=_sgd_problems,
+        make="shardwright.training.optimizers.sgd:SGD",
+    )
+)
+
+register(
+    OptimizerKind(
+        name="lion",
+        help="Lion (arXiv 2302.06675)",
+        options={
+            "beta1": Option(default=0.9, below=1.0, help="share of the mean in the direction of a step"),
+            "beta2": Option(default=0.99, below=1.0, decay=True, help="decay of the mean of gradients"),
+        },
+        state=("mean",),
+        make="shardwright.training.optimizers.lion:Lion",
+    )
+)
+
+register(
+    OptimizerKind(
+        name="adafactor",
+        help="Adafactor (arXiv 1804.04235) without momentum, by the means of whole matrices on whatever layout",
+        options={
+            "decay_power": Option(default=0.8, least=1e-9, help="second moments of step t decay by 1 - t^-decay_power"),
+            "clip_threshold": Option(default=1.0, least=1e-9, help="root mean square that an update is scaled down to"),
+            "least_rms": Option(default=1e-3, help="least root mean square of a matrix that steps are relative to"),
+        },
+        state=("variance",),
+        counters=("step",),
+        means=("row", "column"),
+        step_bytes=24.0,
+        make="shardwright.training.optimizers.adafactor:Adafactor",
     )
 )
 
@@ -102,15 +186,16 @@ register(
         name="muon",
         help="Muon (arXiv 2502.16982) for hidden matrices, each whole on whatever layout; AdamW for all else",
         options={
-            "momentum": Option(default=0.95, below=1.0, help="decay of the mean of gradients of hidden matrices"),
+            "momentum": Option(
+                default=0.95, below=1.0, decay=True, help="decay of the mean of gradients of hidden matrices"
+            ),
             "update_rms": Option(default=0.2, least=1e-9, help="root mean square of an update of a hidden matrix / lr"),
-            "adamw_lr_scale": Option(default=1.0, help="learning rate of all other parameters / lr"),
             **_ADAM_OPTIONS,
         },
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
         matrix_state=("momentum",),
         matrix_flops=newton_schulz_flops,
-        make="shardwright.training.muon:Muon",
+        make="shardwright.training.optimizers.muon:Muon",
     )
 )

@@ -30,7 +30,8 @@ def keys() -> Iterable[Key]:
                 for kind in OPTIMIZERS.values():
                     for option, about in kind.options.items():
                         help = f"{kind.name}: {about.help}"
-                        yield Key(f"{name}.{option}", "number", as_toml(about.default), help)
+                        type_name = _type_name(type(about.default))
+                        yield Key(f"{name}.{option}", type_name, as_toml(about.default), help)
         else:
             yield _key(name, field)
 
@@ -46,12 +47,15 @@ def _section_keys(path: str, section: type[BaseModel]) -> Iterable[Key]:
             for key in _section_keys(f"{path}.{name}", model_of(field.annotation)):
                 default = defaults[key.path.rpartition(".")[2]]
                 yield key if default is dataclasses.MISSING else dataclasses.replace(key, default=as_toml(default))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _section_keys(f"{path}.{name}", field.annotation)
         elif get_origin(field.annotation) is list and issubclass(row := get_args(field.annotation)[0], BaseModel):
             yield from _section_keys(f"{path}.{name}", row)
 
 
 def _key(path: str, field: Any) -> Key:
-    default = "required" if field.is_required() else ("-" if field.default is None else as_toml(field.default))
+    given = None if field.default_factory else field.default
+    default = "required" if field.is_required() else ("-" if given is None else as_toml(given))
     return Key(path, _type_name(field.annotation), default, field.description or "")
 
 

@@ -14,7 +14,7 @@ from shardwright.data.prepare import prepare
 from tests.marks import prove, rest_prove
 
 HERE = Path(__file__).parent
-FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "lion", "parallel_block")]
+FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "signum", "parallel_block")]
 RUN = HERE / "run.toml"
 
 
@@ -76,7 +76,7 @@ def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(
     shardwright("plan", RUN, "--cluster", "cpu:2/2", "--write", written)
     table = tomllib.loads(written.read_text())
     assert table["extensions"] == [str(file) for file in FILES]
-    assert (table["model"]["family"], table["optimizer"]["name"]) == ("parallel-block", "lion")
+    assert (table["model"]["family"], table["optimizer"]["name"]) == ("parallel-block", "signum")
     found = shardwright("plan", RUN, "--cluster", "h100:8", "--json", "--top", 2000)
     assert "eager-1f1b" in found
 

@@ -18,6 +18,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.verification import Case
+from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -91,7 +92,7 @@ def test_every_matmul_of_a_model_goes_through_the_three_functions(name: str, mon
 
 
 def calls_of_a_step(case: Case, layout: Layout) -> Counter[str]:
-    trainer = build_trainer(case, layout, "sgd")
+    trainer = build_trainer(case, layout, PLAIN_SGD)
     with pytest.MonkeyPatch.context() as patch:
         calls = count_calls(patch)
         trainer.step(local_batch(case, layout, torch.distributed.get_rank(), 0), 0, 1e-3)

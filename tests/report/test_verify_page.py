@@ -17,7 +17,7 @@ from tests.training.worlds import CASE
 LAYOUT = Layout(tp=2, dp_shard=2)
 
 
-def row(kind: str, step: int, name: str, excess: float, training: str = "sgd") -> Row:
+def row(kind: str, step: int, name: str, excess: float, training: str = "plain sgd") -> Row:
     return Row(Quantity(kind, training, step), name, excess * 1e-10, 1e-10, "float64: rounding")
 
 
@@ -35,7 +35,7 @@ WRONG = report(
     row("gradient", 2, "layers.2.ffn_norm.weight", math.nan),
     row("gradient", 1, "head.weight", 0.3, "adamw"),
     row("parameter", 2, "norm.weight", 0.5),
-    differing=["gradient <a>, sgd, step 1: not the same bits on ranks 0 | 1"],
+    differing=["gradient <a>, plain sgd, step 1: not the same bits on ranks 0 | 1"],
     culprit="the smallest layout that still differs: tp 2 (2 ranks)",
 )
 
@@ -55,7 +55,7 @@ def test_a_page_has_the_verdict_the_culprit_and_what_is_not_equal(tmp_path: Path
     assert "layers.0.ffn_norm.weight" in text
     assert "7e9" in text
     assert "float64: rounding" in text
-    assert "gradient &lt;a&gt;, sgd, step 1: not the same bits on ranks 0 | 1" in text
+    assert "gradient &lt;a&gt;, plain sgd, step 1: not the same bits on ranks 0 | 1" in text
     assert "3</dd>" in text or "<dd>3<" in text, "three rows are not equal"
     for at in range(len(CLASSES)):
         assert f"var(--error-{at})" in text, "every class of errors is in the key, in a colour of the page's roles"
@@ -84,10 +84,10 @@ def test_a_page_of_a_matrix_has_a_line_for_each_layout(tmp_path: Path):
 
 def test_a_cell_is_the_largest_error_of_a_layer_in_a_step():
     panels = cells_by_panel(WRONG.rows)
-    assert list(panels) == ["gradient, sgd", "gradient, adamw", "parameter, sgd"]
-    assert panels["gradient, sgd"][("layer 0", 1)] == pytest.approx(7e9)
-    assert panels["gradient, sgd"][("layer 2", 2)] == math.inf
-    assert panels["parameter, sgd"] == {("embedding", 0): 0.0, ("norm", 2): pytest.approx(0.5)}
+    assert list(panels) == ["gradient, plain sgd", "gradient, adamw", "parameter, plain sgd"]
+    assert panels["gradient, plain sgd"][("layer 0", 1)] == pytest.approx(7e9)
+    assert panels["gradient, plain sgd"][("layer 2", 2)] == math.inf
+    assert panels["parameter, plain sgd"] == {("embedding", 0): 0.0, ("norm", 2): pytest.approx(0.5)}
 
 
 def test_layers_are_in_the_order_of_the_forward_pass():

@@ -23,6 +23,7 @@ from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.transformer import Transformer
 from shardwright.verification import Case, Verifier, case_of, cut
+from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
@@ -270,7 +271,7 @@ def loads_alone(case: Case) -> Loads:
 
 def loads_of_rank(case: Case, layout: Layout) -> Loads:
     """What the model says after each step, on one rank."""
-    trainer = build_trainer(case, layout, "sgd")
+    trainer = build_trainer(case, layout, PLAIN_SGD)
     loads: Loads = []
     for step in range(case.steps):
         trainer.step(local_batch(case, layout, dist.get_rank(), step), step, SGD_RATE)

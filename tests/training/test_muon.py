@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.config import OptimizerSection
+from shardwright.config.optimizer import LrScaleSection
 from shardwright.layout import Layout
 from shardwright.model.init import initialise
 from shardwright.model.modules import rows
@@ -16,8 +17,8 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.optimizers import OPTIMIZERS
 from shardwright.parallel import whole_matrices
-from shardwright.training.muon import orthogonal
 from shardwright.training.optimizer import build_optimizer, named_state, set_learning_rate
+from shardwright.training.optimizers.muon import orthogonal
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
@@ -25,7 +26,8 @@ from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS, LATENT, LONG
 from tests.training.worlds import CASE, SPEC, build
 
-MUON = OptimizerSection(name="muon", lr=0.03, weight_decay=0.1, adamw_lr_scale=0.5)  # type: ignore[call-arg]
+BESIDE = LrScaleSection(embedding=0.5, head=0.5, norm=0.5, bias=0.5, router=0.5)
+MUON = OptimizerSection(name="muon", lr=0.03, weight_decay=0.1, lr_scale=BESIDE)
 SPECS = {
     "grouped heads": EVEN,
     "latent attention": replace(EVEN, n_kv_heads=4, latent_attention=LATENT),
@@ -198,7 +200,10 @@ def test_several_buckets_are_on_their_way_and_owners_share_the_work() -> None:
 
 
 def test_hidden_matrices_have_one_state_and_all_else_two() -> None:
-    kind = OPTIMIZERS["muon"]
-    assert kind.held(hidden=True) == (("momentum",), ())
-    assert kind.held(hidden=False) == (("exp_avg", "exp_avg_sq"), ("step",))
-    assert CASE.optimizer.kind.held(hidden=True) == CASE.optimizer.kind.held(hidden=False)
+    kind, table = OPTIMIZERS["muon"], rows(EVEN)
+    up, norm = table["layers.0.ffn.up.weight"], table["norm.weight"]
+    assert kind.shapes(up) == {"momentum": up.shape}
+    assert not kind.counters_of(up)
+    assert kind.shapes(norm) == {"exp_avg": norm.shape, "exp_avg_sq": norm.shape}
+    assert kind.counters_of(norm) == ("step",)
+    assert CASE.optimizer.kind.shapes(up).keys() == CASE.optimizer.kind.shapes(norm).keys()

@@ -21,7 +21,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.split import stages
 from shardwright.split.rules import problems
 from shardwright.verification import Case, Verifier, case_of, cut
-from shardwright.verification.case import cut_each, cut_layout, cut_spec
+from shardwright.verification.case import PLAIN_SGD, cut_each, cut_layout, cut_spec
 from shardwright.verification.matrix import layouts
 from shardwright.verification.reference import train_alone
 from shardwright.verification.trace import Quantity
@@ -257,19 +257,19 @@ def test_an_unknown_dtype_names_the_nearest():
 
 def test_gradients_are_clipped_to_just_below_their_norm_to_more_and_to_far_less(tmp_path: Path):
     (trace,) = run_ranks(train_alone, 1, Case(SPEC, seq_len=10, global_batch=4), tmp_path)
-    for training in ("sgd", "adamw"):
+    for training in (PLAIN_SGD, "adamw"):
         norms = [trace.scalars[Quantity("grad norm", training, step)] for step in (1, 2, 3)]
         shares = [limit / norm for limit, norm in zip(trace.clip_norms[training], norms, strict=True)]
         assert shares == pytest.approx([0.7, 2.0, 0.1])
     # With SGD the limits are a thousand times larger, and smaller, than in runs.
-    assert trace.clip_norms["sgd"][0] > 1000
-    assert trace.clip_norms["sgd"][2] < 0.001
+    assert trace.clip_norms[PLAIN_SGD][0] > 1000
+    assert trace.clip_norms[PLAIN_SGD][2] < 0.001
 
 
 def test_a_run_without_clipping_is_verified_without(tmp_path: Path):
     case = Case(SPEC, seq_len=10, global_batch=4, optimizer=OptimizerSection(clip_norm=0.0))
     (trace,) = run_ranks(train_alone, 1, case, tmp_path)
-    assert set(trace.clip_norms["sgd"] + trace.clip_norms["adamw"]) == {math.inf}
+    assert set(trace.clip_norms[PLAIN_SGD] + trace.clip_norms["adamw"]) == {math.inf}
 
 
 def test_rates_are_those_of_the_schedule_shortened():

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from shardwright.layout import Layout
 from shardwright.verification import Row, Verifier
+from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.compare import differing_replicas, errors
 from shardwright.verification.trace import Quantity, RankTrace, Recorder, Trace
 from tests.distributed import run_ranks
 from tests.training.worlds import case
 
-GRADIENT, LOSS = Quantity("gradient", "sgd", 1), Quantity("loss", "sgd", 1)
+GRADIENT, LOSS = Quantity("gradient", PLAIN_SGD, 1), Quantity("loss", PLAIN_SGD, 1)
 
 
 def record(folder: Path, tensors: list[dict[str, Tensor]], loss: list[float]) -> RankTrace:
@@ -52,8 +53,8 @@ def test_replicas_that_differ_in_one_bit_are_told_with_their_ranks(tmp_path: Pat
     count, found = differing_replicas(trace(tmp_path / "a", {"w": one}, {"w": other}, {"w": one}, loss=[1, 1, 2]))
     assert count == 2
     assert found == [
-        "loss, sgd, step 1: not the same bits on ranks 0,1 | 2",
-        "gradient w, sgd, step 1: not the same bits on ranks 0,2 | 1",
+        "loss, plain sgd, step 1: not the same bits on ranks 0,1 | 2",
+        "gradient w, plain sgd, step 1: not the same bits on ranks 0,2 | 1",
     ]
 
 

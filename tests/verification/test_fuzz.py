@@ -105,7 +105,7 @@ def test_every_choice_of_batch_and_optimizer_is_drawn():
     for name in ("seq_len", "global_batch", "micro_batch", "seed"):
         assert len({getattr(case, name) for case in cases}) > 2, name
     assert {case.optimizer.name for case in cases} == set(OPTIMIZERS)
-    for name in ("lr", "weight_decay", "clip_norm"):
+    for name in ("lr", "weight_decay", "clip_norm", "state_dtype", "lr_scale", "weight_decay_by_kind"):
         assert len({getattr(case.optimizer, name) for case in cases}) > 1, name
     assert 0 in {case.optimizer.clip_norm for case in cases}
     for kind in OPTIMIZERS.values():

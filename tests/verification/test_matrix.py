@@ -17,6 +17,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.schedule.registry import names
 from shardwright.split.rules import problems
 from shardwright.verification import Case, Report, Row, Verifier
+from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.matrix import layouts
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation
@@ -266,7 +267,7 @@ def loads_and_biases(report: Report) -> list[Row]:
 def test_in_float64_biases_and_loads_of_routers_are_held_to_rounding(verifier: Verifier):
     report = verifier.parity(expert_case("float64"), Layout(dp_shard=2, zero=2, ep=2))
     found = loads_and_biases(report)
-    assert {row.quantity.training for row in found if row.quantity.kind == "parameter"} == {"sgd", "adamw"}
+    assert {row.quantity.training for row in found if row.quantity.kind == "parameter"} == {PLAIN_SGD, "adamw"}
     assert max(row.tolerance for row in found) == 1e-10
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
@@ -71,7 +72,8 @@ class DistributedModel:
 
         Pass these, and not `parameters()`, to an optimizer with `foreach` or `fused` set.
         """
-        return parameter_groups(self._model.named_parameters, self.spec, weight_decay)
+        groups = parameter_groups(self._model.named_parameters, self.spec, OptimizerSection(weight_decay=weight_decay))
+        return [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, *, micro_batch: int | None = None) -> Tensor:
         """Compute the loss and the gradients of one global batch, with gradient accumulation over micro-batches.

@@ -40,6 +40,7 @@ def plan(
     seq_len: int,
     precision: str = "bf16",
     optimizer: str = "adamw",
+    narrow_states: bool = False,
     memory_margin: float = 0.1,
     top: int = 10,
     hardware: str | Path | None = None,
@@ -48,9 +49,10 @@ def plan(
     """Find the fastest layouts of a cluster that fit, without a GPU and without PyTorch.
 
     `model`: a ModelSpec or the name of a preset. `cluster`: accelerators and how many, such as "h100:64".
-    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, bf16, fp16 or fp8. `memory_margin`:
-    share of an accelerator's memory that is kept free. `hardware`: a TOML file with accelerators of your own. `fix`:
-    search only layouts with these values of [layout] and micro_batch, such as {"tp": 8, "pp": 1}.
+    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, bf16, fp16 or fp8. `narrow_states`:
+    the states of the optimizer are stored in bf16. `memory_margin`: share of an accelerator's memory that is kept free.
+    `hardware`: a TOML file with accelerators of your own. `fix`: search only layouts with these values of [layout] and
+    micro_batch, such as {"tp": 8, "pp": 1}.
 
     Returns a Plan: `best` has up to `top` layouts, the fastest first, each with `layout`, `micro_batch`, `step_s` in
     seconds, `peak_bytes` and `parts_s`, where the time of a step goes; empty where nothing fits. Raises InputError for
@@ -68,6 +70,7 @@ def plan(
         seq_len=seq_len,
         precision=precision,
         optimizer=optimizer,
+        narrow_states=narrow_states,
     )
     return search(job, memory_margin=memory_margin, top=top, fixed=None if fix is None else fixed_values(fix))
 

@@ -170,14 +170,14 @@ def ask(options: Options) -> Asked:
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
         raise InputError(*wrong)
     name = model if model is not None else _model_name(config, spec)
-    optimizer = "adamw" if config is None else config.optimizer.name
     job = Job(
         model=spec,
         cluster=found,
         seq_len=seq_len,
         global_batch=global_batch,
         precision=precision,
-        optimizer=optimizer,
+        optimizer="adamw" if config is None else config.optimizer.name,
+        narrow_states=config is not None and config.optimizer.state_dtype == "bf16",
         document_tokens=document_tokens,
     )
     return Asked(job, name, config, explained, fixed)

@@ -6,11 +6,11 @@ A key that is not here is an error that names the nearest one that is. `resolved
 back as a run file with every default filled in; it is saved with each run.
 """
 
+from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.reading import as_toml, flat, keys_named, load, model_of, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
 from shardwright.config.sections import (
     MODEL_TABLES,
-    OptimizerSection,
     ScheduleSection,
     Scope,
     contradictions,

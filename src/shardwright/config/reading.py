@@ -14,6 +14,7 @@ from pydantic import (
 
 from shardwright import extensions
 from shardwright.config.run_config import RunConfig, broken_rules
+from shardwright.config.sections import RENAMED
 from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
@@ -103,8 +104,6 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
 
 INSTEAD = {"model.from": "preset", "model.preset": "from"}
 """Keys of which one takes the place of the other: what `--set` gives replaces both of the file."""
-RENAMED = {"schedule": "lr_schedule", "layout.schedule": "layout.pp_schedule"}
-"""Old names of keys and sections, and what they are called now."""
 
 
 def _sentence(entry: Any) -> str:
@@ -193,7 +192,7 @@ def resolved_toml(config: RunConfig) -> str:
     for name, section in values.items():
         if isinstance(section, dict):
             tables = {key: value for key, value in section.items() if value and _is_tables(value)}
-            plain = {key: value for key, value in section.items() if key not in tables}
+            plain = {key: value for key, value in section.items() if key not in tables and value != {}}
             lines += ["", f"[{name}]", *(f"{key} = {as_toml(value)}" for key, value in plain.items())]
             for key, rows in tables.items():
                 for row in rows:

@@ -8,6 +8,7 @@ from pydantic import (
 )
 
 from shardwright.config.mixture import mixture_problems
+from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -18,7 +19,6 @@ from shardwright.config.sections import (
     MetricsSection,
     ModelSection,
     NotNegative,
-    OptimizerSection,
     Positive,
     PrecisionSection,
     ScheduleSection,

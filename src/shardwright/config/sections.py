@@ -1,7 +1,6 @@
 """The sections of the run file as frozen, documented models: each key with its type, default and description."""
 
 import dataclasses
-import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,12 +13,11 @@ from pydantic import (
     Strict,
     ValidationError,
     create_model,
-    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from shardwright import extensions
-from shardwright.errors import ConfigError, nearest
+from shardwright.errors import ConfigError
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.keys import Key as LayoutKey
 from shardwright.layout import KEYS as LAYOUT_KEYS
@@ -27,14 +25,13 @@ from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec, differences
-from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 
 
-class _Refused(PydanticCustomError):
+class Refused(PydanticCustomError):
     """What a section's own rules say, as whole sentences; raised from its validator."""
 
-    def __new__(cls, *problems: str) -> "_Refused":
+    def __new__(cls, *problems: str) -> "Refused":
         return super().__new__(cls, "refused", "{problems}", {"problems": problems})
 
 
@@ -42,6 +39,14 @@ class Section(BaseModel):
     """A table of the run file: unknown keys are refused, values are not coerced, and nothing changes later."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+RENAMED = {
+    "schedule": "lr_schedule",
+    "layout.schedule": "layout.pp_schedule",
+    "optimizer.adamw_lr_scale": "[optimizer.lr_scale] embedding, head, norm, bias, router",
+}
+"""Old names of keys and sections, and what they are called now."""
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -269,55 +274,6 @@ class LayoutSection(_LayoutKeys):
                 values[name] = key.default
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return Layout(**values)
-
-
-class OptimizerSection(Section):
-    """The optimizer, its learning rate and its options; which options there are depends on `name`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = Field("adamw", description="adamw, muon, or an optimizer registered by an extension")
-    lr: float = Field(3e-4, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
-    clip_norm: float = Field(
-        1.0, ge=0, description="gradients are scaled down to this global norm if it is larger; 0: never"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_default_options(cls, given: Any) -> Any:
-        kind = OPTIMIZERS.get(given.get("name", "adamw")) if isinstance(given, dict) else None
-        return given if kind is None else {key: option.default for key, option in kind.options.items()} | given
-
-    @model_validator(mode="after")
-    def _options_are_known(self) -> "OptimizerSection":
-        kind = OPTIMIZERS.get(self.name)
-        if kind is None:
-            raise _Refused(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
-        found = []
-        for key, value in (self.model_extra or {}).items():
-            option = kind.options.get(key)
-            if option is None:
-                valid = [*type(self).model_fields, *kind.options]
-                found.append(f"optimizer.{key}: there is no such key for {self.name!r}; {nearest(key, valid)}")
-            elif isinstance(value, bool) or not isinstance(value, int | float):
-                found.append(f"optimizer.{key}={value!r}: a number is needed")
-            elif not option.least <= value < option.below:
-                rule = f"from {option.least:g}" + (f" to below {option.below:g}" if option.below < math.inf else "")
-                found.append(f"optimizer.{key}={value:g} is not {rule}")
-        if found:
-            raise _Refused(*found)
-        return self
-
-    @property
-    def kind(self) -> OptimizerKind:
-        """The row of the optimizer."""
-        return OPTIMIZERS[self.name]
-
-    @property
-    def options(self) -> dict[str, float]:
-        """The value of each of its options."""
-        return {key: float(value) for key, value in (self.model_extra or {}).items()}
 
 
 class ScheduleSection(Section):

@@ -15,7 +15,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, Stack
 from shardwright.layout import KEYS, RECOMPUTE, Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.optimizers import OPTIMIZERS
+from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind
 
 Ints = NDArray[np.int64]
@@ -28,8 +28,9 @@ class Job:
 
     `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matmuls, "fp32", "bf16", "fp16" or "fp8"; with
     the last three the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name
-    in `optimizers.OPTIMIZERS`. `document_tokens`: with attention within documents, the mean length of a token's
-    document, which is sum L^2 / sum L over documents of L tokens (`data.packing`); None: attention goes over sequences.
+    in `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16. `document_tokens`: with attention within
+    documents, the mean length of a token's document, which is sum L^2 / sum L over documents of L tokens
+    (`data.packing`); None: attention goes over sequences.
     """
 
     model: ModelSpec
@@ -40,6 +41,7 @@ class Job:
     stack: Stack = SHARDWRIGHT
     calibration: Calibration = CALIBRATED
     optimizer: str = "adamw"
+    narrow_states: bool = False
     document_tokens: float | None = None
 
     @property
@@ -48,14 +50,25 @@ class Job:
         return ("s", self.seq_len) if self.document_tokens is None else ("document_tokens", self.document_tokens)
 
     @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """The row of the optimizer."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def n_optimizer_states(self) -> int:
-        """Optimizer states of each parameter: 2 for Adam."""
-        return len(OPTIMIZERS[self.optimizer].state)
+        """Optimizer states of each parameter, but of matrices of an optimizer that has others for them: 2 for Adam."""
+        return len(self.optimizer_kind.state)
 
     @property
     def n_matrix_states(self) -> int:
         """Optimizer states of an element of a hidden matrix: 1 for Muon."""
-        return len(OPTIMIZERS[self.optimizer].held(hidden=True)[0])
+        of_matrices = self.optimizer_kind.matrix_state
+        return self.n_optimizer_states if of_matrices is None else len(of_matrices)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of an element of one optimizer state."""
+        return 2.0 if self.narrow_states else self.stack.state_bytes
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ from shardwright.cost import ledger
 from shardwright.cost.blocks import Block
 from shardwright.cost.job import Ints
 from shardwright.cost.pipeline import Stages
-from shardwright.model.modules import SPLIT_DIM, Split, end_rows
+from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows
 from shardwright.model.spec import ModelSpec
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"
@@ -93,6 +93,38 @@ def of_ranks(
     return Parameters(dense, expert, ends, hidden, layer_dense, layer_expert, matrix, head, of_block)
 
 
+def means(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:
+    """Elements of the states of an optimizer with `means` on rank 0 of tp, each (n, S): a mean over each row of a
+    matrix and all elements of a vector; a mean over each column of each logical matrix; and both means of experts."""
+    shape = (len(tp), len(stages.layers))
+    found = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for block, layers in stages.of_kind.items():
+        for row in block.rows:
+            if row.counted:
+                for total, count in zip(found, _means_of(model, row, tp, ep), strict=True):
+                    total += count[:, None] * layers
+    for row in end_rows(model):
+        for stage in _stages_of_end(model, row, shape[1]):
+            for total, count in zip(found, _means_of(model, row, tp, ep), strict=True):
+                total[:, stage] += count
+    return found
+
+
+def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:
+    """The counts of `means` of one parameter, each (n,)."""
+    none = np.zeros_like(tp)
+    if not row.trained:
+        return none, none, none
+    if row.split == "experts":
+        experts, n_rows, n_columns = row.shape
+        return none, none, experts // ep * (n_rows + max(1, len(row.parts)) * n_columns)
+    rows_over, columns_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
+    first = vocabulary_rows(model, tp) if row.split == "vocabulary" else row.shape[0] // rows_over + none
+    if len(row.shape) == 1:
+        return first, none, none
+    return first, max(1, len(row.parts)) * row.shape[1] // columns_over + none, none
+
+
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:
     """Rows of embedding and head of a rank, (n,)."""
     if multiple:
@@ -129,8 +161,13 @@ def _ends(model: ModelSpec, n_stages: int, matrix_rows: Ints) -> Ints:
     found = np.zeros((len(matrix_rows), n_stages), dtype=np.int64)
     for row in end_rows(model):
         count: Ints | int = matrix_rows * model.d_model if row.split == "vocabulary" else row.numel
-        found[:, 0 if row.kind == "embedding" else -1] += count
-        read_again = row.name == "embedding.weight" and (row.matmul or model.mtp_modules)
-        if read_again and n_stages > 1:
-            found[:, -1] += count
+        for stage in _stages_of_end(model, row, n_stages):
+            found[:, stage] += count
     return found
+
+
+def _stages_of_end(model: ModelSpec, row: Row, n_stages: int) -> list[int]:
+    """The stages that hold a parameter which is in no layer."""
+    stage = 0 if row.kind == "embedding" else n_stages - 1
+    read_again = row.name == "embedding.weight" and bool(row.matmul or model.mtp_modules)
+    return [stage, n_stages - 1] if read_again and n_stages > 1 else [stage]

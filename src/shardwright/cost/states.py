@@ -21,7 +21,7 @@ rank holds the first and the last stage.
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import ledger
+from shardwright.cost import ledger, parameters
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -52,7 +52,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
         "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
         "gradients": spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes),
-        "optimizer": _optimizer(job, candidates, formulas),
+        "optimizer": _optimizer(job, candidates, stages, formulas),
         # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
             "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
@@ -83,17 +83,38 @@ def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters
     return ledger.Formulas({**values, "h": job.model.d_model, "hidden": hidden}, "B")
 
 
-def _optimizer(job: Job, candidates: Candidates, formulas: ledger.Formulas) -> Floats:
-    """Optimizer states; hidden matrices may have fewer than other parameters."""
-    sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.stack.state_bytes
+def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+    """Optimizer states; matrices may have fewer than other parameters."""
+    sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.state_bytes
+    if job.optimizer_kind.means is not None:
+        return _means(job, candidates, stages, formulas)
     if job.n_matrix_states == job.n_optimizer_states:
         return _spent(formulas, candidates, "optimizer", sharded, n_bytes)
-    formulas.values |= {"matrix_bytes": job.n_matrix_states * job.stack.state_bytes}
+    formulas.values |= {"matrix_bytes": job.n_matrix_states * job.state_bytes}
     all_else = " - n_bytes * (hidden / ranks + Q / expert_ranks)"
     return _spent(
         formulas, candidates, "optimizer", sharded, n_bytes,
         f"{all_else} + matrix_bytes * (hidden / ranks + Q / expert_ranks))",
     )  # fmt: skip
+
+
+def _means(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+    """States of an optimizer that keeps means over the rows and columns of a matrix. ZeRO shards rows, and so the means
+    over each of them; means over each column are on every rank. Of experts it shards whole ones, and both means."""
+    counts = parameters.means(job.model, stages, candidates.tp, candidates.ep)
+    sharded = candidates.zero >= 1
+    formulas.values |= {
+        name: each[:, stages.of_rank].sum(2)
+        for name, each in zip(("by_row", "by_column", "expert_means"), counts, strict=True)
+    }
+    formulas.values |= {
+        "state_bytes": job.state_bytes,
+        "ranks": np.where(sharded, candidates.shards, 1)[:, None],
+        "expert_ranks": np.where(sharded, candidates.expert_shards, 1)[:, None],
+    }
+    return formulas(
+        "optimizer", "state_bytes * (by_row / ranks + by_column + expert_means / expert_ranks)", "arXiv 1804.04235"
+    )
 
 
 def _spent(

@@ -14,7 +14,6 @@ from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.matrix_updates import matrix_updates
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.passes import Passes, reached_bytes_per_s
-from shardwright.optimizers import OPTIMIZERS
 
 PIPELINE = "Pipeline, busiest rank"
 """A section of the ledger."""
@@ -339,10 +338,14 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
 
     For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
     writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
-    they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes. The overhead is
-    that of the loss, the norm's all-reduce and the start of the next step. Whole matrices: `cost.matrix_updates`.
+    they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes, and one that is
+    stored in bf16 saves 4; of an optimizer that keeps means of matrices none is counted, but what it reads and writes
+    more (`OptimizerKind.step_bytes`). The overhead is that of the loss, the norm's all-reduce and the start of the next
+    step. Whole matrices: `cost.matrix_updates`. Ignored: the all-reduces of means.
     """
-    stack = job.stack
+    stack, kind = job.stack, job.optimizer_kind
+    n_states = 0 if kind.means is not None else job.n_optimizer_states
+    of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states else 8 * (n_states - 2)
     shards, expert_shards = (
         np.where(candidates.zero > 0, over, 1) for over in (candidates.shards, candidates.expert_shards)
     )
@@ -351,9 +354,9 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     by_element = ledger.compute(
         "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
         shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
-        optimizer_bytes=stack.speed.optimizer_bytes + 8 * (job.n_optimizer_states - 2),
+        optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states,
     )  # fmt: skip
-    if OPTIMIZERS[job.optimizer].matrix_state is None:
+    if kind.matrix_state is None:
         return by_element
     matrices = matrix_updates(job, candidates, held.hidden, held.experts)
     return ledger.compute(

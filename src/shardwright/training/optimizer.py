@@ -1,122 +1,83 @@
 """The optimizer of a run, over whole parameters or shards of them, with its state allocated before the first step."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.optim.adamw import AdamW
 
 from shardwright.config import OptimizerSection
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part, local_part
-
-
-def adamw(groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Optimizer:
-    """Fused AdamW."""
-    return AdamW(groups, lr=lr, betas=(options["beta1"], options["beta2"]), eps=options["eps"], fused=True)
+from shardwright.training.on_shards import STORED_NARROW, OnShards
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection) -> Optimizer:
-    """The optimizer of the run for `parameters`, by global name, with weight decay on matrices and embeddings only."""
-    by_matrix = config.kind.matrix_state is not None
-    return make_optimizer(parameter_groups(parameters, spec, config.weight_decay, by_matrix), config)
+    """The optimizer of the run for `parameters`, by global name, with the rate and weight decay of their kinds."""
+    return make_optimizer(parameter_groups(parameters, spec, config), config)
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Optimizer:
-    """The optimizer of the run for groups of parameters with their weight decay.
+    """The optimizer of the run for groups of parameters (`parameter_groups`).
 
     The state is allocated here and not in the first step, so that a run that does not fit fails at its start, and
-    a checkpoint has somewhere to be read into. It is on the device and of the type and sharding of its parameter.
+    a checkpoint has somewhere to be read into. It is on the device and of the sharding of its parameter.
     """
     optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
+    dtype = STORED_NARROW if config.state_dtype == "bf16" else None
     for group in groups:
-        state, counters = config.kind.held(group.get("hidden", False))
-        for parameter in group["params"]:
+        for parameter, row in zip(group["params"], group["rows"], strict=True):
+            counters = config.kind.counters_of(row)
             numbers = {name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in counters}
-            tensors = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in state}
+            tensors = {
+                name: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+                if shape == row.shape
+                else _zero_means(parameter, shape)
+                for name, shape in config.kind.shapes(row).items()
+            }
             optimizer.state[parameter] = numbers | tensors
-    return optimizer if config.kind.matrix_state is not None else on_shards(optimizer)
+    return OnShards(optimizer) if config.kind.by_element else optimizer
 
 
-def on_shards(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, whose `step` is given this rank's shards of parameters, gradients and states as plain tensors.
-
-    Its optimizer updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole
-    would be; and PyTorch's dispatch of DTensors takes longer than the step of a small model. Outside of `step` groups
-    and states hold the DTensors.
-    """
-    held: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
-
-    def take_shards(*_: Any) -> None:
-        held.clear()
-        for group in optimizer.param_groups:
-            whole = group["params"]
-            group["params"] = [_shard_of(parameter, optimizer.state) for parameter in whole]
-            held.append((whole, group["params"]))
-
-    def put_back(*_: Any) -> None:
-        for group, (whole, shards) in zip(optimizer.param_groups, held, strict=True):
-            group["params"] = whole
-            for parameter, shard in zip(whole, shards, strict=True):
-                _keep_state(parameter, shard, optimizer.state)
-        held.clear()  # which would keep the gradients alive
-
-    optimizer.register_step_pre_hook(take_shards)
-    optimizer.register_step_post_hook(put_back)
-    return optimizer
-
-
-def _shard_of(parameter: nn.Parameter, states: MutableMapping[Any, Any]) -> nn.Parameter:
-    """The shard of a parameter, with its gradient and with a state in `states`."""
+def _zero_means(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros of a shape that differs from that of a matrix in one of its last two dims, sharded as the matrix is but for
+    that dim, of which every rank has all."""
+    means, meant = torch.empty(shape, device="meta"), next(d for d in (-1, -2) if shape[d] != parameter.shape[d])
+    local = list(local_part(parameter).shape)
+    local[meant] = shape[meant]
+    zeros = torch.zeros(local, dtype=parameter.dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
-        return parameter
-    shard = nn.Parameter(local_part(parameter.detach()))
-    shard.grad = None if parameter.grad is None else local_part(parameter.grad)
-    if parameter in states:
-        states[shard] = {name: local_part(value) for name, value in states[parameter].items()}
-    return shard
-
-
-def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMapping[Any, Any]) -> None:
-    """Take the state of a shard out of `states`; what the step has put in the place of a tensor is copied into it."""
-    if not isinstance(parameter, DTensor):
-        return
-    for name, value in states.pop(shard, {}).items():
-        before = states[parameter].get(name)
-        if isinstance(before, Tensor) and isinstance(value, Tensor):
-            if local_part(before).data_ptr() != value.data_ptr():
-                local_part(before).copy_(value)
-        elif isinstance(value, Tensor) and value.shape == shard.shape:
-            states[parameter][name] = as_part(value, parameter, parameter.device_mesh, parameter.placements)
-        else:
-            states[parameter][name] = value
+        return zeros
+    over = parameter.dim() + meant
+    placements = [Replicate() if getattr(place, "dim", None) == over else place for place in parameter.placements]
+    return as_part(zeros, means, parameter.device_mesh, placements)
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, weight_decay: float, by_matrix: bool = False
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection
 ) -> list[dict[str, Any]]:
-    """Groups of parameters with equal weight decay on the same mesh, as one call of a fused update needs them.
+    """Groups of parameters with equal weight decay and `lr_scale` on the same mesh, as one call of a fused update needs
+    them.
 
-    With `by_matrix` hidden matrices have groups of their own: those with `hidden`; and `rows` are those of the
-    parameters."""
-    groups: dict[tuple[bool, bool, DeviceMesh | None], dict[str, Any]] = {}
+    `rows` are those of the parameters; hidden matrices have groups of their own: those with `hidden`."""
+    groups: dict[tuple[float, float, bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         row = row_of(spec, name)
         if not row.trained:
             continue
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        decay = weight_decay if row.decays else 0.0
-        hidden = by_matrix and row.hidden
-        group = groups.setdefault((row.decays, hidden, mesh), {"params": [], "weight_decay": decay})
+        hidden = row.hidden and config.kind.matrix_state is not None
+        decay, scale = config.weight_decay_of(row), config.lr_scale_of(row)
+        group = groups.setdefault(
+            (decay, scale, hidden, mesh),
+            {"params": [], "rows": [], "weight_decay": decay, "lr_scale": scale, "hidden": hidden},
+        )
         group["params"].append(parameter)
-        if by_matrix:
-            group["hidden"] = hidden
-            group.setdefault("rows", []).append(row)
+        group["rows"].append(row)
     return list(groups.values())
 
 

@@ -13,6 +13,7 @@ import torch
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
 from shardwright.files import problem_of_owner
+from shardwright.model.modules import rows
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
@@ -135,16 +136,17 @@ def _machine_problems(config: RunConfig) -> list[str]:
     if n_gpus:
         few = f"the layout has {world_size} ranks and this machine {n_gpus} GPUs; start it with torchrun or srun on "
         return [f"{few}several machines, or lower the degrees of layout.*"] if world_size > n_gpus else []
-    n_parameters = config.model.spec().n_parameters
-    element = 8 if config.precision.compute == "fp64" else 4
-    held = element * (2 + len(config.optimizer.kind.state))  # weights, gradients and the optimizer's states
-    needed = held * n_parameters + PROCESS_BYTES * world_size
+    spec, element = config.model.spec(), 8 if config.precision.compute == "fp64" else 4
+    n_parameters, n_states = spec.n_parameters, config.optimizer.kind.n_elements(rows(spec).values())
+    state_bytes = 2 if config.optimizer.state_dtype == "bf16" else element
+    held = 2 * element + state_bytes * n_states / n_parameters  # weights, gradients and the optimizer's states
+    needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_bytes()
     if needed <= there:
         return []
     return [
         f"{world_size} ranks of a model of {format_count(n_parameters)} parameters need {format_bytes(needed)} or more "
-        f"({held} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine has "
+        f"({held:.3g} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine has "
         f"{format_bytes(there)} and no GPU that is used; train it on a cluster with torchrun or srun, or a smaller "
         f"model here"
     ]

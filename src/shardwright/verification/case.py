@@ -49,6 +49,8 @@ _VOCABULARY = 61  # prime, so that no degree divides it
 _CHUNKS = 3  # of the tokens of a micro-batch, at most, where the loss is chunked
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
 _ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
+PLAIN_SGD = "plain sgd"
+"""The training of every case beside that of the run's optimizer: w - rate g, which shows the scale of a gradient."""
 _SGD_RATE = 0.01
 _RATES = (1.0, 0.5, 0.75)
 """The learning rate of each step, in turn, as a share of that of the run: a group of parameters that does not follow
@@ -105,7 +107,7 @@ class Case:
     def trainings(self) -> tuple[str, str]:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
         which AdamW divides out; then that of the run."""
-        return "sgd", self.optimizer.name
+        return PLAIN_SGD, self.optimizer.name
 
     @property
     def n_records(self) -> int:
@@ -115,13 +117,13 @@ class Case:
 
     def rate(self, training: str, step: int) -> float:
         """The learning rate of a step (0-based)."""
-        if training != "sgd" and self.rates:
+        if training != PLAIN_SGD and self.rates:
             return self.rates[step]
-        return (_SGD_RATE if training == "sgd" else self.optimizer.lr) * _RATES[step % len(_RATES)]
+        return (_SGD_RATE if training == PLAIN_SGD else self.optimizer.lr) * _RATES[step % len(_RATES)]
 
     def scale(self, training: str, step: int) -> float:
         """What the gradients of a step are multiplied by before they are clipped."""
-        return _SCALES[step % len(_SCALES)] if training == "sgd" else 1.0
+        return _SCALES[step % len(_SCALES)] if training == PLAIN_SGD else 1.0
 
     def clip_norm(self, training: str, step: int, norm: float = math.nan) -> float:
         """What the global norm of the gradients of a step is clipped to; infinite if the run does not clip. `norm` is

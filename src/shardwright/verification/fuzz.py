@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 
 from shardwright import extensions
 from shardwright.config import MODEL_TABLES, OptimizerSection, Scope, as_toml
+from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
 from shardwright.errors import LayoutError
 from shardwright.layout import DENSE_AXES, KEYS, Layout
 from shardwright.model.modules import FAMILIES
@@ -238,8 +239,11 @@ def _experts(rng: Random, layout: Layout, n_layers: int) -> MoESpec:
 
 def _optimizer(rng: Random) -> OptimizerSection:
     name = rng.choice(list(OPTIMIZERS))
-    options = {}
+    options: dict[str, Any] = {}
     for key, option in OPTIMIZERS[name].options.items():
+        if isinstance(option.default, bool):
+            options[key] = rng.choice((False, True))
+            continue
         most = option.below if option.below <= 1 else 10 * option.default
         middle = round(max(option.least, 0.0) + 0.5 * (most - max(option.least, 0.0)), 12)
         options[key] = rng.choice((option.default, middle))
@@ -248,8 +252,17 @@ def _optimizer(rng: Random) -> OptimizerSection:
         lr=rng.choice((1e-4, 3e-4, 1e-3)),
         weight_decay=rng.choice((0.0, 0.1)),
         clip_norm=rng.choice((0.0, 1.0)),
+        state_dtype="parameters" if OPTIMIZERS[name].means else rng.choice(("parameters", "parameters", "bf16")),
+        lr_scale=LrScaleSection(**_by_kind(rng, (0.5, 2.0))),
+        weight_decay_by_kind=WeightDecaySection(**_by_kind(rng, (0.0, 0.2))),
         **options,
     )
+
+
+def _by_kind(rng: Random, values: tuple[float, ...]) -> dict[str, float]:
+    """A value for a few kinds of parameters; often for none."""
+    n = rng.choice((0, 0, 1, 2))
+    return {kind: rng.choice(values) for kind in rng.sample(sorted(LrScaleSection.model_fields), n)}
 
 
 def in_words(case: Case) -> str:
@@ -271,8 +284,8 @@ def in_words(case: Case) -> str:
 def run_file(case: Case, layout: Layout, remark: str) -> str:
     """A setting as the text of a run file, which `shardwright verify --full` reads back as the same setting; `remark`:
     its first line, without the #."""
-    optimizer = case.optimizer.model_dump()
-    usual = OptimizerSection(name=case.optimizer.name).model_dump() | {"name": OptimizerSection().name}
+    optimizer = case.optimizer.model_dump(exclude_none=True)
+    usual = OptimizerSection(name=case.optimizer.name).model_dump(exclude_none=True) | {"name": OptimizerSection().name}
     sections: dict[str, dict[str, Any]] = {
         "model": {"preset": "debug"} | _changes(case.spec),
         "data": {"path": "not needed"} | _scopes(case),

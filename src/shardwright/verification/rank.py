@@ -12,9 +12,10 @@ from shardwright.data.batches import Batch
 from shardwright.layout import Layout
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
-from shardwright.training.optimizer import build_optimizer, on_shards
+from shardwright.training.on_shards import OnShards
+from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
-from shardwright.verification.case import DTYPES, Case
+from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
 
@@ -24,7 +25,7 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     for training in case.trainings:
         trainer = build_trainer(case, layout, training)
         parameters = trainer.model.named_parameters
-        if training == "sgd":
+        if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             parts = trainer.forward_backward(local_batch(case, layout, rank, step), step)
@@ -65,8 +66,8 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         seq_len=case.seq_len,
     )
     optimizer: torch.optim.Optimizer
-    if training == "sgd":
-        optimizer = on_shards(torch.optim.SGD(model.named_parameters.values()))
+    if training == PLAIN_SGD:
+        optimizer = OnShards(torch.optim.SGD(model.named_parameters.values()))
     else:
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
     return Trainer(

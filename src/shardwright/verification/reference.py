@@ -12,11 +12,12 @@ from torch.func import functional_call
 from shardwright.data.samples import IGNORE
 from shardwright.model.documents import Documents
 from shardwright.model.init import initialise
+from shardwright.model.modules import row_of
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
-from shardwright.training.optimizer import make_optimizer, parameter_groups, set_learning_rate
-from shardwright.verification.case import DTYPES, Case
+from shardwright.training.optimizer import make_optimizer, set_learning_rate
+from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
 
@@ -30,7 +31,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
-        if training == "sgd":
+        if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
             tokens_BT, targets_BT, ids_B = case.batch(step)
@@ -115,13 +116,14 @@ def _also(case: Case, step: int, keys_B: Tensor | None) -> dict[str, Any]:
 
 
 def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -> torch.optim.Optimizer:
-    if training == "sgd":
+    if training == PLAIN_SGD:
         return torch.optim.SGD(parameters.values())
-    config = case.optimizer
-    if config.kind.matrix_state is not None:
-        return make_optimizer(parameter_groups(parameters, case.spec, config.weight_decay, by_matrix=True), config)
-    groups = [
-        {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    config, groups = case.optimizer, []
+    rates, decays = (table.model_dump(exclude_none=True) for table in (config.lr_scale, config.weight_decay_by_kind))
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            row = row_of(case.spec, name)
+            decay = decays.get(row.kind, config.weight_decay if parameter.dim() >= 2 else 0.0)
+            of_one = {"params": [parameter], "rows": [row], "hidden": row.kind in ("matrix", "expert")}
+            groups.append(of_one | {"weight_decay": decay, "lr_scale": rates.get(row.kind, 1.0)})
     return make_optimizer(groups, config)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.verification.case import Case
+from shardwright.verification.case import PLAIN_SGD, Case
 from shardwright.verification.compare import FLOORS, Errors, Row
 from shardwright.verification.trace import Quantity, Trace
 
@@ -94,7 +94,7 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
             return _OF_COUNTS * EPS["float32"]
         if not name:
             base = numbers[_number(quantity)]
-        elif quantity.kind == "parameter" and quantity.training != "sgd":
+        elif quantity.kind == "parameter" and quantity.training != PLAIN_SGD:
             return min(MOST, max(multiple * largest[quantity], math.sqrt(_NOISE) * _all_steps(case)))
         else:
             base = max(alone.get((quantity, name), 0.0), middle[quantity])
@@ -111,9 +111,10 @@ def of_one_process(case: Case, alone: Errors, sides: int = 1) -> Tolerance:
 
 
 def _all_steps(case: Case) -> float:
-    """The error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, over the
-    floor of the error."""
-    return 2 * case.optimizer.lr * case.steps / (FLOORS["parameter"] * case.spec.init_std)
+    """The error of a parameter whose every element Adam steps the other way: by 2 lr more after each step, with the
+    largest learning rate of a kind of parameter, over the floor of the error."""
+    scales = case.optimizer.lr_scale.model_dump(exclude_none=True).values()
+    return 2 * case.optimizer.lr * max([1.0, *scales]) * case.steps / (FLOORS["parameter"] * case.spec.init_std)
 
 
 def _follows_load(name: str) -> bool:
@@ -154,7 +155,7 @@ def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) ->
     bound = _all_steps(case)
 
     def limit(quantity: Quantity, name: str) -> float:
-        steps_of_noise = quantity.kind == "parameter" and quantity.training != "sgd" and name in noise
+        steps_of_noise = quantity.kind == "parameter" and quantity.training != PLAIN_SGD and name in noise
         return max(bound, tolerance.limit(quantity, name)) if steps_of_noise else tolerance.limit(quantity, name)
 
     reason = (

@@ -16,7 +16,7 @@ from shardwright.layout import Layout
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
-from shardwright.verification.case import Case, with_drawn_experts
+from shardwright.verification.case import PLAIN_SGD, Case, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
@@ -137,7 +137,7 @@ class Verifier:
             errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
-        first = Quantity("gradient", "sgd", 1)
+        first = Quantity("gradient", PLAIN_SGD, 1)
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
             rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")

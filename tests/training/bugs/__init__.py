@@ -18,6 +18,7 @@ from tests.training.bugs import (
     mtp,
     muon,
     off_by_one,
+    optimizers,
     order,
     recompute,
     reduction,
@@ -29,12 +30,18 @@ from tests.training.bugs import (
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
 FAMILIES: dict[str, Mapping[str, AnyBug]] = {
-    "wrong scale": scale.BUGS | elsewhere.SCALE | generation.SCALE | data.SHARE | muon.SCALE | mtp.SCALE,
-    "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION | mtp.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD,
+    "wrong scale": scale.BUGS
+    | elsewhere.SCALE
+    | generation.SCALE
+    | data.SHARE
+    | muon.SCALE
+    | mtp.SCALE
+    | optimizers.SCALE,
+    "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION | mtp.REDUCTION | optimizers.REDUCTION,
+    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD | optimizers.SHARD,
     "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE,
-    "wrong dtype": dtype.BUGS,
+    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE,
+    "wrong dtype": dtype.BUGS | optimizers.DTYPE,
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
     "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
     "wrong recomputation": recompute.BUGS,

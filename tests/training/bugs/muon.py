@@ -7,7 +7,7 @@ from shardwright.layout import Layout
 from tests.mutation import Mutation
 from tests.training.bugs.bug import EVEN, EXPERTS, LATENT, TP, AnyBug, Bug, UnitBug
 
-_EXCHANGE, _MUON = "shardwright.parallel.whole_matrices", "shardwright.training.muon"
+_EXCHANGE, _MUON = "shardwright.parallel.whole_matrices", "shardwright.training.optimizers.muon"
 _BY_HAND = "tests/training/test_muon.py:test_each_logical_matrix_is_updated_by_itself"
 _LATENT, _EXPERTS = replace(EVEN, n_kv_heads=4, latent_attention=LATENT), replace(EVEN, moe=EXPERTS)
 _SHARDED = Layout(dp_shard=2, zero=2)
@@ -70,7 +70,7 @@ STALE: dict[str, AnyBug] = {
 }
 SCALE: dict[str, AnyBug] = {
     "parameters beside Muon's take its learning rate": UnitBug(
-        Mutation(f"{_MUON}:Muon.__init__", "options['adamw_lr_scale']", "1.0"),
+        Mutation("shardwright.training.optimizer:set_learning_rate", "group.get('lr_scale', 1.0)", "1.0"),
         _BY_HAND,
         (EVEN,),
     ),

@@ -148,7 +148,8 @@ def _differences(
         if (saved.shape, saved.dtype) != (tuple(here.shape), dtype):
             differing.append(
                 f"{name} is {saved.dtype} {list(saved.shape)}, and this run has {dtype} {list(here.shape)}; "
-                f"nothing is converted in loading, so give the model and precision it was trained with"
+                f"nothing is converted in loading, so give the model, precision and optimizer.state_dtype it was "
+                f"trained with"
             )
     if len(differing) > 3:
         differing = [*differing[:2], f"and {len(differing) - 2} more tensors differ"]

@@ -23,7 +23,8 @@ from shardwright.model.modules import Row, flops_of_matrices
 from shardwright.optimizers import NEWTON_SCHULZ_ITERATIONS, newton_schulz_flops
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.whole_matrices import WholeMatrices
-from shardwright.training.optimizer import adamw, on_shards
+from shardwright.training.on_shards import OnShards
+from shardwright.training.optimizers.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST_NORM = 1e-7
@@ -33,11 +34,9 @@ class Muon(Optimizer):
     """Of groups with `hidden`, each parameter is updated by the row in `rows`; the others by AdamW on shards."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
-        for group in groups:
-            group["lr_scale"] = 1.0 if group["hidden"] else options["adamw_lr_scale"]
         super().__init__(groups, {"lr": lr, **options})
         others = [group for group in self.param_groups if not group["hidden"]]
-        self._others = on_shards(adamw(others, lr, options)) if others else None
+        self._others = OnShards(adamw(others, lr, options)) if others else None
         if self._others is not None:
             self._others.state = self.state
         self._groups = [group for group in self.param_groups if group["hidden"] for _ in group["params"]]
@@ -54,11 +53,12 @@ class Muon(Optimizer):
         self._exchange.update(self._direction, self._orthogonal, self._apply)
 
     def _direction(self, number: int) -> Tensor:
-        """This rank's shard of u; adds the gradient to the momentum."""
+        """This rank's shard of u; adds the gradient to the momentum, which may be stored in fewer bits."""
         parameter, mu = self._matrices[number], self._groups[number]["momentum"]
-        momentum = local_part(self.state[parameter]["momentum"])
-        gradient = torch.zeros_like(momentum) if parameter.grad is None else local_part(parameter.grad)
-        momentum.lerp_(gradient, 1 - mu)
+        weights, stored = local_part(parameter), local_part(self.state[parameter]["momentum"])
+        gradient = torch.zeros_like(weights) if parameter.grad is None else local_part(parameter.grad)
+        momentum = stored.to(weights.dtype).lerp_(gradient, 1 - mu)
+        stored.copy_(momentum)
         return gradient.lerp(momentum, mu).to(_compute_type(momentum))
 
     def _orthogonal(self, number: int, whole: Tensor) -> Tensor:

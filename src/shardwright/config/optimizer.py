@@ -1,0 +1,134 @@
+"""The section [optimizer] of the run file, whose options are those of the optimizer's row."""
+
+import math
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, create_model, model_validator
+
+from shardwright.config.sections import RENAMED, Refused, Section
+from shardwright.errors import nearest
+from shardwright.model.modules import Kind, Row
+from shardwright.optimizers import OPTIMIZERS, OptimizerKind
+
+Factor = Annotated[float, Field(ge=0)]
+
+
+def _by_kind(name: str, doc: str, of: str) -> Any:
+    """A section with an optional number for each kind of parameter (`model.modules`) that is trained."""
+    kinds = [kind for kind in get_args(Kind) if kind != "balance"]
+    says = {"matrix": "hidden matrices but experts"}
+    fields: dict[str, Any] = {
+        kind: (Factor | None, Field(None, description=f"{of} of {says.get(kind, f'parameters of kind {kind}')}"))
+        for kind in kinds
+    }
+    return create_model(name, __base__=Section, __doc__=doc, **fields)
+
+
+LrScaleSection: Any = _by_kind("LrScaleSection", "Learning rates by kind of parameter / lr.", "learning rate / lr")
+WeightDecaySection: Any = _by_kind(
+    "WeightDecaySection", "Weight decay by kind of parameter, instead of weight_decay.", "weight decay"
+)
+
+SLOWEST_BF16_DECAY = 1 - 2.0**-8
+"""A number in bf16, of 8 significant bits, that is multiplied by more than this may be rounded back to itself: half the
+distance to the next one is up to 2^-8 of it."""
+
+
+class OptimizerSection(Section):
+    """The optimizer, its learning rate and its options; which options there are depends on `name`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field("adamw", description=f"{', '.join(OPTIMIZERS)}, or an optimizer registered by an extension")
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices; vectors are never decayed")
+    clip_norm: float = Field(
+        1.0, ge=0, description="gradients are scaled down to this global norm if it is larger; 0: never"
+    )
+    state_dtype: Literal["parameters", "bf16"] = Field(
+        "parameters",
+        description="type in which optimizer states are stored: that of the parameters (fp32), or bf16; either way "
+        "they are computed in the type of the parameters",
+    )
+    lr_scale: LrScaleSection = Field(
+        default_factory=LrScaleSection, description="[optimizer.lr_scale]: learning rates by kind of parameter / lr"
+    )
+    weight_decay_by_kind: WeightDecaySection = Field(
+        default_factory=WeightDecaySection,
+        description="[optimizer.weight_decay_by_kind]: weight decay by kind of parameter, instead of weight_decay",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_default_options(cls, given: Any) -> Any:
+        kind = OPTIMIZERS.get(given.get("name", "adamw")) if isinstance(given, dict) else None
+        return given if kind is None else {key: option.default for key, option in kind.options.items()} | given
+
+    @model_validator(mode="after")
+    def _options_are_known(self) -> "OptimizerSection":
+        kind = OPTIMIZERS.get(self.name)
+        if kind is None:
+            raise Refused(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
+        given = self.model_extra or {}
+        found = [problem for key, value in given.items() if (problem := self._problem(kind, key, value))]
+        found = found or [*kind.problems(self.options), *self._narrow_problems(kind)]
+        if found:
+            raise Refused(*found)
+        return self
+
+    def _problem(self, kind: OptimizerKind, key: str, value: Any) -> str | None:
+        """What is wrong with an option and its value."""
+        option = kind.options.get(key)
+        if option is None:
+            if new := RENAMED.get(f"optimizer.{key}"):
+                return f"optimizer.{key} is called {new} now; rename it"
+            unknown = f"optimizer.{key}: there is no such key for {self.name!r}"
+            if others := [repr(name) for name, other in OPTIMIZERS.items() if key in other.options]:
+                return f"{unknown}; it is one of {' and '.join(others)}"
+            return f"{unknown}; {nearest(key, [*type(self).model_fields, *kind.options])}"
+        if isinstance(option.default, bool):
+            return None if isinstance(value, bool) else f"optimizer.{key}={value!r}: true or false is needed"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"optimizer.{key}={value!r}: a number is needed"
+        if option.least <= value < option.below:
+            return None
+        rule = f"from {option.least:g}" + (f" to below {option.below:g}" if option.below < math.inf else "")
+        return f"optimizer.{key}={value:g} is not {rule}"
+
+    def _narrow_problems(self, kind: OptimizerKind) -> list[str]:
+        """Why states cannot be stored in bf16."""
+        if self.state_dtype != "bf16":
+            return []
+        if kind.means is not None:
+            return [
+                f"optimizer.state_dtype='bf16' with optimizer.name={self.name!r}: its states of a matrix are a number "
+                f"a row and one a column, and there is nothing to save; leave it out"
+            ]
+        return [
+            f"optimizer.{key}={self.options[key]:g} with optimizer.state_dtype='bf16': a state that falls by "
+            f"{1 - self.options[key]:.2g} of itself a step, not more than 2^-8 = {2.0**-8:.2g}, may be rounded back to "
+            f"what it was, since bf16 has 8 significant bits; valid: {key} below {SLOWEST_BF16_DECAY:.4g}, or "
+            f"state_dtype='parameters'"
+            for key, option in kind.options.items()
+            if option.decay and self.options[key] >= SLOWEST_BF16_DECAY
+        ]
+
+    @property
+    def kind(self) -> OptimizerKind:
+        """The row of the optimizer."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The value of each of its options; true is 1."""
+        return {key: float(value) for key, value in (self.model_extra or {}).items()}
+
+    def lr_scale_of(self, row: Row) -> float:
+        """The learning rate of a parameter / lr."""
+        given: float | None = getattr(self.lr_scale, row.kind)
+        return 1.0 if given is None else given
+
+    def weight_decay_of(self, row: Row) -> float:
+        """The weight decay of a parameter."""
+        given: float | None = getattr(self.weight_decay_by_kind, row.kind)
+        return given if given is not None else self.weight_decay if row.decays else 0.0

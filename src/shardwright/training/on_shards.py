@@ -1,0 +1,97 @@
+"""Steps of an optimizer that updates each element on its own, over this rank's shards as plain tensors."""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.parallel.norm import as_part, local_part
+from shardwright.units import in_groups
+
+STORED_NARROW = torch.bfloat16
+"""The type of states that are stored in fewer bits than they are computed in."""
+BUCKET_BYTES = 64 * 2**20
+"""Bytes of parameters of which states are widened at once, unless one parameter has more."""
+
+Members = list[tuple[dict[str, Any], list[nn.Parameter]]]
+
+
+class OnShards(Optimizer):
+    """An optimizer whose `step` is given this rank's shards of parameters, gradients and states as plain tensors.
+
+    It updates each element on its own (`OptimizerKind`), so that a shard is updated as the whole would be; and
+    PyTorch's dispatch of DTensors takes longer than the step of a small model. Groups and states hold the DTensors.
+
+    States that are stored in bf16 are computed in the type of their parameter: a bucket of parameters at a time, whose
+    states are widened, updated, and rounded to the nearest bf16 number. The step uses them before they are rounded.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = optimizer.state
+        self._of_shards = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self._of_shards.state = self.state
+        for bucket in self._buckets():
+            shards = [[_shard_of(parameter, self.state) for parameter in members] for _, members in bucket]
+            whole = [group["params"] for group, _ in bucket]
+            for (group, _), held in zip(bucket, shards, strict=True):
+                group["params"] = held
+            self._of_shards.param_groups = [group for group, _ in bucket]
+            self._of_shards.step()
+            for (group, members), held, every in zip(bucket, shards, whole, strict=True):
+                group["params"] = every
+                for parameter, shard in zip(members, held, strict=True):
+                    _keep_state(parameter, shard, self.state)
+
+    def _buckets(self) -> Iterator[Members]:
+        """All parameters at once, or, where states are stored in bf16, a few of one group."""
+        groups = self.param_groups
+        if not any(_stored_narrow(parameter, self.state) for group in groups for parameter in group["params"]):
+            yield [(group, group["params"]) for group in groups]
+            return
+        for group in groups:
+            for members in in_groups(group["params"], lambda each: local_part(each).nbytes, BUCKET_BYTES):
+                yield [(group, members)]
+
+
+def _stored_narrow(parameter: nn.Parameter, states: MutableMapping[Any, Any]) -> bool:
+    return parameter.dtype != STORED_NARROW and any(
+        isinstance(value, Tensor) and value.dtype == STORED_NARROW for value in states.get(parameter, {}).values()
+    )
+
+
+def _shard_of(parameter: nn.Parameter, states: MutableMapping[Any, Any]) -> nn.Parameter:
+    """The shard of a parameter, with its gradient and with a state in `states` of its own type."""
+    narrow = _stored_narrow(parameter, states)
+    if not isinstance(parameter, DTensor) and not narrow:
+        return parameter
+    shard = nn.Parameter(local_part(parameter.detach()))
+    shard.grad = None if parameter.grad is None else local_part(parameter.grad)
+    if parameter in states:
+        states[shard] = {name: _widened(local_part(value), shard) for name, value in states[parameter].items()}
+    return shard
+
+
+def _widened(value: Any, shard: Tensor) -> Any:
+    return value.to(shard.dtype) if isinstance(value, Tensor) and value.dtype == STORED_NARROW else value
+
+
+def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMapping[Any, Any]) -> None:
+    """Take the state of a shard out of `states`; what the step has put in the place of a tensor is copied into it."""
+    if shard is parameter:
+        return
+    for name, value in states.pop(shard, {}).items():
+        before = states[parameter].get(name)
+        if isinstance(before, Tensor) and isinstance(value, Tensor):
+            if local_part(before).data_ptr() != value.data_ptr():
+                local_part(before).copy_(value)
+        elif isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shard.shape:
+            states[parameter][name] = as_part(value, parameter, parameter.device_mesh, parameter.placements)
+        else:
+            states[parameter][name] = value

@@ -1,0 +1,1 @@
+"""The optimizers of `shardwright.optimizers`, one file each."""

@@ -1,0 +1,32 @@
+"""Lion (Chen et al., arXiv 2302.06675, algorithm 2): steps of one size, along the sign of a mean of gradients.
+
+    w <- (1 - lr weight_decay) w - lr sign(beta1 m + (1 - beta1) g)        m <- beta2 m + (1 - beta2) g
+
+sign(0) = 0: the row of a token that was never seen does not move.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """On plain tensors; `mean` of each parameter has to be in its state before the first step."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
+        super().__init__(groups, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            changed = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not changed:
+                continue
+            gradients = [parameter.grad for parameter in changed]
+            means = [self.state[parameter]["mean"] for parameter in changed]
+            directions = torch._foreach_lerp(means, gradients, 1 - group["beta1"])
+            torch._foreach_sign_(directions)
+            torch._foreach_mul_(changed, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(changed, directions, alpha=-group["lr"])
+            torch._foreach_lerp_(means, gradients, 1 - group["beta2"])

@@ -1,0 +1,114 @@
+"""Bugs of optimizers: means of a shard, a sign that is never zero, a state rounded in another way, another's rate."""
+
+from shardwright.layout import Layout
+from tests.mutation import Mutation
+from tests.training.bugs.bug import TP, AnyBug, Bug, UnitBug
+
+_ADAFACTOR = "shardwright.training.optimizers.adafactor:_Member"
+_LION, _SGD = "shardwright.training.optimizers.lion:Lion", "shardwright.training.optimizers.sgd:SGD"
+_FORMULA = "tests/training/test_optimizers.py:test_steps_are_those_of_the_formula"
+_ROUNDED = "tests/training/test_optimizers.py:test_states_in_bf16_are_rounded_after_the_step_has_used_them"
+_MOMENTUM = "tests/training/test_optimizers.py:test_momentum_in_bf16_is_rounded_after_the_direction_is_made"
+_SHARDED = Layout(dp_shard=2, zero=2)
+_PLAIN = "biases, tied"
+
+
+def _of_shard(method: str, total: str, groups: str, layouts: list[Layout]) -> Bug:
+    """A sum of Adafactor's that stays that of the shard."""
+    return Bug(
+        Mutation(f"{_ADAFACTOR}.{method}", f"{total}, self.{groups}", f"{total}, ()"), layouts, optimizer="adafactor"
+    )
+
+
+REDUCTION: dict[str, AnyBug] = {
+    "Adafactor takes the means over columns of a shard of rows": _of_shard(
+        "squares", "self.of_columns_EPC", "over_rows", [TP, _SHARDED]
+    ),
+    "Adafactor takes the means over rows of a shard of columns": _of_shard(
+        "squares", "self.of_rows_ER", "over_columns", [TP]
+    ),
+    "Adafactor divides by the mean of the row means of a shard": _of_shard(
+        "moments", "self.r_mean_EP", "over_rows", [TP, _SHARDED]
+    ),
+    "Adafactor clips an update by the root mean square of a shard": _of_shard(
+        "direction", "self.u_square_EP", "over_all", [TP, _SHARDED]
+    ),
+    "Adafactor's steps are relative to the size of a shard": _of_shard(
+        "squares", "self.w_square_EP", "over_all", [TP, _SHARDED]
+    ),
+}
+SHARD: dict[str, AnyBug] = {
+    "Adafactor clips the parts of a stacked matrix by one root mean square": UnitBug(
+        Mutation(
+            f"{_ADAFACTOR}.apply",
+            "u_rms_EP / group['clip_threshold']",
+            "u_rms_EP.square().mean(1, keepdim=True).sqrt() / group['clip_threshold']",
+        ),
+        _FORMULA,
+        ("adafactor", "latent attention"),
+    ),
+    "a row of a stacked matrix has the column means of another part": UnitBug(
+        Mutation(
+            "shardwright.training.optimizers.adafactor:_part_of_rows", "at % len(of_head)", "(at + 1) % len(of_head)"
+        ),
+        _FORMULA,
+        ("adafactor", "latent attention"),
+    ),
+}
+DTYPE: dict[str, AnyBug] = {
+    "states in bf16 are rounded towards zero": UnitBug(
+        Mutation(
+            "shardwright.training.on_shards:_keep_state",
+            "local_part(before).copy_(value)",
+            "local_part(before).copy_((value.float().view(torch.int32) & -65536).view(torch.float32))",
+        ),
+        _ROUNDED,
+    ),
+    "Muon's momentum in bf16 is rounded before the direction is made of it": UnitBug(
+        Mutation(
+            "shardwright.training.optimizers.muon:Muon._direction",
+            "gradient.lerp(momentum, mu)",
+            "gradient.lerp(stored.to(weights.dtype), mu)",
+        ),
+        _MOMENTUM,
+    ),
+}
+STALE: dict[str, AnyBug] = {
+    "states in bf16 of all buckets but the last are not stored": UnitBug(
+        Mutation(
+            "shardwright.training.on_shards:OnShards.step",
+            "_keep_state(parameter, shard, self.state)",
+            "_keep_state(parameter, shard, self.state) if group is self.param_groups[-1] else None",
+        ),
+        _ROUNDED,
+    ),
+}
+SCALE: dict[str, AnyBug] = {
+    "a kind of parameter has the learning rate of another": UnitBug(
+        Mutation(
+            "shardwright.training.optimizer:parameter_groups", "(decay, scale, hidden, mesh)", "(decay, hidden, mesh)"
+        ),
+        _FORMULA,
+        ("by kind", _PLAIN),
+    ),
+    "a weight decay of 0 for a kind is left out": UnitBug(
+        Mutation("shardwright.config.optimizer:OptimizerSection.weight_decay_of", "given is not None", "given"),
+        _FORMULA,
+        ("by kind", _PLAIN),
+    ),
+    "Lion steps where its direction is zero": UnitBug(
+        Mutation(
+            f"{_LION}.step",
+            "torch._foreach_sign_(directions)",
+            "directions = [torch.where(each >= 0, 1.0, -1.0).to(each.dtype) for each in directions]",
+        ),
+        _FORMULA,
+        ("lion", _PLAIN),
+    ),
+    "Lion's mean decays by the share of its direction": UnitBug(
+        Mutation(f"{_LION}.step", "1 - group['beta2']", "1 - group['beta1']"), _FORMULA, ("lion", _PLAIN)
+    ),
+    "SGD takes weight decay into its momentum, too": UnitBug(
+        Mutation(f"{_SGD}.__init__", "group.pop('weight_decay')", "group['weight_decay']"), _FORMULA, ("sgd", _PLAIN)
+    ),
+}
