@@ -280,6 +280,7 @@ def test_bf16_parameters_give_the_logits_to_bf16_rounding(spec: ModelSpec) -> No
     assert error < 20 * 2**-8
 
 
+@pytest.mark.prove
 def test_every_block_compiles_once_without_graph_breaks() -> None:
     torch._dynamo.reset()
     spec = replace(LLAMA, n_layers=10, dropout=0.1)  # more layers than the compiler allows recompilations

@@ -112,7 +112,7 @@ def _asked(draw):
     return p, m, times, draw(st.integers(1, 2 * p + 2)), draw(st.sampled_from([1.0, 1.0, 0.4, 0.0]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(_asked())
 def test_any_search_is_complete_within_its_limit_and_never_worse_than_the_hand_made(asked):
     p, m, times, limit, kept = asked

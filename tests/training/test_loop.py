@@ -262,6 +262,7 @@ def test_a_run_takes_the_steps_of_a_plain_loop(case, tokens, tmp_path):
 
 
 LOOP, STEP, OPTIMIZER = (f"shardwright.training.{name}" for name in ("loop", "step", "optimizer"))
+ADAMW = "shardwright.training.optimizers.adamw:adamw"
 TAKE, EVALUATE, LOG = (f"{LOOP}:_Run.{name}" for name in ("_steps", "_evaluate", "_log"))
 UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STEP}:set_learning_rate"
 PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluate"
@@ -374,15 +375,13 @@ BUGS = {
         "weights",
     ),
     "norms and biases decay": Bug(
-        [Mutation(f"{OPTIMIZER}:parameter_groups", "weight_decay if row.decays else 0.0", "weight_decay")], "weights"
+        [Mutation(f"{OPTIMIZER}:parameter_groups", "config.weight_decay_of(row)", "config.weight_decay")], "weights"
     ),
     "weight_decay is not handed to the optimizer": Bug(
-        [Mutation(f"{LOOP}:build_optimizer", "config.weight_decay", "0.1")], "weights"
+        [Mutation(f"{OPTIMIZER}:parameter_groups", "config.weight_decay_of(row)", "0.1 * row.decays")], "weights"
     ),
-    "beta2 is not handed to the optimizer": Bug(
-        [Mutation(f"{OPTIMIZER}:adamw", "options['beta2']", "0.95")], "weights"
-    ),
-    "eps is not handed to the optimizer": Bug([Mutation(f"{OPTIMIZER}:adamw", "options['eps']", "1e-8")], "weights"),
+    "beta2 is not handed to the optimizer": Bug([Mutation(ADAMW, "options['beta2']", "0.95")], "weights"),
+    "eps is not handed to the optimizer": Bug([Mutation(ADAMW, "options['eps']", "1e-8")], "weights"),
     "the warm-up is a step late": Bug([Mutation(RATE, "step + 1", "step")], "lr"),
     "the cosine ends a step late": Bug(
         [Mutation(RATE, "steps - 1 - schedule.warmup_steps", "steps - schedule.warmup_steps")], "lr"

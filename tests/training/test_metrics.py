@@ -157,8 +157,9 @@ def test_the_header_says_what_is_trained_and_the_lines_how_long_it_takes(tmp_pat
     said = train(run_file, "--set", "steps=2").stdout.splitlines()
     assert said[0] == "model   Llama-style, 13.5K parameters"
     assert said[1] == "layout  2 ranks with ZeRO-3; device cpu, fp32"
-    assert said[2] == "batch   64 tokens a step: 4 sequences of 16 tokens: 2 data ranks x 2 micro-batches x 1"
-    assert re.match(r"steps   2: 128 tokens, [\d.e-]+ epochs of the \S+ tokens in ", said[3])
+    assert said[2] == "update  adamw, learning rate 0.0003: constant"
+    assert said[3] == "batch   64 tokens a step: 4 sequences of 16 tokens: 2 data ranks x 2 micro-batches x 1"
+    assert re.match(r"steps   2: 128 tokens, [\d.e-]+ epochs of the \S+ tokens in ", said[4])
     assert [" | ETA " in line for line in said if line.startswith("step  ")] == [True, False]
 
 

@@ -233,7 +233,7 @@ def test_states_are_taken_up_on_other_layouts_bit_for_bit(tmp_path: Path, run: s
     assert equal(same, after)
 
 
-@pytest.mark.parametrize("run", rest_prove(RUNS, "adafactor", "muon, bf16 states"))
+@pytest.mark.parametrize("run", rest_prove(RUNS, "adafactor"))
 @pytest.mark.parametrize("name", rest_prove(LAYOUTS, "tp, zero 3"))
 def test_a_layout_takes_the_steps_of_one_process(verifier: Verifier, name: str, run: str) -> None:
     check(verifier, LAYOUTS[name], EVEN, RUNS[run])

@@ -72,7 +72,7 @@ class Options:
         typer.Option(
             metavar="LAYOUT",
             help="instead of searching, show every formula for this layout, such as "
-            "tp=8,pp=4,dp_shard=2,zero=1,micro_batch=1; keys of a run file's layout section",
+            "tp=8,pp=4,micro_batch=1; keys of a run file's layout section",
         ),
     ] = None
     fix: Annotated[

@@ -55,7 +55,7 @@ def print_plan(
         console.print("\n[bold]Why not another[/]")
         _print_alternatives(best, [row for row in rows if not row[1].as_fast(best)], plan.limit_bytes)
         if equal := also_fast(best, alternatives):
-            console.print(f"[bold]as fast[/]: {equal}", soft_wrap=True)
+            console.print(f"[bold]as fast as the best, within rounding[/]: {equal}", soft_wrap=True)
 
 
 def _restricted(plan: Plan) -> str:

@@ -64,6 +64,6 @@ def _print_keys(json: bool) -> None:
         print_json([vars(key) for key in listed])
         return
     for key in listed:
-        console.print(f"[bold]{key.path}[/]", end=" ")
+        console.print(f"[bold]{key.path}[/]", end=" ", soft_wrap=True)
         default = key.default if key.default == "required" else f"default: {key.default}"
         say(f"({key.type}; {default}): {key.description}")

@@ -97,8 +97,9 @@ def _row(name: str, run: RunRecord) -> tuple[str, ...]:
         return "n/a" if value is None else format(value, form)
 
     memory, seconds = told.peak_memory_bytes, told.training_s
-    speed = told.tokens / seconds if seconds else None
-    mfu = told.median_mfu if len(told.segments) == 1 else None
+    speed, mfu = told.median_tokens_per_s, told.median_mfu
+    if len(told.segments) > 1:  # on several layouts: of the whole run
+        speed, mfu = told.tokens / seconds if seconds else None, None
     return (
         name,
         title_of(run),

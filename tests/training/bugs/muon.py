@@ -38,11 +38,6 @@ SHARD: dict[str, AnyBug] = {
         _BY_HAND,
         (_EXPERTS,),
     ),
-    "Muon updates the embedding as a hidden matrix": UnitBug(
-        Mutation("shardwright.training.optimizer:parameter_groups", "row.hidden", "row.decays"),
-        _BY_HAND,
-        (EVEN,),
-    ),
 }
 ORDER: dict[str, AnyBug] = {
     "the owner of a matrix puts its shards in the reverse order": Bug(
@@ -70,7 +65,7 @@ STALE: dict[str, AnyBug] = {
 }
 SCALE: dict[str, AnyBug] = {
     "parameters beside Muon's take its learning rate": UnitBug(
-        Mutation("shardwright.training.optimizer:set_learning_rate", "group.get('lr_scale', 1.0)", "1.0"),
+        Mutation("shardwright.training.optimizer:parameter_groups", "config.lr_scale_of(row)", "1.0"),
         _BY_HAND,
         (EVEN,),
     ),
