@@ -36,7 +36,8 @@ def _entry(name: str, public: Any) -> str:
     if dataclasses.is_dataclass(public) and (fields := [each for each in dataclasses.fields(public) if each.metadata]):
         lines += ["| argument | default | meaning |", "| --- | --- | --- |", *map(_field, fields), ""]
     if inspect.isclass(public):
-        for member, value in vars(public).items():
+        ours = [each for each in public.__mro__ if each.__module__.startswith("shardwright")]
+        for member, value in ((member, value) for each in ours for member, value in vars(each).items()):
             if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                 lines += [f"### {name}.{member}\n"]
                 if inspect.isfunction(value):

@@ -5,11 +5,12 @@ from dataclasses import fields, replace
 import pytest
 
 from shardwright import keys, layout
+from shardwright.box import DENSE_AXES
 from shardwright.config import parse, resolved_toml
 from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes
-from shardwright.layout import DENSE_AXES, KEYS, Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice, choice_at, read
 from shardwright.planner.distinct import CHOICES

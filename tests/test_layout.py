@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.box import DENSE_AXES, EXPERT_AXES
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, EXPERT_AXES, Layout, accumulation
+from shardwright.layout import Layout, accumulation
 
 degree = st.integers(1, 4)
 

@@ -1,7 +1,13 @@
-"""Ranks numbered row by row over named axes."""
+"""Ranks numbered row by row over named axes, and the ranks of a layout, which are numbered so in three ways."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from itertools import product
+from math import prod
+
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 
 
 class Box:
@@ -33,3 +39,53 @@ class Box:
         along = set(axes)
         for rest in self.span(set(self.degrees) - along):
             yield tuple(self.rank_at({**rest, **there}) for there in self.span(along))
+
+
+class NumberedRanks:
+    """The ranks of a layout: their coordinates, and the groups of those that differ along some axes only. An attribute
+    of the name of each axis is its degree."""
+
+    def degree(self, axis: str) -> int:
+        """Number of ranks along an axis of either box."""
+        return int(getattr(self, axis))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank on every axis, of both boxes."""
+        world_size = prod(self._boxes[0].degrees.values())
+        assert 0 <= rank < world_size, f"rank {rank} of a world of {world_size}"
+        return {axis: at for box in self._boxes for axis, at in box.coordinates(rank).items()}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at coordinates of the dense box; an axis left out counts as 0."""
+        return self._boxes[0].rank_at(coordinates)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ only along `axes` (of one box), each in the order of its coordinates.
+
+        The groups partition the world: `groups("tp")` are the tensor-parallel groups,
+        `groups("dp_shard", "cp")` those over which a sharded parameter is spread.
+        """
+        return list(self._box(axes).groups(axes))
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one group of `groups(*axes)` that a rank belongs to."""
+        box = self._box(axes)
+        here = box.coordinates(rank)
+        return tuple(box.rank_at({**here, **there}) for there in box.span(axes))
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data_ranks` parts of a global batch a rank reads."""
+        here = self.coordinates(rank)
+        return here["dp_replicate"] * self.degree("dp_shard") + here["dp_shard"]
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        """The same ranks, numbered three ways; the dense box first."""
+        return [Box({axis: self.degree(axis) for axis in axes}) for axes in (DENSE_AXES, CONTEXT_AXES, EXPERT_AXES)]
+
+    def _box(self, axes: Iterable[str]) -> Box:
+        wanted = set(axes)
+        for box in self._boxes:
+            if wanted <= set(box.degrees):
+                return box
+        raise AssertionError(f"axes {sorted(wanted)} are not of one box: {DENSE_AXES}, {CONTEXT_AXES} or {EXPERT_AXES}")

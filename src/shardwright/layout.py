@@ -20,13 +20,12 @@ innermost axes are folded into two:
 | `ep`           | the experts                                                                  |
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from math import gcd, prod
 from typing import Any, get_type_hints
 
-from shardwright.box import Box
+from shardwright.box import DENSE_AXES, NumberedRanks
 from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes, written
 from shardwright.schedule import build
@@ -34,9 +33,6 @@ from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.placement import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
 
-DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-CONTEXT_AXES = ("pp", "dp_replicate", "dp_shard", "cp_ring", "cp_ulysses", "tp")
-EXPERT_AXES = ("pp", "dp_replicate", "expert_dp_shard", "ep")
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "selective", "full")
 AUTO = "auto"
@@ -68,7 +64,7 @@ def _nodes(tp: int, node_size: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(NumberedRanks):
     """The degrees of a run and the choices that go with them: the keys of a run file's section [layout], with the same
     defaults. What each key means, and all else that is known of it, is in its metadata (`KEYS`).
 
@@ -410,10 +406,6 @@ class Layout:
         """Ranks over which the parameters, gradients and optimizer states of one expert are sharded."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
-    def degree(self, axis: str) -> int:
-        """Number of ranks along an axis of either box."""
-        return int(getattr(self, axis))
-
     def check_world(self, world_size: int) -> None:
         """Raises LayoutError when the degrees do not multiply to the number of processes there are."""
         if self.world_size != world_size:
@@ -423,46 +415,6 @@ class Layout:
                 f"{'process was' if world_size == 1 else 'processes were'} started; start "
                 f"{self.world_size}, or change the degrees so that they multiply to {world_size}"
             )
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank on every axis, of both boxes."""
-        assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
-        return {axis: at for box in self._boxes for axis, at in box.coordinates(rank).items()}
-
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at coordinates of the dense box; an axis left out counts as 0."""
-        return self._boxes[0].rank_at(coordinates)
-
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ only along `axes` (of one box), each in the order of its coordinates.
-
-        The groups partition the world: `groups("tp")` are the tensor-parallel groups,
-        `groups("dp_shard", "cp")` those over which a sharded parameter is spread.
-        """
-        return list(self._box(axes).groups(axes))
-
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one group of `groups(*axes)` that a rank belongs to."""
-        box = self._box(axes)
-        here = box.coordinates(rank)
-        return tuple(box.rank_at({**here, **there}) for there in box.span(axes))
-
-    def data_rank(self, rank: int) -> int:
-        """Which of the `data_ranks` parts of a global batch a rank reads."""
-        here = self.coordinates(rank)
-        return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
-
-    @cached_property
-    def _boxes(self) -> list[Box]:
-        """The same ranks, numbered three ways; the dense box first."""
-        return [Box({axis: self.degree(axis) for axis in axes}) for axes in (DENSE_AXES, CONTEXT_AXES, EXPERT_AXES)]
-
-    def _box(self, axes: Iterable[str]) -> Box:
-        wanted = set(axes)
-        for box in self._boxes:
-            if wanted <= set(box.degrees):
-                return box
-        raise AssertionError(f"axes {sorted(wanted)} are not of one box: {DENSE_AXES}, {CONTEXT_AXES} or {EXPERT_AXES}")
 
 
 def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:

@@ -8,9 +8,10 @@ from itertools import combinations, product
 
 import pytest
 
+from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
 from shardwright.errors import LayoutError
-from shardwright.layout import CP_METHODS, DENSE_AXES, Layout
+from shardwright.layout import CP_METHODS, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec

@@ -4,8 +4,9 @@ from itertools import combinations
 
 import pytest
 
+from shardwright.box import DENSE_AXES
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, KEYS, Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.split.rules import problems
 from shardwright.verification import Case

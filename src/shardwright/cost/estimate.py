@@ -5,11 +5,12 @@ from functools import cached_property
 
 import numpy as np
 
+from shardwright.box import DENSE_AXES
 from shardwright.cost import memory
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, KEYS, Layout, accumulation
+from shardwright.layout import KEYS, Layout, accumulation
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
 

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwright.layout import DENSE_AXES, EXPERT_AXES, Layout
+from shardwright.box import DENSE_AXES, EXPERT_AXES
+from shardwright.layout import Layout
 from shardwright.split.tensor import kv_replicas
 
 

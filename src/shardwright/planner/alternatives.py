@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.box import DENSE_AXES
 from shardwright.cost.job import COLUMNS, Candidates
-from shardwright.layout import DENSE_AXES, KEYS
+from shardwright.layout import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import SAME_TIME
 from shardwright.planner.pool import Condition, Mask

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.box import DENSE_AXES
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Job
 from shardwright.errors import LayoutError, nearest
 from shardwright.keys import written
-from shardwright.layout import DENSE_AXES, KEYS
+from shardwright.layout import KEYS
 from shardwright.planner.choice import pairs
 from shardwright.planner.pool import Mask
 from shardwright.planner.space import groups

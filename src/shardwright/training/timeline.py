@@ -3,9 +3,9 @@
 from collections import deque
 from pathlib import Path
 
+from shardwright.box import DENSE_AXES
 from shardwright.config import RunConfig
 from shardwright.files import write_whole
-from shardwright.layout import DENSE_AXES
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.run_folder import PipelineStep, timeline_path

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from shardwright.box import DENSE_AXES
 from shardwright.errors import LayoutError, WorkerError
 from shardwright.keys import written
-from shardwright.layout import DENSE_AXES, KEYS, Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.verification.case import Case
 from shardwright.verification.compare import Report
 from shardwright.verification.verifier import Verifier

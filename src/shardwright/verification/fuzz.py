@@ -9,10 +9,11 @@ from random import Random
 from typing import Any, NamedTuple, get_args
 
 from shardwright import extensions
+from shardwright.box import DENSE_AXES
 from shardwright.config import MODEL_TABLES, OptimizerSection, Scope, as_toml
 from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, KEYS, Layout
+from shardwright.layout import KEYS, Layout
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Scaling, Score

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
+from shardwright.box import DENSE_AXES
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, Layout
+from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.processes import PROCESS_BYTES, machine_bytes
 from shardwright.split import rules

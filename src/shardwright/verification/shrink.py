@@ -7,9 +7,10 @@ from functools import partial
 from math import gcd
 from typing import Any
 
+from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
 from shardwright.errors import LayoutError
-from shardwright.layout import DENSE_AXES, Layout
+from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import sequence_cuts
 from shardwright.verification.case import Case
