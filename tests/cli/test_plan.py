@@ -101,8 +101,8 @@ def test_one_sequence_is_one_and_the_peak_of_fp32_is_that_of_tf32_and_every_part
 def test_a_layout_that_is_as_fast_is_named_in_one_line():
     asked = ("--model", "llama-3.1-70b", "--cluster", "h100:64", "--global-batch", 1024, "--seq-len", 8192)
     result = plan(*asked, "--top", 4, columns=400)
-    alike = "3 more layouts cost as much time and memory as one of these: numbers 1, 2, 3 also with zero=3"
-    assert alike in result.output
+    alike = r"\d more layouts cost as much time and memory as one of these: (each|numbers [\d, ]+) also with zero=3"
+    assert re.search(alike, result.output)
     assert result.output.rstrip().endswith("as fast as the best, within rounding: zero=3")
     assert "another zero" not in result.output
 

@@ -1,6 +1,7 @@
 """Proves that what is not supported or damaged is refused, with what is wrong and what is supported."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def test_an_id_that_cannot_be_downloaded_is_one_sentence(tmp_path: Path, monkeyp
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     [said] = refused(import_weights, "meta/llama", tmp_path / "out").splitlines()
     assert "cannot be downloaded from the Hugging Face hub (no route to host)" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_not_finite_are_refused(folder: Path, tmp_path: Path):
+    held = load_file(folder / "model.safetensors")
+    held["model.norm.weight"][3] = torch.nan
+    held["model.layers.0.mlp.up_proj.weight"][0, :2] = torch.inf
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    said = refused(import_weights, folder, tmp_path / "out")
+    assert "values of norm.weight are NaN or infinite" in said
+    assert re.search(r"2 of [\d,]+ values of layers.0.\S+ are NaN or infinite", said)
     assert not (tmp_path / "out").exists()
 
 

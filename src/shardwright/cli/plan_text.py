@@ -127,7 +127,7 @@ def _print_speed(priced: Priced) -> None:
     peak = f"{job.cluster.accelerator.flops_per_s[job.precision] / 1e12:,.0f} TFLOP/s"
     if job.precision == "fp32" and "TF32" in job.cluster.accelerator.sources.get("tflops", ""):
         peak += " in TF32"
-    again = "" if priced.choice.layout.recompute == "none" else f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}"
+    again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""
     console.print(
         f"MFU {told.mfu_full:.1%} with the full square of attention, {told.mfu_causal:.1%} with its causal half{again} "
         f"(PaLM, arXiv 2204.02311; peak {peak})",

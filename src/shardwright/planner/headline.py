@@ -25,6 +25,11 @@ class Headline:
     hfu_full: float
     hfu_causal: float
 
+    @property
+    def recomputes_flops(self) -> bool:
+        """Whether FLOPs of the model are computed again, so that HFU is another number than MFU."""
+        return self.hfu_full > self.mfu_full
+
 
 def headline(priced: Priced) -> Headline:
     """MFU = tokens/s x model FLOPs of a token / (accelerators x peak), HFU the same with what is executed.
@@ -51,7 +56,7 @@ def headline(priced: Priced) -> Headline:
         )
         shares = [("MFU, full square", "model", found.mfu_full, needed.full)]
         shares.append(("MFU, causal half", "model", found.mfu_causal, needed.causal))
-        if priced.choice.layout.recompute != "none":
+        if found.recomputes_flops:
             shares.append(("HFU, full square", "executed", found.hfu_full, executed.full))
             shares.append(("HFU, causal half", "executed", found.hfu_causal, executed.causal))
         for what, kind, share, flops in shares:

@@ -91,7 +91,7 @@ def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, st
         ("tokens per second", format_count(told.tokens_per_s), f"{told.tokens_per_s_per_accelerator:,.0f} each"),
         ("MFU", f"{told.mfu_full:.1%}", f"{told.mfu_causal:.1%} with the causal half of attention"),
     ]
-    if best.choice.layout.recompute != "none":
+    if told.recomputes_flops:
         rows.append(("HFU", f"{told.hfu_full:.1%}", f"{told.hfu_causal:.1%} with the causal half"))
     share = best.peak_bytes / plan.limit_bytes
     rows.append(("peak memory", format_bytes(best.peak_bytes), f"{share:.0%} of {format_bytes(plan.limit_bytes)}"))

@@ -10,6 +10,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -44,9 +45,11 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
     """Write the weights of a folder of `transformers` to the new folder `out`; one shard is in memory at a time.
 
     `source`: the folder, or the id of a model of the Hugging Face hub, which is downloaded. Raises InputError, with
-    every problem, for what is not supported or damaged, and if there is something at `out`.
+    every problem, for what is not supported or damaged, for values that are not finite, and if there is something at
+    `out`.
     """
     weights = open_weights(folder_of(str(source)))
+    not_finite: dict[str, int] = defaultdict(int)
     with new_folder(Path(out), is_free, CheckpointError) as fresh:
         blocks = list(_blocks(weights))
         records: dict[str, list[ShardRecord]] = defaultdict(list)
@@ -60,9 +63,17 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
                 tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
                 record = ShardRecord(block.offsets, entry.shape, file, entry.name, sha256_of(tensor))
                 records[block.name].append(record)
+                not_finite[block.name] += tensor.numel() - int(tensor.isfinite().sum())
                 return tensor
 
             write_safetensors(fresh / file, entries, make)
+        if problems := [
+            f"{source}: {n:,} of {prod(weights.shapes[name]):,} values of {name} are NaN or infinite; the weights are "
+            f"damaged, or were saved in a type that does not hold them"
+            for name, n in not_finite.items()
+            if n
+        ]:
+            raise InputError(*problems)
         manifest = Manifest(
             progress=Progress(step=0, samples=0, seed=0),
             model=table_of(weights.spec),
