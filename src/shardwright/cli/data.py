@@ -38,29 +38,29 @@ class Options:
         str,
         typer.Argument(
             metavar="SRC",
-            help="A file or folder of text, source code, .jsonl(.gz, .zst) or .parquet, on disk or at a URL of fsspec "
+            help="a file or folder of text, source code, .jsonl(.gz, .zst) or .parquet, on disk or at a URL of fsspec "
             "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
-            "folder).",
+            "folder)",
         ),
     ]
-    out: Annotated[Path, typer.Option(help="The folder to make. It appears only when it is complete.")]
+    out: Annotated[Path, typer.Option(help="the folder to make; it appears only when it is complete")]
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="A tokenizer.json to use; without it a byte-level BPE is trained on the text."),
+        typer.Option(help="a tokenizer.json to use; without it a byte-level BPE is trained on the text"),
     ] = None
     separator: Annotated[
         str | None,
-        typer.Option(help="The token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found."),
+        typer.Option(help="the token of --tokenizer that ends a document; `<|endoftext|>`, `</s>`, ... are found"),
     ] = None
-    vocab_size: Annotated[int, typer.Option(help="Tokens of a tokenizer trained here.")] = USUAL["vocab_size"]
-    tokenizer_sample: Annotated[int, typer.Option(help="Bytes of text that a tokenizer is trained on, at most.")] = (
+    vocab_size: Annotated[int, typer.Option(help="tokens of a tokenizer trained here")] = USUAL["vocab_size"]
+    tokenizer_sample: Annotated[int, typer.Option(help="bytes of text that a tokenizer is trained on, at most")] = (
         USUAL["tokenizer_sample"]
     )
     validation: Annotated[
-        float, typer.Option(help="Fraction of the documents that go to the split `validation`; 0 for none.")
+        float, typer.Option(help="fraction of the documents that go to the split `validation`; 0 for none")
     ] = USUAL["validation"]
-    seed: Annotated[int, typer.Option(help="Chooses the documents of the split `validation`.")] = USUAL["seed"]
-    shard_tokens: Annotated[int, typer.Option(help="Tokens of one shard file.")] = USUAL["shard_tokens"]
+    seed: Annotated[int, typer.Option(help="chooses the documents of the split `validation`")] = USUAL["seed"]
+    shard_tokens: Annotated[int, typer.Option(help="tokens of one shard file")] = USUAL["shard_tokens"]
     format: Annotated[
         Literal["text", "chat"],
         typer.Option(
@@ -69,21 +69,21 @@ class Options:
     ] = USUAL["format"]
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="A Jinja file that writes `messages` as text, in place of the tokenizer's own template."),
+        typer.Option(help="a Jinja file that writes `messages` as text, in place of the tokenizer's own template"),
     ] = None
-    text_key: Annotated[str, typer.Option(help="The field (JSONL) or column (Parquet, hf:) that holds the text.")] = (
+    text_key: Annotated[str, typer.Option(help="the field (JSONL) or column (Parquet, hf:) that holds the text")] = (
         USUAL["text_key"]
     )
-    glob: Annotated[str | None, typer.Option(help="Of a folder only the files that match, for example '*.py'.")] = None
+    glob: Annotated[str | None, typer.Option(help="of a folder only the files that match, for example '*.py'")] = None
     encoding_errors: Annotated[
         EncodingErrors,
-        typer.Option(help="Bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document."),
+        typer.Option(help="bytes that are not UTF-8: stop, replace them by U+FFFD, or skip the document"),
     ] = USUAL["encoding_errors"]
     skip_bad: Annotated[
         bool,
-        typer.Option("--skip-bad", help="Leave out records that are not JSON or have no text, and say how many."),
+        typer.Option("--skip-bad", help="leave out records that are not JSON or have no text, and say how many"),
     ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, once the new one is complete.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT, once the new one is complete")] = False
     json: AsJson = False
 
 
@@ -110,21 +110,21 @@ def prepare(options: Options) -> None:
 @app.command()
 @verb
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `data prepare` made.")],
-    split: Annotated[str, typer.Option(help="The split whose documents are shown.")] = "train",
-    documents: Annotated[int, typer.Option(help="How many documents or samples to show, decoded.")] = 3,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that `data prepare` made")],
+    split: Annotated[str, typer.Option(help="the split whose documents are shown")] = "train",
+    documents: Annotated[int, typer.Option(help="how many documents or samples to show, decoded")] = 3,
     seq_len: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Show packed samples of N tokens, as training reads them, not documents; and what "
+            help="show packed samples of N tokens, as training reads them, not documents; and what "
             "data.attention='document' does in them: the share of the scores that is left, the balance of the ranks "
-            "of cp.",
+            "of cp",
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Read every file and compare its checksum; exit code 1 if damaged."),
+        typer.Option("--verify", help="read every file and compare its checksum; exit code 1 if damaged"),
     ] = False,
     json: AsJson = False,
 ) -> None:

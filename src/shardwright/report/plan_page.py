@@ -94,7 +94,7 @@ def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, st
     if told.recomputes_flops:
         rows.append(("HFU", f"{told.hfu_full:.1%}", f"{told.hfu_causal:.1%} with the causal half"))
     share = best.peak_bytes / plan.limit_bytes
-    rows.append(("peak memory", format_bytes(best.peak_bytes), f"{share:.0%} of {format_bytes(plan.limit_bytes)}"))
+    rows.append(("peak memory", format_bytes(best.peak_bytes), f"{share:.1%} of {format_bytes(plan.limit_bytes)}"))
     if budget_tokens is not None:
         hours = f"{accelerator_hours(plan.job, best.step_s, budget_tokens):,.0f} accelerator-hours"
         rows.append(
