@@ -164,7 +164,7 @@ def _check(config: RunConfig, alone: bool) -> None:
     saved = published(out / CHECKPOINTS)
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
-    if in_use := problem_of_owner(out):
+    if alone and (in_use := problem_of_owner(out)):  # else rank 0 of this run may own it already
         problems.append(in_use)
     elif config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
