@@ -157,7 +157,7 @@ def test_the_matrix_has_each_layout_once_and_of_that_many_ranks(world_size: int)
 
 
 @prove
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_every_layout_of_experts_on_two_ranks_trains_as_one_process_does(verifier: Verifier):
     experts = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch")
     case = replace(CASE, spec=replace(EVEN, moe=experts))
@@ -171,7 +171,7 @@ def test_a_layout_that_the_model_cannot_have_is_not_in_the_matrix():
 
 
 @prove
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_layout_without_a_pipeline_trains_as_one_process_does(verifier: Verifier, world_size: int):
     for layout in layouts(EVEN, world_size, CASE.seq_len):
@@ -180,7 +180,7 @@ def test_every_layout_without_a_pipeline_trains_as_one_process_does(verifier: Ve
 
 
 @prove
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("world_size", "one_of"), [(2, 1), (4, 6)])
 def test_pipelines_train_as_one_process_does(verifier: Verifier, world_size: int, one_of: int):
     case = replace(CASE, spec=DEEP)
