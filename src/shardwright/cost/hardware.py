@@ -181,6 +181,11 @@ def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
     return _accelerator(*_find("accelerator", name, known.accelerators))
 
 
+def node_size(name: str, extra: str | Path | None = None) -> int:
+    """Accelerators of the usual node of an accelerator. Raises InputError for a name that is in no file."""
+    return _find("accelerator", name, _known(extra).accelerators)[1].node_size
+
+
 def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     """A cluster from `NAME:COUNT`, `NAME:COUNT/NODE_SIZE` or `NAME:COUNT@GBIT_PER_S_PER_NODE`, or both, where NAME is
     an accelerator's or a cluster's.
