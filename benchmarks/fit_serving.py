@@ -5,8 +5,7 @@
 Least squares on the logarithm of predicted / measured, robust against rows that nothing explains. A constant of an
 engine's generation stays near the mean of all engines, and a factor of an accelerator near 1, unless rows speak
 against it; where there are no rows, that mean is what it gets ("others"). A source counts as much as its rows, up to
-60. Closed loops count by the closed form of their mean time of a token, since a fit cannot simulate each. With
---left-out every source is left out once, too.
+MOST_ROWS. Of closed loops, which are simulated, every third counts. With --left-out every source is left out once, too.
 """
 
 import sys
@@ -22,7 +21,7 @@ from scipy.optimize import least_squares
 
 from shardwright.serving import forms
 from shardwright.serving.engines import ENGINES
-from shardwright.serving.evaluate import MEASUREMENTS, full_batch
+from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, of_loop
 from shardwright.serving.measured import FULL, LOOP, STATIC, Case, cases, read
 from shardwright.serving.rates import OTHERS, PACKAGED, RATES, Fitted, Rates
 from shardwright.serving.setting import Serving, Settings
@@ -38,6 +37,9 @@ GUESSES = {
     "layer_s": (30e-6, 0.7),
     "pass_s": (1e-3, 1.0),
     "prefill_s": (3e-3, 1.0),
+    "launch_s": (0.5e-3, 0.7),
+    "expert_launch_s": (0.5e-3, 0.7),
+    "arrive_s": (10e-3, 0.7),
     "request_s": (10e-6, 1.0),
     "reduce_s": (10e-6, 0.5),
     "exchange_s": (30e-6, 0.7),
@@ -49,7 +51,7 @@ FACTORS = ("matmul_share", "memory_share", "flash_share", "reduce_s", "link_shar
 FACTOR_SPREAD = 0.15
 PRIOR = 0.15
 """What a constant one spread away from its mean counts, in the logarithm of one row."""
-MOST_ROWS = 60
+MOST_ROWS = 150
 ROBUST = 0.15
 
 
@@ -57,7 +59,7 @@ class Problem:
     """The rows of a fit, grouped so that those of one model, machine and precision are evaluated at once."""
 
     def __init__(self, rows: Sequence[Case]) -> None:
-        self.rows = [row for row in rows if usable(row)]
+        self.rows = list(rows)
         self.engines = [each.name for each in ENGINES if any(row.engine is each for row in self.rows)]
         self.chips = list(dict.fromkeys(row.cluster.accelerator.name for row in self.rows))
         self.groups = groups(self.rows)
@@ -135,9 +137,11 @@ class Problem:
         return np.asarray(least_squares(self.residuals, first, jac=self.jacobian, max_nfev=rounds).x)
 
 
-def usable(row: Case) -> bool:
-    """Whether a row says something of the constants: not where queueing decides."""
-    return row.regime != LOOP or row.line.metric == "tpot_s"
+def thinned(rows: Sequence[Case]) -> list[Case]:
+    """All rows but two of three closed loops, with all that is measured of one."""
+    loops = dict.fromkeys(loop_key(row) for row in rows if row.regime == LOOP)
+    kept = set(list(loops)[::3])
+    return [row for row in rows if row.regime != LOOP or loop_key(row) in kept]
 
 
 def groups(rows: Sequence[Case]) -> list[list[int]]:
@@ -170,7 +174,7 @@ def predict(rows: Sequence[Case], fitted: Fitted) -> Floats:
         found = forms.full_load_tokens_per_s(serving, settings, batches, read_in, out, most)
         return found * (read_in + out) / out if first.line.metric == "total_tokens_per_s" else found
     if first.regime == LOOP:
-        return forms.loop_tpot_s(serving, settings, requests, read_in, out)
+        return np.array([of_loop(row, fitted) for row in rows])
     if first.line.metric == "ttft_s":
         return forms.prefill_s(serving, settings, requests, read_in)
     if first.line.metric == "tpot_s":
@@ -204,7 +208,7 @@ def summary(problem: Problem, fitted: Fitted) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Fit, write, and print the errors."""
     paths = [Path(each) for each in arguments if not each.startswith("-")]
-    rows = cases(read(paths[0] if paths else MEASUREMENTS))
+    rows = thinned(cases(read(paths[0] if paths else MEASUREMENTS)))
     problem = Problem(rows)
     x = problem.solve(None, rounds=15)
     best = problem.fitted(x)

@@ -4,6 +4,7 @@ import functools
 import inspect
 import keyword
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,6 +36,10 @@ VERBS = {
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
 
+OF_TWO_WORDS = ("plan serve", "plan evaluate-serving")
+"""Verbs of two words with options of their own, whose first word is a verb too. The module has an underscore between
+words."""
+
 RENAMED = {"sample": "generate"}
 """Old names of verbs, and what they are called now."""
 
@@ -43,7 +48,7 @@ RENAMED = {"sample": "generate"}
 def _command(name: str) -> Any:
     """A module holds an `app` where its verb has verbs of its own, else a function of the verb's name. A name that is a
     word of Python's has an underscore after it."""
-    python = f"{name}_" if keyword.iskeyword(name) else name
+    python = f"{name}_" if keyword.iskeyword(name) else re.sub("[ -]", "_", name)
     module = import_module(f"shardwright.cli.{python}")
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     if isinstance(inner := getattr(module, "app", None), typer.Typer):
@@ -100,6 +105,8 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in RENAMED:
             ctx.fail(f"{args[0]} is called {RENAMED[args[0]]} now; see shardwright {RENAMED[args[0]]} --help")
+        if (two := " ".join(args[:2])) in OF_TWO_WORDS:
+            return two, _command(two), args[2:]
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         return name, self.commands[name], rest

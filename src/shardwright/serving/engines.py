@@ -29,7 +29,7 @@ ENGINES = (
     Engine("trtllm-0.8", r"trt-?llm|tensorrt-?llm", (0, 7), 1024, mixed=False, kv_fp8=True),
     Engine("trtllm-0.17", r"trt-?llm|tensorrt-?llm", (0, 10), 2048, kv_fp8=True),
     Engine("trtllm-1", r"trt-?llm|tensorrt-?llm", (1, 0), 2048, kv_fp8=True),
-    Engine("vllm", r"vllm", (0, 0), 1024),
+    Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True),
     Engine("sglang", r"sglang", (0, 0), 1024),
     Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False),
 )

@@ -6,6 +6,7 @@ after the other.
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from shardwright.errors import InputError, nearest
@@ -25,6 +26,7 @@ def _plain(*sizes: int) -> ModelSpec:
 
 
 SERVED: dict[str, ModelSpec] = {
+    "deepseek-v3": replace(PRESETS["deepseek-v3"], max_seq_len=163840),
     "llama-2-7b": _spec(32, 4096, 32, 32, 128, 11008, 32000, 4096),
     "llama-2-13b": _spec(40, 5120, 40, 40, 128, 13824, 32000, 4096),
     "llama-2-70b": _spec(80, 8192, 64, 8, 128, 28672, 32000, 4096),
@@ -42,7 +44,7 @@ SERVED: dict[str, ModelSpec] = {
     "gpt-6.7b": _plain(32, 4096, 32, 32, 128, 16384, 51200, 2048),
     "gpt-20b": _plain(44, 6144, 48, 48, 128, 24576, 51200, 2048),
 }
-"""Models beside the presets."""
+"""Models beside the presets, and DeepSeek-V3 with the positions of its context extension."""
 
 _OTHER_NAMES = {
     "llama7b": "llama-2-7b",

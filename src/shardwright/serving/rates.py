@@ -25,7 +25,9 @@ class Rates:
     each query head alone, outside the matrix units), `expert_share` the bandwidth with which experts' weights are read. Times in seconds:
     `layer_s` for each layer that is neither of these (kernels that wait for one another, small element-wise kernels),
     `pass_s` once in each pass over the model (scheduler, start of the graph, sampling), `prefill_s` in addition once in
-    each pass that reads prompts, `request_s` for each request in a pass, `reduce_s` for a small all-reduce, `exchange_s`
+    each pass that reads prompts, `launch_s` for each layer, and `expert_launch_s` in addition for each with experts, the
+    least that a pass with prompts takes, as its kernels are started one by one, without a graph, `arrive_s` from a
+    user's request to the scheduler, `request_s` for each request in a pass, `reduce_s` for a small all-reduce, `exchange_s`
     for a layer with experts (routing, gathering of rows). `link_share`: of the bandwidth inside a node.
     """
 
@@ -38,6 +40,9 @@ class Rates:
     layer_s: Any
     pass_s: Any
     prefill_s: Any
+    launch_s: Any
+    expert_launch_s: Any
+    arrive_s: Any
     request_s: Any
     reduce_s: Any
     exchange_s: Any

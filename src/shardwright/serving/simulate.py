@@ -9,7 +9,7 @@ import heapq
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,18 +21,23 @@ from shardwright.serving.work import period_s
 class PassTable:
     """Seconds of a pass of one layout, as a table over its tokens, so that a simulation can ask for millions.
 
+    `drafted`: tokens of a request that are verified beside its one; `dearer`: factor on passes that decode.
+
     A pass takes F(tokens) + A x cached tokens of its requests + B x pairs of tokens in its prompts: weights and
     activations depend on the number of tokens alone, attention is linear in what it reads.
     """
 
-    def __init__(self, serving: Serving, degrees: Degrees, max_tokens: int, drafted: float = 0.0) -> None:
+    def __init__(
+        self, serving: Serving, degrees: Degrees, max_tokens: int, drafted: float = 0.0, dearer: float = 1.0
+    ) -> None:
         grid = np.unique(np.round(np.geomspace(1, max(2, 2 * max_tokens), 72)))
         settings = Settings.of([degrees])
         decode = Batch(requests=grid, logits=grid * (1 + drafted), drafted=drafted)
         self._tokens: list[float] = grid.tolist()
-        self._decode: list[float] = _row(period_s(serving, settings, decode), grid)
+        self._decode: list[float] = _row(period_s(serving, settings, decode) * dearer, grid)
         self._prompt: list[float] = _row(period_s(serving, settings, Batch(prompt=grid, logits=1.0)), grid)
         self.request_s = float(np.max(serving.rates.request_s))
+        self.arrive_s = float(np.max(serving.rates.arrive_s))
         far, one = 1e5, np.ones(1)
         near = Batch(requests=one, logits=one, drafted=drafted)
         away = Batch(requests=one, logits=one, drafted=drafted, context=far)
@@ -93,6 +98,10 @@ class Served:
     span_s: float
     output_tokens: int
 
+    def after(self, n: int) -> "Served":
+        """Without the first n requests, which start with nothing under way."""
+        return replace(self, ttft_s=self.ttft_s[n:], tpot_s=self.tpot_s[n:], e2e_s=self.e2e_s[n:])
+
     @property
     def tokens_per_s(self) -> float:
         """Output tokens a second."""
@@ -105,6 +114,16 @@ def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
         return [stated] * n
     low = max(1, round(stated * shortest))
     return [int(each) for each in np.random.default_rng(seed).integers(low, stated + 1, n)]
+
+
+def steady_loop(
+    table: "PassTable", scheduler: "Scheduler", input_len: int, output_len: int, users: int, rounds: int
+) -> Served:
+    """A closed loop of equal requests whose users are evenly spread over its time: each begins somewhere in an answer,
+    and these first requests are not counted."""
+    parts = np.random.default_rng(3).integers(1, output_len + 1, users)
+    outputs = [*map(int, parts), *[output_len] * (users * (rounds - 1))]
+    return run(table, scheduler, closed_loop([input_len] * len(outputs), outputs), users).after(users)
 
 
 def closed_loop(inputs: Sequence[int], outputs: Sequence[int]) -> list[Request]:
@@ -135,36 +154,37 @@ class _Run:
         self.arrived = [each.arrival_s for each in requests]
         self.first, self.last = [0.0] * len(requests), [0.0] * len(requests)
         self.later = deque(range(len(requests)))
-        self.loop = concurrency is not None
+        self.coming: list[tuple[float, int]] = []
         self.waiting: deque[int] = deque()
         self.reading: deque[list[int]] = deque()
         self.ends: list[tuple[int, int]] = []
         self.now = requests[0].arrival_s if requests else 0.0
         self.passes, self.cached, self.held = 0, 0.0, 0.0
-        for _ in range(min(concurrency or 0, len(self.later))):
-            self.waiting.append(self.later.popleft())
+        for _ in range(min(concurrency or len(requests), len(requests))):
+            self._send(self.later.popleft(), 0.0)
 
     def served(self) -> Served:
-        while self.later or self.waiting or self.reading or self.ends:
-            self._arrive()
+        """Run to the last token."""
+        while self.coming or self.waiting or self.reading or self.ends:
+            while self.coming and self.coming[0][0] <= self.now:
+                self.waiting.append(heapq.heappop(self.coming)[1])
             self._admit()
             if self.reading:
                 self._read()
             elif self.ends:
                 self._decode()
-            elif self.later and not self.loop:
-                self.now = max(self.now, self.arrived[self.later[0]])
             else:
-                raise AssertionError("a request that fits nowhere")
+                self.now = self.coming[0][0]
         first, last, arrived = map(np.array, (self.first, self.last, self.arrived))
         out = np.array([each.output_len for each in self.requests])
         tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
         span = float(last.max() - arrived.min())
         return Served(first - arrived, tpot, last - arrived, span, int(out.sum()))
 
-    def _arrive(self) -> None:
-        while not self.loop and self.later and self.arrived[self.later[0]] <= self.now:
-            self.waiting.append(self.later.popleft())
+    def _send(self, at: int, now: float) -> None:
+        """A user sends a request, which the scheduler has somewhat later."""
+        self.arrived[at] = max(self.arrived[at], now)
+        heapq.heappush(self.coming, (self.arrived[at] + self.table.arrive_s, at))
 
     def _admit(self) -> None:
         limit = self.scheduler
@@ -208,8 +228,8 @@ class _Run:
         n, count = len(self.ends), self.ends[0][0] - self.passes
         each = self.table.decode_s(n) + self.table.cached_s * self.cached
         grows = self.table.cached_s * n * self.scheduler.accepted
-        if not self.loop and self.later and len(self.ends) < self.scheduler.max_batch:
-            wait = self.arrived[self.later[0]] - self.now
+        if self.coming and len(self.ends) < self.scheduler.max_batch:
+            wait = self.coming[0][0] - self.now
             count = min(count, max(1, -int(-wait // (each + grows * min(count, wait / each) / 2))))
         self.now += count * each + grows * count * (count - 1) / 2
         self._advance(count)
@@ -226,7 +246,5 @@ class _Run:
         self.held -= done.input_len + done.output_len
         self.cached -= done.input_len + done.output_len - 1 if done.output_len > 1 else done.input_len
         self.cached = max(self.cached, 0.0)
-        if self.loop and self.later:
-            follower = self.later.popleft()
-            self.arrived[follower] = self.now
-            self.waiting.append(follower)
+        if self.later:
+            self._send(self.later.popleft(), self.now)

@@ -76,7 +76,17 @@ def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
             pass_s=rates.pass_s, prefill_s=rates.prefill_s, reads_prompts=np.asarray(batch.prompt) > 0,
             request_s=rates.request_s, requests=batch.requests,
         )  # fmt: skip
-    return PassTime(layers, head, host, send)
+    return PassTime(_at_least_started(serving, batch, layers), head, host, send)
+
+
+def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Floats:
+    """Seconds of the layers of a pass; with prompts in it, at least what the host takes to start their kernels."""
+    model, rates = serving.model, serving.rates
+    return ledger.compute(
+        "all layers", "max(computing, reads_prompts * (n_layers * launch_s + expert_layers * expert_launch_s))", "s", "",
+        computing=layers_s, reads_prompts=np.asarray(batch.prompt) > 0, n_layers=model.n_layers,
+        launch_s=rates.launch_s, expert_layers=model.n_expert_layers, expert_launch_s=rates.expert_launch_s,
+    )  # fmt: skip
 
 
 def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> Floats:
