@@ -5,7 +5,7 @@
 Least squares on the logarithm of predicted / measured, robust against rows that nothing explains. A constant of an
 engine's generation stays near the mean of all engines, and a factor of an accelerator near 1, unless rows speak
 against it; where there are no rows, that mean is what it gets ("others"). A source counts as much as its rows, up to
-MOST_ROWS. Of closed loops, which are simulated, every third counts. With --left-out every source is left out once, too.
+MOST_ROWS. Of closed loops, which are simulated, every ninth counts. With --left-out every source is left out once, too.
 """
 
 import sys
@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from shardwright.serving import forms
 from shardwright.serving.engines import ENGINES
 from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, of_loop
-from shardwright.serving.measured import FULL, LOOP, STATIC, Case, cases, read
+from shardwright.serving.measured import FULL, LOOP, Case, cases, read
 from shardwright.serving.rates import OTHERS, PACKAGED, RATES, Fitted, Rates
 from shardwright.serving.setting import Serving, Settings
 
@@ -52,6 +51,7 @@ FACTOR_SPREAD = 0.15
 PRIOR = 0.15
 """What a constant one spread away from its mean counts, in the logarithm of one row."""
 MOST_ROWS = 150
+LOOPS = 9
 ROBUST = 0.15
 
 
@@ -117,7 +117,10 @@ class Problem:
         engine = np.array([self.engines.index(row.engine.name) for row in self.rows])
         chip = np.array([self.chips.index(row.cluster.accelerator.name) for row in self.rows])
         rows = np.arange(n_rows)
-        for first, size, width, of_row in ((n_mean, n_engine, n_mean, engine), (sum(self.sizes[:2]), n_factor, len(FACTORS), chip)):
+        for first, size, width, of_row in (
+            (n_mean, n_engine, n_mean, engine),
+            (sum(self.sizes[:2]), n_factor, len(FACTORS), chip),
+        ):
             for constant in range(width):
                 moved = x.copy()
                 moved[first + constant : first + size : width] += step
@@ -132,15 +135,28 @@ class Problem:
         return found
 
     def solve(self, start: Floats | None, rounds: int) -> Floats:
-        """The point that suits the rows best."""
-        first = np.zeros(sum(self.sizes)) if start is None else start
-        return np.asarray(least_squares(self.residuals, first, jac=self.jacobian, max_nfev=rounds).x)
+        """The point that suits the rows best, by Levenberg and Marquardt's method."""
+        x = np.zeros(sum(self.sizes)) if start is None else start
+        residuals, damping = self.residuals(x), 1e-2
+        for _ in range(rounds):
+            slopes = self.jacobian(x)
+            normal, gradient = slopes.T @ slopes, slopes.T @ residuals
+            for _ in range(6):
+                step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
+                tried = self.residuals(x + step)
+                if tried @ tried < residuals @ residuals:
+                    x, residuals, damping = x + step, tried, damping / 5
+                    break
+                damping *= 6
+            else:
+                break
+        return x
 
 
 def thinned(rows: Sequence[Case]) -> list[Case]:
-    """All rows but two of three closed loops, with all that is measured of one."""
+    """All rows, and of closed loops every ninth, with all that is measured of one."""
     loops = dict.fromkeys(loop_key(row) for row in rows if row.regime == LOOP)
-    kept = set(list(loops)[::3])
+    kept = set(list(loops)[::LOOPS])
     return [row for row in rows if row.regime != LOOP or loop_key(row) in kept]
 
 

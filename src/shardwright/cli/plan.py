@@ -39,7 +39,7 @@ def plan(options: Options) -> None:
 
     shardwright plan evaluate runs.csv
 
-    Two other modes have options of their own: plan serve --help, how to serve a model, and plan evaluate-serving --help.
+    Two other modes have options of their own: plan serve --help, how to serve a model; plan evaluate-serving --help.
 
     Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """

@@ -17,8 +17,8 @@ class Options:
         Path | None,
         typer.Argument(
             metavar="TABLE.csv",
-            help="a table of measurements, with the columns of docs/serving.md; those that come with shardwright if not "
-            "given",
+            help="a table of measurements, with the columns of docs/serving.md; those that come with shardwright if "
+            "not given",
         ),
     ] = None
     rows: Annotated[bool, typer.Option("--rows", help="print every row, not the errors by source alone")] = False

@@ -12,6 +12,8 @@ from shardwright.cli.common import AsJson, error_console, print_json, verb, wron
 from shardwright.errors import InputError, nearest
 
 if TYPE_CHECKING:
+    from shardwright.cost.hardware import Cluster
+    from shardwright.model.spec import ModelSpec
     from shardwright.serving.search import Plan, Task
     from shardwright.serving.setting import Degrees
 
@@ -34,9 +36,7 @@ class Options:
     concurrency: Annotated[
         int | None, typer.Option(metavar="N", help="requests that are there at a time, over the whole cluster")
     ] = None
-    rate: Annotated[
-        str | None, typer.Option(metavar="N/s", help="requests that arrive, such as 5/s or 300/min")
-    ] = None
+    rate: Annotated[str | None, typer.Option(metavar="N/s", help="requests that arrive, such as 5/s or 300/min")] = None
     ttft: Annotated[
         str | None, typer.Option(metavar="TIME", help="limit of the time to the first token, such as 1s or 500ms")
     ] = None
@@ -47,11 +47,12 @@ class Options:
         "bf16"
     )
     kv_precision: Annotated[
-        str | None, typer.Option(metavar="NAME", help="of the cache of keys and values; that of the weights if not given")
+        str | None,
+        typer.Option(metavar="NAME", help="of the cache of keys and values; that of the weights if not given"),
     ] = None
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", help="whose constants are taken: see docs/serving.md")
-    ] = "trtllm-1"
+    engine: Annotated[str, typer.Option(metavar="NAME", help="whose constants are taken: see docs/serving.md")] = (
+        "trtllm-1"
+    )
     separate: Annotated[
         bool, typer.Option("--separate", help="also plan prefill and decode on separate accelerators")
     ] = False
@@ -132,62 +133,86 @@ def _print(found: "Plan", remedies: list[str]) -> None:
 
 
 def ask(options: Options) -> "tuple[Task, str]":
-    """What is to be served. Raises InputError with every problem at once."""
-    from shardwright.cost.hardware import cluster as find_cluster
+    """What is to be served, and the model's name. Raises InputError with every problem at once."""
     from shardwright.serving.engines import ENGINES
-    from shardwright.serving.models import named
     from shardwright.serving.rates import fitted
     from shardwright.serving.search import Speculation, Task
-    from shardwright.serving.setting import ELEMENT_BYTES, Serving
+    from shardwright.serving.setting import Serving
 
     wrong = _wrong_numbers(options)
-    kv = options.kv_precision or options.precision
-    for option, precision in (("--precision", options.precision), ("--kv-precision", kv)):
-        if precision not in ELEMENT_BYTES and (option == "--precision" or options.kv_precision):
-            wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, ELEMENT_BYTES)}")
     engines = {each.name: each for each in ENGINES}
     if options.engine not in engines:
-        wrong.append(f"--engine {options.engine}: not one that constants are known for; {nearest(options.engine, engines)}")
-    limits = [_read(wrong, "--ttft", options.ttft, _SECONDS), _read(wrong, "--tpot", options.tpot, _SECONDS)]
+        hint = nearest(options.engine, engines)
+        wrong.append(f"--engine {options.engine}: not one that constants are known for; {hint}")
+    ttft_s, tpot_s = _read(wrong, "--ttft", options.ttft, _SECONDS), _read(wrong, "--tpot", options.tpot, _SECONDS)
     rate = _read(wrong, "--rate", options.rate, _RATES, per=True)
-    model = machine = None
-    name = options.model or ""
-    try:
-        if options.model is None:
-            wrong.append("--model is missing; name a preset, such as llama-3.1-70b")
-        else:
-            name, model = named(options.model)
-    except InputError as error:
-        wrong += error.problems
-    try:
-        if options.cluster is None:
-            wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
-        else:
-            machine = find_cluster(options.cluster, options.hardware)
-    except InputError as error:
-        wrong += error.problems
-    if machine is not None:
-        known = machine.accelerator.flops_per_s
-        for option, precision in (("--precision", options.precision), ("--kv-precision", kv)):
-            if precision in ELEMENT_BYTES and precision not in known and (option == "--precision" or options.kv_precision):
-                wrong.append(f"{option} {precision}: {machine.accelerator.name} has no {precision}; it has {', '.join(known)}")
-    length = (options.input_len or 0) + (options.output_len or 0)
-    if model is not None and length > model.max_seq_len:
-        wrong.append(
-            f"--input-len {options.input_len} + --output-len {options.output_len} = {length} tokens, and {name} is meant "
-            f"for {model.max_seq_len} at most"
-        )
+    name, model = _model(options, wrong)
+    machine = _machine(options, wrong)
+    wrong += _wrong_precisions(options, machine)
     if wrong or model is None or machine is None or options.input_len is None or options.output_len is None:
         raise InputError(*wrong)
     rates = fitted()[0].rates(options.engine, machine.accelerator.name)
+    kv = options.kv_precision or options.precision
     serving = Serving(model=model, cluster=machine, rates=rates, precision=options.precision, kv_precision=kv)
-    speculation = Speculation(options.draft_tokens, options.acceptance or 0.0, options.draft_cost)
+    speculation = Speculation()
+    if options.draft_tokens:
+        speculation = Speculation(options.draft_tokens, options.acceptance or 0.0, options.draft_cost)
     task = Task(
         serving=serving, input_len=options.input_len, output_len=options.output_len, engine=engines[options.engine],
-        concurrency=options.concurrency, rate_per_s=rate, ttft_s=limits[0] or math.inf, tpot_s=limits[1] or math.inf,
-        speculation=speculation if options.draft_tokens else Speculation(), price_per_hour=options.price,
+        concurrency=options.concurrency, rate_per_s=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf,
+        speculation=speculation, price_per_hour=options.price,
     )  # fmt: skip
     return task, name
+
+
+def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
+    """The model and its name; problems are added to `wrong`."""
+    from shardwright.serving.models import named
+
+    if options.model is None:
+        wrong.append("--model is missing; name a preset, such as llama-3.1-70b")
+        return "", None
+    try:
+        name, model = named(options.model)
+    except InputError as error:
+        wrong += error.problems
+        return options.model, None
+    length = (options.input_len or 0) + (options.output_len or 0)
+    if length > model.max_seq_len:
+        wrong.append(
+            f"--input-len {options.input_len} + --output-len {options.output_len} = {length} tokens, and {name} is "
+            f"meant for {model.max_seq_len} at most"
+        )
+    return name, model
+
+
+def _machine(options: Options, wrong: list[str]) -> "Cluster | None":
+    """The cluster; problems are added to `wrong`."""
+    from shardwright.cost.hardware import cluster
+
+    if options.cluster is None:
+        wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
+        return None
+    try:
+        return cluster(options.cluster, options.hardware)
+    except InputError as error:
+        wrong += error.problems
+        return None
+
+
+def _wrong_precisions(options: Options, machine: "Cluster | None") -> list[str]:
+    from shardwright.serving.setting import ELEMENT_BYTES
+
+    wrong = []
+    for option, precision in (("--precision", options.precision), ("--kv-precision", options.kv_precision)):
+        if precision is None:
+            continue
+        if precision not in ELEMENT_BYTES:
+            wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, ELEMENT_BYTES)}")
+        elif machine is not None and precision not in (has := machine.accelerator.flops_per_s):
+            known = ", ".join(has)
+            wrong.append(f"{option} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
+    return wrong
 
 
 def _wrong_numbers(options: Options) -> list[str]:
@@ -224,7 +249,9 @@ def _read(wrong: list[str], option: str, text: str | None, units: dict[str, floa
     form = re.fullmatch(rf"\s*(\d+(?:\.\d+)?|\.\d+)\s*{'/' if per else ''}\s*([a-z]+)\s*", text)
     if form is None or form[2] not in units or not float(form[1]) > 0:
         slash = "/" if per else ""
-        wrong.append(f"{option} {text}: a number above 0 with its unit is needed: {', '.join(f'5{slash}{u}' for u in units)}")
+        wrong.append(
+            f"{option} {text}: a number above 0 with its unit is needed: {', '.join(f'5{slash}{u}' for u in units)}"
+        )
         return None
     return float(form[1]) * units[form[2]]
 

@@ -46,7 +46,17 @@ def print_plan(plan: Plan) -> None:
     console.print()
     _print_best(plan, best)
     say(f"\nThe best {len(plan.best)}, simulated")
-    table = columns("layout", "batch", "tokens/s each", "of a user", "first token", f"p{PERCENTILE}", "further", f"p{PERCENTILE}", left=1)
+    table = columns(
+        "layout",
+        "batch",
+        "tokens/s each",
+        "of a user",
+        "first token",
+        f"p{PERCENTILE}",
+        "further",
+        f"p{PERCENTILE}",
+        left=1,
+    )
     for each in plan.best:
         table.add_row(
             str(each.layout), f"{each.option.batch:,}", f"{each.per_accelerator:,.0f}", f"{each.per_user:,.1f}",
@@ -80,9 +90,11 @@ def _print_best(plan: Plan, best: Found) -> None:
         f"= {plan.largest[at]:,.0f} requests of {format_bytes(token * task.length)} on each rank",
     )
     if (cost := best.cost_per_million(task)) is not None:
-        table.add_row("  cost", f"{cost:.3g} for a million output tokens at {task.price_per_hour:g} an accelerator-hour")
+        table.add_row(
+            "  cost", f"{cost:.3g} for a million output tokens at {task.price_per_hour:g} an accelerator-hour"
+        )
     if task.speculation.drafted:
-        said = f"{task.speculation.accepted:.2f} tokens in each pass, of {task.speculation.drafted} drafted and its own"
+        said = f"{task.speculation.accepted:.2f} tokens in each pass, {task.speculation.drafted} of them drafted"
         table.add_row("  speculation", said)
     print_table(table)
 
@@ -119,8 +131,9 @@ def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
     token = float(np.broadcast_to(plan.memory.token, len(plan.layouts))[least])
     whole = plan.task.serving.cluster.accelerator.memory_bytes
     say(
-        f"\nnothing fits: {plan.layouts[least]} needs least, {format_bytes(weights)} of weights + {format_bytes(working)} "
-        f"of working memory + {format_bytes(token * plan.task.length)} for one request, of {format_bytes(whole)}"
+        f"\nnothing fits: {plan.layouts[least]} needs least, {format_bytes(weights)} of weights + "
+        f"{format_bytes(working)} of working memory + {format_bytes(token * plan.task.length)} for one request, of "
+        f"{format_bytes(whole)}"
     )
     say(f"would fit: {'; '.join(remedies)}" if remedies else "no precision and no eightfold cluster would make it fit")
 
@@ -135,15 +148,21 @@ def print_no_limits_kept(plan: Plan) -> None:
     if task.ttft_s < inf:
         say(f"  shortest time to the first token: {format_seconds(first.ttft_s)}, {first.layout} with {first.batch}")
     if task.tpot_s < inf:
-        say(f"  shortest time of a further token: {format_seconds(further.tpot_s)}, {further.layout} with {further.batch}")
+        say(
+            f"  shortest time of a further token: {format_seconds(further.tpot_s)}, {further.layout} with "
+            f"{further.batch}"
+        )
     if task.rate_per_s is not None:
         said = f"{most.tokens_per_s / task.output_len:.3g} requests/s, {most.layout} with {most.batch}"
         say(f"  most requests: {said}; {task.rate_per_s:g} requests/s were asked for")
     if plan.missed:
-        nearest = min(plan.missed, key=lambda each: max(each.ttft_s(PERCENTILE) / task.ttft_s, each.tpot_s(PERCENTILE) / task.tpot_s))
+        nearest = min(
+            plan.missed,
+            key=lambda each: max(each.ttft_s(PERCENTILE) / task.ttft_s, each.tpot_s(PERCENTILE) / task.tpot_s),
+        )
         say(
-            f"  nearest as simulated: {nearest.layout} with {nearest.option.batch}: {PERCENTILE} of 100 requests have their "
-            f"first token within {format_seconds(nearest.ttft_s(PERCENTILE))} and further ones within "
+            f"  nearest as simulated: {nearest.layout} with {nearest.option.batch}: {PERCENTILE} of 100 requests have "
+            f"their first token within {format_seconds(nearest.ttft_s(PERCENTILE))} and further ones within "
             f"{format_seconds(nearest.tpot_s(PERCENTILE))}"
         )
 
@@ -155,15 +174,15 @@ def print_separate(task: Task, apart: "Separate | None", plan: Plan) -> None:
         say("  no split of the cluster fits and keeps the limits")
         return
     say(
-        f"  prefill {apart.readers} x ({apart.prefill}), decode {apart.writers} x ({apart.decode}) with {apart.batch:,} "
-        f"requests each"
+        f"  prefill {apart.readers} x ({apart.prefill}), decode {apart.writers} x ({apart.decode}) with "
+        f"{apart.batch:,} requests each"
     )
     together = ""
     if plan.best:
         share = apart.per_accelerator() / plan.best[0].per_accelerator - 1
         together = f", {share:+.0%} against the best layout above"
     say(
-        f"  {apart.tokens_per_s:,.0f} tokens/s, {apart.per_accelerator():,.0f} of each accelerator{together}; first token "
-        f"{format_seconds(apart.ttft_s)}, of which {format_seconds(apart.transfer_s)} for the transfer of the cache; "
-        f"further tokens each {format_seconds(apart.tpot_s)}"
+        f"  {apart.tokens_per_s:,.0f} tokens/s, {apart.per_accelerator():,.0f} of each accelerator{together}; first "
+        f"token {format_seconds(apart.ttft_s)}, of which {format_seconds(apart.transfer_s)} for the transfer of the "
+        f"cache; further tokens each {format_seconds(apart.tpot_s)}"
     )

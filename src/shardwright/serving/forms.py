@@ -16,7 +16,7 @@ from shardwright.serving.work import latency_s, period_s
 def prefill_s(serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike) -> Floats:
     """Seconds until all prompts of a batch are read and each request has its first token, one pass over all of them."""
     tokens = np.asarray(requests, dtype=np.float64)
-    prompt = Batch(prompt=tokens * input_len, attended=np.asarray(input_len) / 2, logits=tokens)
+    prompt = Batch(prompt=tokens * np.asarray(input_len), attended=np.asarray(input_len) / 2, logits=tokens)
     return latency_s(serving, settings, prompt)
 
 
@@ -48,11 +48,11 @@ def prompt_in_passing_s(
 ) -> Floats:  # fmt: skip
     """Seconds by which a pass of `requests` is longer for reading `prompts` as well, over their number."""
     together = Batch(
-        requests=requests, context=context, prompt=np.asarray(prompts) * input_len,
+        requests=requests, context=context, prompt=np.asarray(prompts) * np.asarray(input_len),
         attended=np.asarray(input_len) / 2, logits=np.asarray(requests) + np.asarray(prompts),
     )  # fmt: skip
     longer = period_s(serving, settings, together) - decode_s(serving, settings, requests, context)
-    return np.asarray(longer / prompts)
+    return np.asarray(longer / np.asarray(prompts))
 
 
 def loop_tpot_s(
@@ -81,7 +81,7 @@ def full_load_tokens_per_s(
     Each request takes output_len parts of a pass, and its prompt a part of a pass of `max_tokens` tokens.
     """
     context = middle(input_len, output_len)
-    prompts = np.maximum(1.0, np.minimum(np.asarray(max_tokens) / input_len, requests))
+    prompts = np.maximum(1.0, np.minimum(np.asarray(max_tokens) / np.asarray(input_len), requests))
     prompt = prompt_in_passing_s(serving, settings, requests, context, input_len, prompts)
     each = decode_s(serving, settings, requests, context)
     return ledger.compute(

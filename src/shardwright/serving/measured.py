@@ -94,7 +94,9 @@ def read(path: Path) -> list[Case | Skipped]:
     if not found or not any(found[0]):
         raise InputError(f"{path}: the file is empty; its first line names the columns")
     head, body = found[0], [row for row in found[1:] if row]
-    problems = [f"{path}: column {name!r} is not known; {nearest(name, COLUMNS)}" for name in head if name not in COLUMNS]
+    problems = [
+        f"{path}: column {name!r} is not known; {nearest(name, COLUMNS)}" for name in head if name not in COLUMNS
+    ]
     problems += [f"{path}: column {name!r} is missing" for name in COLUMNS if name not in head]
     problems += [f"{path}: column {name!r} stands there twice" for name in COLUMNS if head.count(name) > 1]
     if problems:
@@ -158,7 +160,10 @@ def _priced(line: Line) -> Case:
     engine = engine_of(line.notes.partition(";")[0]) if not explicit and line.notes else None
     engine = engine or engine_of(said)
     if engine is None:
-        raise InputError("the engine is not named, or is none of " + ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES)))
+        raise InputError(
+            "the engine is not named, or is none of "
+            + ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES))
+        )
     if not line.input_len or not line.output_len:
         raise InputError("the lengths of prompts and answers are not stated")
     assumed: list[str] = []

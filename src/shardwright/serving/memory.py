@@ -88,9 +88,7 @@ def _working(serving: Serving, settings: Settings, max_tokens: Floats) -> Floats
     )  # fmt: skip
 
 
-def largest_batch(
-    serving: Serving, settings: Settings, length: ArrayLike, max_tokens: ArrayLike
-) -> Floats:
+def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, max_tokens: ArrayLike) -> Floats:
     """Requests of an instance whose `length` cached tokens each fit beside the weights, 0 where none does."""
     found = memory(serving, settings, max_tokens)
     return ledger.compute(

@@ -20,15 +20,17 @@ class Rates:
     """Numbers, or arrays with one for each setting.
 
     Shares multiply the rates of `cost/hardware.toml`: `matmul_share` the best matmul, `memory_share` the bandwidth as
-    weights are read, `cache_share` the same for the cache in attention, `flash_share` the best 16-bit matmul, in
-    attention over prompts, `cached_share` the same in attention over the cache (small where an engine computes it for
-    each query head alone, outside the matrix units), `expert_share` the bandwidth with which experts' weights are read. Times in seconds:
-    `layer_s` for each layer that is neither of these (kernels that wait for one another, small element-wise kernels),
-    `pass_s` once in each pass over the model (scheduler, start of the graph, sampling), `prefill_s` in addition once in
-    each pass that reads prompts, `launch_s` for each layer, and `expert_launch_s` in addition for each with experts, the
-    least that a pass with prompts takes, as its kernels are started one by one, without a graph, `arrive_s` from a
-    user's request to the scheduler, `request_s` for each request in a pass, `reduce_s` for a small all-reduce, `exchange_s`
-    for a layer with experts (routing, gathering of rows). `link_share`: of the bandwidth inside a node.
+    weights are read, `expert_share` the same for those of experts, `cache_share` for the cache in attention,
+    `flash_share` the best 16-bit matmul in attention over prompts, `cached_share` the same in attention over the cache
+    (small where an engine computes it for each query head alone, outside the matrix units), `link_share` the bandwidth
+    inside a node.
+
+    Times in seconds. `layer_s`: for each layer, beside all that is computed (kernels that wait for one another, small
+    element-wise kernels); `exchange_s`: for a layer with experts in addition (routing, gathering of rows); `reduce_s`:
+    for a small all-reduce. `pass_s`: once in each pass over the model (scheduler, start of the graph, sampling);
+    `prefill_s`: in addition once in each pass that reads prompts; `launch_s` for each layer, and `expert_launch_s` in
+    addition for each with experts: the least that a pass with prompts takes, as its kernels are started one by one,
+    without a graph; `request_s`: for each request in a pass. `arrive_s`: from a user's request to the scheduler.
     """
 
     matmul_share: Any

@@ -19,6 +19,8 @@ PERCENTILE = 95
 """Of the simulated requests, that have to keep the limits."""
 SIMULATED = 24
 """The most layouts and batches that are simulated to find the best ones."""
+ITERATIONS = 3
+"""Of the prompts in a pass."""
 LEAST_REQUESTS = 400
 """Requests of a simulation, for percentiles that do not depend on a few."""
 
@@ -122,7 +124,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found. `best`: simulated options that keep the limits, most tokens a second first; `missed`:
+    """What a search found. `best`: the best simulated option of each layout
+    that keeps the limits, most tokens a second first; `missed`:
     simulated ones that do not; `options`: all by closed forms; `pareto`: those of them that no other beats in both
     tokens a second of an accelerator and of a user; `memory`: by layout, in the order of `layouts`."""
 
@@ -161,7 +164,8 @@ def price(task: Task, every: Sequence[Layout], largest: Floats) -> list[Option]:
     each_s = ttft + (task.output_len - 1) * tpot
     rate = requests * task.output_len / each_s * replicas
     return [
-        Option(every[at[k]], int(requests[k]), float(ttft[k]), float(tpot[k]), float(rate[k])) for k in range(len(pairs))
+        Option(every[at[k]], int(requests[k]), float(ttft[k]), float(tpot[k]), float(rate[k]))
+        for k in range(len(pairs))
     ]
 
 
@@ -176,7 +180,9 @@ def _batches(task: Task, layout: Layout, most: int) -> list[int]:
 def closed(task: Task, settings: Settings, requests: Floats) -> tuple[Floats, Floats]:
     """Mean time of a token and to the first token, of a closed loop at `requests` of an instance.
 
-    The first token takes half a pass that is under way, the pass that reads the prompt, and the way to the scheduler.
+    As many prompts are read in a pass as have come since the last one: requests / output_len x its time / that of a
+    token, which is found by iteration. The first token takes half a pass that is under way, the pass that reads the
+    prompt, and the way to the scheduler.
     """
     serving, speculation = task.serving, task.speculation
     context = forms.middle(task.input_len, task.output_len)
@@ -184,9 +190,13 @@ def closed(task: Task, settings: Settings, requests: Floats) -> tuple[Floats, Fl
         requests=requests, context=context, logits=requests * (1 + speculation.drafted), drafted=speculation.drafted
     )
     each = period_s(serving, settings, batch) * (1 + speculation.drafted * speculation.draft_cost)
-    prompt = forms.prompt_in_passing_s(serving, settings, requests, context, task.input_len)
-    tpot = each / speculation.accepted + (requests - 1) / task.output_len * prompt
-    return tpot, each / 2 + prompt + each + serving.rates.arrive_s
+    prompts = np.ones_like(requests)
+    most = np.maximum(1.0, np.minimum(task.engine.max_tokens / task.input_len, requests))
+    for _ in range(ITERATIONS):
+        prompt = forms.prompt_in_passing_s(serving, settings, requests, context, task.input_len, prompts)
+        tpot = each / speculation.accepted + (requests - 1) / task.output_len * prompt
+        prompts = np.clip(requests / task.output_len * (each + prompts * prompt) / tpot, 1.0, most)
+    return tpot, each / 2 + prompts * prompt + each + serving.rates.arrive_s
 
 
 def pareto(options: Sequence[Option]) -> list[Option]:
@@ -202,7 +212,8 @@ def _simulated(
     task: Task, options: Sequence[Option], held: Memory, every: Sequence[Layout], top: int
 ) -> tuple[list[Found], list[Found]]:
     """The most promising options, simulated: those that keep the limits, and those that do not."""
-    good, bad = [], []
+    good: list[Found] = []
+    bad: list[Found] = []
     tables: dict[Degrees, PassTable] = {}
     token_room = dict(zip(every, (held.cache / held.token).tolist(), strict=True))
     for option in _promising(task, options)[: max(SIMULATED, top)]:
@@ -211,7 +222,8 @@ def _simulated(
         found = simulate(task, option, table, room)
         (good if found.keeps(task) and _keeps_up(task, found) else bad).append(found)
     good.sort(key=lambda each: each.tpot_s() if task.rate_per_s else -each.per_accelerator)
-    return good[:top], bad
+    first = {each.layout: each for each in reversed(good)}
+    return [each for each in good if first[each.layout] is each][:top], bad
 
 
 def _keeps_up(task: Task, found: Found) -> bool:
@@ -228,10 +240,10 @@ def _promising(task: Task, options: Sequence[Option]) -> list[Option]:
     forms, with a smaller batch in reserve; the best of all layouts first. Where none keeps them, the nearest."""
     by_layout: dict[Layout, list[Option]] = {}
     for each in options:
-        if each.ttft_s <= task.ttft_s and each.tpot_s <= task.tpot_s and _fast_enough(task, each):
+        if keeps(task, each):
             by_layout.setdefault(each.layout, []).append(each)
     if not by_layout:
-        nearest = sorted(options, key=lambda each: _excess(task, each))
+        nearest = sorted(options, key=lambda each: excess(task, each))
         return nearest[:SIMULATED]
     chosen = [
         (rank, each)
@@ -249,12 +261,13 @@ def _order(task: Task, option: Option) -> tuple[float, ...]:
     return (-option.per_accelerator(), option.tpot_s)
 
 
-def _fast_enough(task: Task, option: Option) -> bool:
-    return task.rate_per_s is None or option.tokens_per_s >= task.rate_per_s * task.output_len
+def keeps(task: Task, option: Option) -> bool:
+    """Whether an option keeps the limits and the rate, by closed forms."""
+    return excess(task, option) <= 1
 
 
-def _excess(task: Task, option: Option) -> float:
-    """By what factor an option misses the limits."""
+def excess(task: Task, option: Option) -> float:
+    """By what factor an option misses the limits, or the rate at which requests arrive; at most 1 if it does not."""
     need = 0.0 if task.rate_per_s is None else task.rate_per_s * task.output_len / option.tokens_per_s
     return max(option.ttft_s / task.ttft_s, option.tpot_s / task.tpot_s, need)
 
@@ -269,9 +282,7 @@ def pass_table(task: Task, degrees: Degrees) -> PassTable:
 
 def simulate(task: Task, option: Option, table: PassTable, cache_tokens: float) -> Found:
     """A stream of requests through one instance of an option."""
-    limits = Scheduler(
-        option.batch, task.engine.max_tokens, cache_tokens, task.engine.mixed, task.speculation.accepted
-    )
+    limits = Scheduler(option.batch, task.engine.max_tokens, cache_tokens, task.engine.mixed, task.speculation.accepted)
     if task.rate_per_s is None:
         users = option.batch if task.concurrency is None else ceil(task.concurrency / option.layout.replicas)
         rounds = max(3, min(100, LEAST_REQUESTS // users))

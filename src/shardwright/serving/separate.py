@@ -1,9 +1,9 @@
 """Prefill and decode on separate accelerators (disaggregated serving).
 
 Some instances read prompts only, others decode only, and the cache of a prompt crosses from the first to the second.
-No user waits for another's prompt between two tokens. Sources: Patel et al., Splitwise (arXiv 2311.18677); Zhong et al.,
-DistServe (arXiv 2401.09670). Ignored: queueing before prefill, and that the transfer can overlap with prefill layer by
-layer.
+No user waits for another's prompt between two tokens. Sources: Patel et al., Splitwise (arXiv 2311.18677), Zhong et
+al., DistServe (arXiv 2401.09670). Ignored: queueing before prefill, and that the transfer of one layer can overlap with
+the prefill of the next.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def _readers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, floa
     fits = held.cache / held.token * settings.dp >= task.input_len
     read = np.broadcast_to(forms.prefill_s(task.serving, settings, 1.0, task.input_len), fits.shape)
     way = transfer_s(task, settings)
-    return [(degrees[k], float(read[k]), float(way[k])) for k in np.flatnonzero(fits)]
+    return [(degrees[k], float(read[k]), float(way[k])) for k in np.flatnonzero(fits).tolist()]
 
 
 def transfer_s(task: Task, settings: Settings) -> Floats:

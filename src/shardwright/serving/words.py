@@ -6,22 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task
+from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task, excess, keeps
 from shardwright.serving.separate import Separate
 from shardwright.serving.space import Layout
 from shardwright.units import format_bytes, format_seconds
 
 
 def reasons(plan: Plan) -> Iterator[tuple[Layout, Option | None, str]]:
-    """Every layout that is not the best one's, with its best option by closed forms and why it loses; the layouts that
+    """Every layout that is not among the best, with its best option by closed forms and why it loses; the layouts that
     come nearest first."""
     chosen = plan.best[0] if plan.best else None
+    listed = {each.layout for each in plan.best}
+    late = {each.layout: each for each in reversed(plan.missed)}
     by_layout: dict[Layout, list[Option]] = {}
     for option in plan.options:
         by_layout.setdefault(option.layout, []).append(option)
     found: list[tuple[float, Layout, Option | None, str]] = []
     for at, layout in enumerate(plan.layouts):
-        if chosen is not None and layout == chosen.layout:
+        if layout in listed:
             continue
         if layout not in by_layout:
             found.append((-1.0, layout, None, _too_large(plan, at)))
@@ -29,6 +31,8 @@ def reasons(plan: Plan) -> Iterator[tuple[Layout, Option | None, str]]:
         option, kept = _best_of(plan.task, by_layout[layout])
         if not kept:
             found.append((0.0, layout, option, _missed(plan.task, option)))
+        elif layout in late:
+            found.append((0.5, layout, option, _late(plan.task, late[layout])))
         elif chosen is not None:
             found.append((option.per_accelerator(), layout, option, _slower(plan.task, option, chosen)))
     for _, layout, best, why in sorted(found, key=lambda each: -each[0]):
@@ -36,10 +40,10 @@ def reasons(plan: Plan) -> Iterator[tuple[Layout, Option | None, str]]:
 
 
 def _best_of(task: Task, options: list[Option]) -> tuple[Option, bool]:
-    kept = [each for each in options if each.ttft_s <= task.ttft_s and each.tpot_s <= task.tpot_s]
+    kept = [each for each in options if keeps(task, each)]
     if kept:
         return max(kept, key=lambda each: (each.per_accelerator(), -each.tpot_s)), True
-    return min(options, key=lambda each: max(each.ttft_s / task.ttft_s, each.tpot_s / task.tpot_s)), False
+    return min(options, key=lambda each: excess(task, each)), False
 
 
 def _too_large(plan: Plan, at: int) -> str:
@@ -59,7 +63,18 @@ def _missed(task: Task, option: Option) -> str:
         found.append(f"first token after {format_seconds(option.ttft_s)}, limit {format_seconds(task.ttft_s)}")
     if option.tpot_s > task.tpot_s:
         found.append(f"a further token each {format_seconds(option.tpot_s)}, limit {format_seconds(task.tpot_s)}")
+    if task.rate_per_s is not None and option.tokens_per_s < task.rate_per_s * task.output_len:
+        found.append(f"{option.tokens_per_s / task.output_len:.3g} of {task.rate_per_s:g} requests/s")
     return f"{' and '.join(found)}, with {option.batch} {'requests' if option.batch > 1 else 'request'}"
+
+
+def _late(task: Task, found: Found) -> str:
+    """Of one that keeps the limits on average, and not for the percentile of its requests."""
+    first, further = found.ttft_s(PERCENTILE), found.tpot_s(PERCENTILE)
+    said = [f"first token within {format_seconds(first)}"] * (first > task.ttft_s)
+    said += [f"further ones within {format_seconds(further)}"] * (further > task.tpot_s)
+    said = said or ["requests arrive faster than it serves them"]
+    return f"{PERCENTILE} of 100 requests: {', '.join(said)}, with {found.option.batch}"
 
 
 def _slower(task: Task, option: Option, chosen: Found) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from shardwright.cost import collectives, ledger
 from shardwright.cost.blocks import Block, Group, blocks
 from shardwright.cost.cache import cache_bytes_per_token
-from shardwright.cost.job import Floats
+from shardwright.cost.job import Floats, Ints
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
 from shardwright.serving.setting import ELEMENT_BYTES, Batch, Serving, Settings
 
@@ -35,11 +35,11 @@ class PassTime:
     host_s: Floats
     send_s: Floats
 
-    def latency_s(self, pp: Floats) -> Floats:
+    def latency_s(self, pp: Ints) -> Floats:
         """Of the pass alone, through all stages."""
         return self.layers_s + self.head_s + self.host_s + (np.asarray(pp) - 1) * self.send_s
 
-    def period_s(self, pp: Floats) -> Floats:
+    def period_s(self, pp: Ints) -> Floats:
         """Of pp micro-batches in the pipeline, each like this pass, from one token of a request to its next."""
         return self.layers_s + np.asarray(pp) * (self.head_s + self.send_s) + self.host_s
 
@@ -76,14 +76,16 @@ def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
             pass_s=rates.pass_s, prefill_s=rates.prefill_s, reads_prompts=np.asarray(batch.prompt) > 0,
             request_s=rates.request_s, requests=batch.requests,
         )  # fmt: skip
-    return PassTime(_at_least_started(serving, batch, layers), head, host, send)
+        layers = _at_least_started(serving, batch, layers)
+    return PassTime(layers, head, host, send)
 
 
 def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Floats:
     """Seconds of the layers of a pass; with prompts in it, at least what the host takes to start their kernels."""
     model, rates = serving.model, serving.rates
     return ledger.compute(
-        "all layers", "max(computing, reads_prompts * (n_layers * launch_s + expert_layers * expert_launch_s))", "s", "",
+        "all layers",
+        "max(computing, reads_prompts * (n_layers * launch_s + expert_layers * expert_launch_s))", "s", "",
         computing=layers_s, reads_prompts=np.asarray(batch.prompt) > 0, n_layers=model.n_layers,
         launch_s=rates.launch_s, expert_layers=model.n_expert_layers, expert_launch_s=rates.expert_launch_s,
     )  # fmt: skip
@@ -109,7 +111,7 @@ def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -
     for what in ("waiting between kernels", "routing"):
         if what in parts:
             ledger.note(what, "", parts[what], "s", "rates.toml")
-    return ledger.total(f"one {block.name}", parts)
+    return ledger.total(block.name, parts)
 
 
 def _shape(serving: Serving, settings: Settings, group: Group) -> tuple[Floats, Floats]:
@@ -153,7 +155,7 @@ def _experts_s(serving: Serving, settings: Settings, batch: Batch, group: Group)
     moe, tokens = serving.model.moe, batch.tokens
     assert moe is not None
     first = group.rows[0]
-    inputs = {"tokens": tokens, "n_experts": moe.n_experts, "top_k": moe.top_k, "ep": settings.ep}
+    inputs: ledger.Inputs = {"tokens": tokens, "n_experts": moe.n_experts, "top_k": moe.top_k, "ep": settings.ep}
     touched = ledger.compute(
         f"{group.name}: experts touched", "n_experts / ep * (1 - (1 - top_k / n_experts) ** tokens)", "",
         "top_k of n_experts, evenly", **inputs,
@@ -173,7 +175,7 @@ def _experts_s(serving: Serving, settings: Settings, batch: Batch, group: Group)
     )
 
 
-def cache_token_bytes(serving: Serving, tp: Floats) -> Floats:
+def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
     """Bytes of one token in one layer on a rank of tp, as `cost.cache`, for an array of degrees."""
     e, degrees = ELEMENT_BYTES[serving.kv_precision], np.asarray(tp)
     each = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
@@ -230,19 +232,21 @@ def _communication_s(serving: Serving, settings: Settings, batch: Batch, block: 
     each = _all_reduce_s(serving, n_bytes, settings.tp)
     across = (settings.dp > 1) & bool(block.experts)
     found = {"all-reduces": ledger.compute(
-        "all-reduces", "reductions * small_or_large_all_reduce", "s", "", reductions=np.where(across, 1, block.branches),
-        small_or_large_all_reduce=each,
+        "all-reduces", "reductions * small_or_large_all_reduce", "s", "",
+        reductions=np.where(across, 1, block.branches), small_or_large_all_reduce=each,
     )}  # fmt: skip
     if np.any(across):
         found["tokens to experts and back"] = np.where(across, _exchange_s(serving, settings, batch), 0.0)
     return found
 
 
-def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Floats) -> Floats:
+def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
     """The faster of the library's all-reduce and the engine's own kernel, which inside a node reads its part of every
     other rank's buffer and writes the sum back: a start and 2 S (n-1)/n bytes."""
     link, rates = serving.cluster.inside, serving.rates
-    own = np.asarray(rates.reduce_s) + 2 * n_bytes * (size - 1) / size / (link.bytes_per_s * np.asarray(rates.link_share))
+    own = np.asarray(rates.reduce_s) + 2 * n_bytes * (size - 1) / size / (
+        link.bytes_per_s * np.asarray(rates.link_share)
+    )
     library = collectives.all_reduce(serving.cluster, n_bytes, size)
     fastest = np.where(size <= serving.cluster.node_size, np.minimum(own, library), library)
     return np.where(size > 1, fastest, 0.0)
