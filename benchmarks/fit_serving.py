@@ -52,6 +52,7 @@ PRIOR = 0.15
 """What a constant one spread away from its mean counts, in the logarithm of one row."""
 MOST_ROWS = 150
 LOOPS = 9
+ROUNDS, LEFT_OUT_ROUNDS = 25, 4
 ROBUST = 0.15
 
 
@@ -152,11 +153,20 @@ class Problem:
                 break
         return x
 
+    def taken_from(self, other: "Problem", x: Floats) -> Floats:
+        """The point of a problem with more rows, as one of this: without engines and accelerators that are not here."""
+        n_mean, n_engine, _ = other.sizes
+        each = x[n_mean : n_mean + n_engine].reshape(len(other.engines), -1)
+        factors = x[n_mean + n_engine :].reshape(len(other.chips), -1)
+        engines = [other.engines.index(name) for name in self.engines]
+        chips = [other.chips.index(name) for name in self.chips]
+        return np.concatenate([x[:n_mean], each[engines].ravel(), factors[chips].ravel()])
 
-def thinned(rows: Sequence[Case]) -> list[Case]:
-    """All rows, and of closed loops every ninth, with all that is measured of one."""
+
+def thinned(rows: Sequence[Case], every: int = LOOPS) -> list[Case]:
+    """All rows, and of closed loops one of so many, with all that is measured of it."""
     loops = dict.fromkeys(loop_key(row) for row in rows if row.regime == LOOP)
-    kept = set(list(loops)[::LOOPS])
+    kept = set(list(loops)[::every])
     return [row for row in rows if row.regime != LOOP or loop_key(row) in kept]
 
 
@@ -221,20 +231,25 @@ def summary(problem: Problem, fitted: Fitted) -> None:
         print(f"{np.mean(np.abs(values)):7.1%} {np.mean(values):+7.1%} {len(values):5d}  {', '.join(key)}")
 
 
+def without_each(rows: Sequence[Case], problem: Problem, x: Floats) -> dict[str, Fitted]:
+    """For each source the constants that the others give, from those of all."""
+    found = {}
+    for source in dict.fromkeys(row.line.source_id for row in rows):
+        rest = Problem([row for row in thinned(rows, 4 * LOOPS) if row.line.source_id != source])
+        found[source] = rest.fitted(rest.solve(rest.taken_from(problem, x), LEFT_OUT_ROUNDS))
+        print(f"without {source}", flush=True)
+    return found
+
+
 def main(arguments: Sequence[str]) -> None:
     """Fit, write, and print the errors."""
     paths = [Path(each) for each in arguments if not each.startswith("-")]
-    rows = thinned(cases(read(paths[0] if paths else MEASUREMENTS)))
-    problem = Problem(rows)
-    x = problem.solve(None, rounds=15)
+    rows = cases(read(paths[0] if paths else MEASUREMENTS))
+    problem = Problem(thinned(rows))
+    x = problem.solve(None, ROUNDS)
     best = problem.fitted(x)
     summary(problem, best)
-    left_out: dict[str, Fitted] = {}
-    if "--left-out" in arguments:
-        for source in dict.fromkeys(row.line.source_id for row in rows):
-            rest = Problem([row for row in rows if row.line.source_id != source])
-            left_out[source] = rest.fitted(rest.solve(None, rounds=10))
-            print(f"without {source}", flush=True)
+    left_out = without_each(rows, problem, x) if "--left-out" in arguments else {}
     PACKAGED.write_text(written(best, left_out), encoding="utf-8")
 
 

@@ -74,6 +74,7 @@ def test_every_layout_is_listed_or_says_why_not():
 def test_a_rate_that_is_too_high_is_not_kept_and_says_what_is():
     found = search(task("llama-3.1-8b", "h100:1/1", rate_per_s=1e4))
     assert not found.best
+    assert found.missed
     slow = search(task("llama-3.1-8b", "h100:1/1", rate_per_s=1.0))
     assert slow.best
     assert slow.best[0].tokens_per_s == pytest.approx(512, rel=0.25)

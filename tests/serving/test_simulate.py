@@ -1,6 +1,7 @@
 """The simulated scheduler against one that goes pass by pass, and against what no scheduler can change."""
 
 from collections import deque
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from shardwright.serving.simulate import (
 from tests.serving.cases import serving
 
 
-@pytest.fixture(scope="module")
-def table() -> PassTable:
+@cache
+def a_table() -> PassTable:
     return PassTable(serving("llama-3.1-70b", "h100:4/4", precision="fp8"), Degrees(4), 2048)
 
 
@@ -84,7 +85,8 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
 
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill first"])
 @pytest.mark.parametrize("users", [None, 7], ids=["poisson", "closed loop"])
-def test_passes_computed_at_once_are_those_computed_one_by_one(table: PassTable, mixed: bool, users: int | None):
+def test_passes_computed_at_once_are_those_computed_one_by_one(mixed: bool, users: int | None):
+    table = a_table()
     limit = Scheduler(max_batch=5, max_tokens=700, cache_tokens=3000, mixed=mixed)
     ins, outs = lengths(600, 0.1, 40, seed=5), lengths(60, 0.1, 40, seed=6)
     requests = poisson(20.0, ins, outs) if users is None else closed_loop(ins, outs)
@@ -94,7 +96,8 @@ def test_passes_computed_at_once_are_those_computed_one_by_one(table: PassTable,
     assert found.e2e_s == pytest.approx(expected[:, 1], rel=1e-9)
 
 
-def test_one_request_takes_its_prompt_and_its_tokens(table: PassTable):
+def test_one_request_takes_its_prompt_and_its_tokens():
+    table = a_table()
     limit = Scheduler(max_batch=8, max_tokens=2048, cache_tokens=1e6)
     found = run(table, limit, [Request(0.0, 1000, 11)])
     first = table.arrive_s + table.prompt_s(1000) + table.pair_s * 1000 * 500
@@ -104,14 +107,16 @@ def test_one_request_takes_its_prompt_and_its_tokens(table: PassTable):
     assert found.tpot_s[0] == pytest.approx(further / 10)
 
 
-def test_users_of_a_steady_loop_are_always_there(table: PassTable):
+def test_users_of_a_steady_loop_are_always_there():
+    table = a_table()
     limit = Scheduler(max_batch=64, max_tokens=2048, cache_tokens=1e6)
     found = steady_loop(table, limit, 512, 128, users=16, rounds=12)
     rate = 16 * 128 / found.e2e_s.mean()  # Little's law
     assert rate == pytest.approx(found.tokens_per_s, rel=0.1)
 
 
-def test_a_faster_arrival_waits_longer_and_more_than_capacity_ever_longer(table: PassTable):
+def test_a_faster_arrival_waits_longer_and_more_than_capacity_ever_longer():
+    table = a_table()
     limit = Scheduler(max_batch=16, max_tokens=2048, cache_tokens=1e6)
     ins, outs = [512] * 300, [64] * 300
     waits = [run(table, limit, poisson(rate, ins, outs)).ttft_s for rate in (1.0, 10.0, 1000.0)]
@@ -119,13 +124,15 @@ def test_a_faster_arrival_waits_longer_and_more_than_capacity_ever_longer(table:
     assert waits[2][200:].mean() > 2 * waits[2][:100].mean()
 
 
-def test_a_request_larger_than_the_cache_is_served_alone(table: PassTable):
+def test_a_request_larger_than_the_cache_is_served_alone():
+    table = a_table()
     limit = Scheduler(max_batch=16, max_tokens=512, cache_tokens=100)
     found = run(table, limit, closed_loop([400, 400], [4, 4]), 2)
     assert found.ttft_s[1] > found.e2e_s[0]
 
 
-def test_more_accepted_tokens_end_sooner(table: PassTable):
+def test_more_accepted_tokens_end_sooner():
+    table = a_table()
     plain, drafted = (
         run(table, Scheduler(8, 2048, 1e6, accepted=accepted), closed_loop([256] * 8, [101] * 8), 8).e2e_s.mean()
         for accepted in (1.0, 2.5)

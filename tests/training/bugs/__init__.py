@@ -24,6 +24,7 @@ from tests.training.bugs import (
     reduction,
     resume,
     scale,
+    serving,
     shard,
     stale,
 )
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     "wrong recomputation": recompute.BUGS,
     "wrong chunks of the loss": chunked_loss.BUGS,
     "wrong weights from files": hugging_face.BUGS,
+    "wrong price of serving": serving.BUGS,
     "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
