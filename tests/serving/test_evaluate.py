@@ -126,11 +126,11 @@ def test_the_document_has_every_row_once(published: Evaluation):
 
 
 def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path):
-    bad = GOOD | {"tp": "two", "metric": "tokens", "value": "-1", "precision_weights": "fp7", "id": ""}
+    bad = GOOD | {"tp": "two", "value": "-1", "model": "", "id": ""}
     with pytest.raises(InputError) as caught:
         read(table(tmp_path, GOOD, bad, GOOD))
     said = "\n".join(caught.value.problems)
-    for part in ("row 3: tp='two'", "metric='tokens'", "value='-1'", "'fp7'", "id is empty", "row 4: id='x1'"):
+    for part in ("row 3: tp='two'", "value='-1'", "model is empty", "id is empty", "row 4: id='x1'"):
         assert part in said, said
     with pytest.raises(InputError, match="column 'tpp' is not known"):
         read(table(tmp_path, GOOD, header=(*COLUMNS[:-1], "tpp")))
@@ -144,6 +144,8 @@ def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path):
         ({"tp": "3", "n_accelerators": "3"}, "tp 3 does not divide 32 heads"),
         ({"tp": "2"}, "tp 2 x pp 1 x dp 1 = 2, not n_accelerators=1"),
         ({"accelerator": "A100-SXM4-80GB"}, "a100-80gb has no matmuls in fp8"),
+        ({"precision_weights": "int4"}, "precision_weights 'int4' has no price"),
+        ({"metric": "itl"}, "metric 'itl' is not predicted"),
         ({"input_len": ""}, "the lengths of prompts and answers are not stated"),
         ({"source_id": "mine", "source": "mine"}, "the engine is not named"),
     ],

@@ -41,9 +41,9 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
         coming = [i for i in coming if i not in arrived]
         waiting += arrived
         while waiting and len(left) + len(read) < limit.max_batch:
-            held = sum(requests[i].input_len + requests[i].output_len for i in (*left, *read))
+            held = sum(requests[i].input_len + requests[i].output_len / 2 for i in (*left, *read))
             first = requests[waiting[0]]
-            if held + first.input_len + first.output_len > limit.cache_tokens and held:
+            if held + first.input_len + first.output_len / 2 > limit.cache_tokens and held:
                 break
             read[waiting.pop(0)] = 0
         if not read and not left:

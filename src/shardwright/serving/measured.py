@@ -118,7 +118,7 @@ def read(path: Path) -> list[Case | Skipped]:
     return [_case(line) for line in lines]
 
 
-_NEEDED = ("id", "source_id", "model", "accelerator", "n_accelerators", "metric", "value")
+_NEEDED = ("id", "source_id", "model", "accelerator", "metric", "value")
 _WHOLE = ("n_accelerators", "tp", "pp", "ep", "dp", "input_len", "output_len", "batch_or_concurrency")
 
 
@@ -130,12 +130,6 @@ def _problems(line: Line) -> Iterator[str]:
         cell = getattr(line, name)
         if cell and not (re.fullmatch("[0-9]{1,9}", cell) and int(cell) > 0):
             yield f"{name}={_quoted(cell)}; valid: a whole number from 1 to 999,999,999"
-    for name in ("precision_weights", "precision_kv", "precision_compute"):
-        cell = getattr(line, name)
-        if cell and cell not in PRECISIONS:
-            yield f"{name}={_quoted(cell)}; valid: {', '.join(PRECISIONS)}, or empty"
-    if line.metric and line.metric not in METRICS:
-        yield f"metric={_quoted(line.metric)}; {nearest(line.metric, METRICS)}"
     if line.value and not (re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", line.value) and float(line.value) > 0):
         yield f"value={_quoted(line.value)}; valid: a decimal above 0"
 
@@ -153,6 +147,11 @@ def _case(line: Line) -> Case | Skipped:
 
 
 def _priced(line: Line) -> Case:
+    for name in ("precision_weights", "precision_kv", "precision_compute"):
+        if (cell := getattr(line, name)) and cell not in PRECISIONS:
+            raise InputError(f"{name} {cell!r} has no price; {', '.join(PRECISIONS)} have")
+    if line.metric not in METRICS:
+        raise InputError(f"metric {line.metric!r} is not predicted; {nearest(line.metric, METRICS)}")
     model_name, model = named(line.model)
     chip = accelerator(line.accelerator)
     explicit = re.search(r"ENGINE: (\w+)", line.notes)
@@ -184,8 +183,8 @@ def _priced(line: Line) -> Case:
 
 
 def _degrees(line: Line, model: ModelSpec, assumed: list[str]) -> Degrees:
-    n, pp = int(line.n_accelerators), int(line.pp or 1)
-    dp = int(line.dp or 1)
+    pp, dp = int(line.pp or 1), int(line.dp or 1)
+    n = int(line.n_accelerators or int(line.tp or 1) * pp * dp)
     tp = int(line.tp) if line.tp else n // (pp * dp)
     if not line.tp:
         assumed.append(f"tp {tp}, as many as there are accelerators")

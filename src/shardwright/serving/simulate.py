@@ -17,6 +17,11 @@ from shardwright.cost.job import Floats
 from shardwright.serving.setting import Batch, Degrees, Serving, Settings
 from shardwright.serving.work import period_s
 
+RESERVED = 0.5
+"""Share of an answer for which there has to be room in the cache before its request is admitted. Requests are at
+different places of their answers, so half of each is there on average; engines preempt one that finds no room, which is
+not simulated."""
+
 
 class PassTable:
     """Seconds of a pass of one layout, as a table over its tokens, so that a simulation can ask for millions.
@@ -190,11 +195,15 @@ class _Run:
         limit = self.scheduler
         while self.waiting and len(self.ends) + len(self.reading) < limit.max_batch:
             at = self.waiting[0]
-            needed = self.requests[at].input_len + self.requests[at].output_len
+            needed = self._reserved(at)
             if self.held + needed > limit.cache_tokens and (self.ends or self.reading):
                 return
             self.held += needed
             self.reading.append([self.waiting.popleft(), 0])
+
+    def _reserved(self, at: int) -> float:
+        """Tokens of the cache that a request is admitted with."""
+        return self.requests[at].input_len + RESERVED * self.requests[at].output_len
 
     def _read(self) -> None:
         """One pass that reads prompts, and in which the requests of the batch decode if they are mixed."""
@@ -243,7 +252,7 @@ class _Run:
     def _end(self, at: int) -> None:
         self.last[at] = self.now
         done = self.requests[at]
-        self.held -= done.input_len + done.output_len
+        self.held -= self._reserved(at)
         self.cached -= done.input_len + done.output_len - 1 if done.output_len > 1 else done.input_len
         self.cached = max(self.cached, 0.0)
         if self.later:

@@ -28,7 +28,7 @@ BUGS: dict[str, AnyBug] = {
     "the cache of a request that ended is not free": UnitBug(
         Mutation(
             f"{_SIMULATION}._end",
-            "self.held -= done.input_len + done.output_len",
+            "self.held -= self._reserved(at)",
             "self.held -= done.input_len",
         ),
         _ONE_BY_ONE,
