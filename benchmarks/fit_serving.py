@@ -48,6 +48,8 @@ GUESSES = {
 FACTORS = ("matmul_share", "memory_share", "flash_share", "reduce_s", "link_share")
 """Constants that an accelerator has a factor on; with their spread."""
 FACTOR_SPREAD = 0.15
+STEP = 0.05
+"""Of a difference, in the logarithm: a simulation goes from pass to pass, so what changes little changes nothing."""
 PRIOR = 0.15
 """What a constant one spread away from its mean counts, in the logarithm of one row."""
 MOST_ROWS = 150
@@ -112,7 +114,7 @@ class Problem:
         """By differences. A constant of all engines is changed at once, since each row has one engine, and so are the
         factors of all accelerators; a mean changes each engine's."""
         n_mean, n_engine, n_factor = self.sizes
-        n_rows, step = len(self.rows), 1e-3
+        n_rows, step = len(self.rows), STEP
         at = self.residuals(x)
         found = np.zeros((len(at), len(x)))
         engine = np.array([self.engines.index(row.engine.name) for row in self.rows])
