@@ -13,7 +13,7 @@ from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
-from shardwright.cost.messages import context, dispatch, over_tp, tensor
+from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
 from shardwright.cost.passes import ELEMENTWISE, MATMULS, TENSOR, Passes, reached_bytes_per_s
 
 CASTS = "casts to fp8"
@@ -50,9 +50,8 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
 
 
 def head(job: Job, candidates: Candidates) -> Passes:
-    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. Over tp
-    the input is all-gathered and its gradient reduce-scattered, or all-reduced without token shards. A chunked loss
-    does all of it in F."""
+    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. A chunked
+    loss does all of it in F."""
     if candidates.shared.loss_chunk_tokens:
         return _chunked_head(job, candidates)
     passes = Passes("the head")
@@ -67,18 +66,15 @@ def head(job: Job, candidates: Candidates) -> Passes:
             ) for name in "FI"
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
-        given = tokens * spec.d_model * job.element_bytes
-        forward = over_tp(job, candidates, given, "input", all_gather, None)
-        backward = over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
-        passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
+        head_over_tp(passes, job, candidates, tokens)
         passes.note()
     return passes
 
 
 def _chunked_head(job: Job, candidates: Candidates) -> Passes:
     """The three matmuls and the loss of each chunk, all in F. In 16 bits each gradient of the matrix is written, read,
-    and added to a sum in fp32; I multiplies the gradients that are kept by that of the loss. Ignored: the all-reduces
-    over tp of some numbers for each token of a chunk."""
+    and added to a sum in fp32; I multiplies the gradients that are kept by that of the loss. The input is gathered over
+    tp once, as it is kept."""
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
         tokens, spec = candidates.tokens(job.seq_len), job.model
@@ -105,8 +101,9 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         )  # fmt: skip
         passes.add(ELEMENTWISE, forward, backward)
         given = tokens * spec.d_model * e
-        both = over_tp(job, candidates, given, "input", all_gather, None)
-        both |= over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
+        both = over_tp(passes, job, candidates, given, "input", all_gather, None)
+        both |= over_tp(passes, job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
+        both |= loss_sums(passes, job, candidates, tokens, np.ceil(tokens / chunk))
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", both), 0.0)
         passes.note()
     return passes
@@ -126,8 +123,8 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
         n_bytes = tokens * h * job.element_bytes
-        forward = over_tp(job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
-        backward = over_tp(job, candidates, n_bytes, "gradients of rows", all_gather, None)
+        forward = over_tp(passes, job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
+        backward = over_tp(passes, job, candidates, n_bytes, "gradients of rows", all_gather, None)
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
         passes.note()
     return passes

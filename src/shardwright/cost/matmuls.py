@@ -104,7 +104,9 @@ def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats
             yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision="fp32")
         else:
             n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
-            yield Matmul(group.name, tokens, n_in, n_out)
+            # With a replicated matrix each rank of tp computes the tokens that it holds.
+            rows = tokens / candidates.token_shards if first.split == "replicated" else tokens
+            yield Matmul(group.name, rows, n_in, n_out)
 
 
 def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:

@@ -5,6 +5,7 @@ inputs read and outputs written; they follow from the kernels into which an oper
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from shardwright.cost.calibration import CALIBRATED, Calibration
@@ -34,6 +35,9 @@ class Speed:
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
     to it; `step_s`: overhead of a step.
 
+    `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
+    block, as FSDP does; infinite: all of a rank.
+
     `reduce_bytes`: of an element in gradient reductions, 2 if 16-bit gradients are reduced without a cast, even if they
     are accumulated in fp32; `optimizer_bytes`: moved for each parameter by Adam.
     """
@@ -61,6 +65,7 @@ class Speed:
     launch_s: float = 0.5e-3
     launch_backward: float = 1.7
     step_s: float = 10e-3
+    bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0
 
@@ -71,10 +76,10 @@ class Speed:
 
 
 MEGATRON = Speed(
-    kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0
+    kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
 MEGATRON_CORE = Speed(
-    kind="megatron-core", hides_tp_backward=True, hides_tp=True, flash_gain=1.7, reduce_bytes=4.0
+    kind="megatron-core", hides_tp_backward=True, hides_tp=True, flash_gain=1.7, reduce_bytes=4.0, bucket_elements=4e7
 ).calibrated(CALIBRATED)
 FSDP = Speed(
     kind="fsdp", rmsnorm_bytes=20.0, rope_bytes=20.0, gated_bytes=10.0, loss_bytes=36.0, reduce_bytes=4.0
