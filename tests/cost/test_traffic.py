@@ -24,6 +24,7 @@ from shardwright.verification.case import Case
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
+from tests.mutation import Mutation, mutated
 from tests.traffic import Link, TrafficByGroup
 from tests.training.worlds import OPTIMIZER, RATE, SPEC
 
@@ -139,3 +140,70 @@ def test_priced_messages_are_those_of_a_real_step(model: str, layout: Layout):
         # What experts receive differs from rank to rank; over all ranks it is what all send.
         mean = {link: sum(n_bytes[link] for _, n_bytes in members) / len(members) for link in members[0][1]}
         assert mean == expected[1]
+
+
+MESSAGES, DATA = "shardwright.cost.messages", "shardwright.cost.data_parallel"
+BUGS = {
+    "one gather a pass instead of one a block": (
+        LAYOUTS[3],
+        Mutation(f"{DATA}:groups", "np.where(whole, -(-count * 4 // BUCKET_BYTES), blocks)", "np.ones_like(blocks)"),
+    ),
+    "embedding and head gathered in the backward pass too": (
+        LAYOUTS[26],
+        Mutation(f"{DATA}:stage_collectives", "(GATHERED_AGAIN, SCATTERED)", "(GATHERED, SCATTERED)"),
+    ),
+    "the head does not gather its input again": (
+        LAYOUTS[7],
+        Mutation(
+            "shardwright.cost.layer:head_over_tp",
+            "over.input(tokens * job.model.d_model * job.element_bytes, 'input')",
+            "over.input(tokens * job.model.d_model * job.element_bytes, 'input', again=False)",
+        ),
+    ),
+    "the loss sums nothing over tp": (
+        LAYOUTS[6],
+        Mutation(
+            "shardwright.cost.layer:head_over_tp",
+            "over.terms[MESSAGES_OF_F] |= loss_sums(passes, job, candidates, tokens, np.ones(len(candidates)))",
+            "pass",
+        ),
+    ),
+    "a ring sends the gradients of keys once too often": (
+        LAYOUTS[14],
+        Mutation(
+            f"{MESSAGES}:_ring",
+            "sums = hop('gradients of keys and values', kv * max(job.element_bytes, 4.0))",
+            "hops = candidates.cp\nsums = hop('gradients of keys and values', kv * max(job.element_bytes, 4.0))",
+        ),
+    ),
+    "ulysses sends each kv head once": (
+        LAYOUTS[18],
+        Mutation(
+            "shardwright.cost.layer:context",
+            "np.maximum(kv_heads, candidates.cp) * key_and_value",
+            "kv_heads * key_and_value",
+        ),
+    ),
+    "the tied matrix is summed whole though ZeRO shards it": (
+        LAYOUTS[23],
+        Mutation(
+            f"{DATA}:replica_messages",
+            "spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares",
+            "spec.vocab_size * spec.d_model / candidates.tp * n_bytes",
+        ),
+    ),
+    "untrained biases of routers are gathered": (
+        LAYOUTS[31],
+        Mutation(f"{DATA}:groups", "held.dense - held.untrained", "held.dense"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_wrong_price_is_not_what_is_sent(name: str):
+    """The healthy price is what a real step sends, by the test above."""
+    (model, layout), bug = BUGS[name]
+    pp_rank = layout.pp - 1
+    healthy = priced(MODELS[model], layout, pp_rank)
+    with mutated(bug):
+        assert priced(MODELS[model], layout, pp_rank) != healthy

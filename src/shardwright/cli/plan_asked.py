@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
+from shardwright.cost.formats import FORMATS
 from shardwright.errors import ConfigError, InputError, nearest
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.planner.choice import Choice
     from shardwright.planner.fixed import Fixed
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+PRECISIONS = tuple(FORMATS)
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def ask(options: Options) -> Asked:
         found = None if cluster is None else find_cluster(cluster, options.hardware)
     except InputError as error:
         wrong += error.problems
-    if found is not None and precision in PRECISIONS and precision not in found.accelerator.flops_per_s:
+    if found is not None and precision in PRECISIONS and FORMATS[precision].peak not in found.accelerator.flops_per_s:
         has = ", ".join(found.accelerator.flops_per_s)
         wrong.append(f"--precision {precision}: the peak of {found.accelerator.name} in it is not known; known: {has}")
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:

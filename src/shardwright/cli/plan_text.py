@@ -124,7 +124,7 @@ def _print_speed(priced: Priced) -> None:
         f"{format_count(told.tokens_per_s_per_accelerator)} on each accelerator",
         soft_wrap=True,
     )
-    peak = f"{job.cluster.accelerator.flops_per_s[job.precision] / 1e12:,.0f} TFLOP/s"
+    peak = f"{job.peak_flops_per_s / 1e12:,.0f} TFLOP/s"
     if job.precision == "fp32" and "TF32" in job.cluster.accelerator.sources.get("tflops", ""):
         peak += " in TF32"
     again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""

@@ -18,8 +18,8 @@ class RankParameters(NamedTuple):
     """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head, and `hidden`: hidden matrices,
     both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
     gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
-    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers. `untrained`: of `dense`, those
-    without gradients, which every rank keeps."""
+    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
+    `untrained`: of `dense`, those without gradients, which every rank keeps."""
 
     dense: Ints
     experts: Ints

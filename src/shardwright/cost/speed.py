@@ -27,10 +27,11 @@ class Speed:
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have.
 
-    `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of that of fused ones. `flash_gain`:
-    rate of attention relative to the kernels of 2023 and 2024 to which `flash_share` is fitted. FlashAttention-2 in
-    today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691, section 4.1), 1.4 times that;
-    later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
+    `matmul_gain`: rate of matmuls relative to PyTorch's of the same die and format (Transformer Engine and hand-tuned
+    settings choose kernels by trial). `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of
+    that of fused ones. `flash_gain`: rate of attention relative to the kernels of 2023 to which `flash_share` is
+    fitted. FlashAttention-2 in today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691,
+    section 4.1), 1.4 times that; later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
 
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
     to it; `step_s`: overhead of a step.
@@ -62,6 +63,7 @@ class Speed:
     message_s: float = 20e-6
     flash_gain: float = 1.0
     kernel_share: float = 1.0
+    matmul_gain: float = 1.0
     launch_s: float = 0.5e-3
     launch_backward: float = 1.7
     step_s: float = 10e-3
@@ -75,6 +77,8 @@ class Speed:
         return replace(self, **fitted)
 
 
+FLASH_2 = 1.4
+"""`flash_gain` of FlashAttention-2 as PyTorch has had it since 2024."""
 MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
@@ -84,5 +88,8 @@ MEGATRON_CORE = Speed(
 FSDP = Speed(
     kind="fsdp", rmsnorm_bytes=20.0, rope_bytes=20.0, gated_bytes=10.0, loss_bytes=36.0, reduce_bytes=4.0
 ).calibrated(CALIBRATED)
-COMPILED = Speed(kind="fsdp-compiled", reduce_bytes=4.0).calibrated(CALIBRATED)
-SHARDWRIGHT = Speed(kind="shardwright", hides_tp_backward=True, flash_gain=1.4, reduce_bytes=4.0).calibrated(CALIBRATED)
+NANOTRON = replace(FSDP, kind="nanotron", flash_gain=FLASH_2, hides_dp=False, blocking_sends=True)
+COMPILED = Speed(kind="fsdp-compiled", flash_gain=FLASH_2, reduce_bytes=4.0).calibrated(CALIBRATED)
+SHARDWRIGHT = Speed(kind="shardwright", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0).calibrated(
+    CALIBRATED
+)

@@ -142,6 +142,15 @@ FSDP_COMPILED_LOSS = replace(
     logit_cut_bytes=0.0,
 )
 
+NANOTRON = replace(
+    FSDP,
+    name="nanotron",
+    about="nanotron: eager kernels as FSDP's, its own tensor and pipeline parallelism without overlap",
+    speed=speed.NANOTRON,
+    gathers_master=False,
+    selective="scores",
+)
+
 STACKS = {
     stack.name: stack
     for stack in (
@@ -152,5 +161,6 @@ STACKS = {
         FSDP,
         FSDP_COMPILED,
         FSDP_COMPILED_LOSS,
+        NANOTRON,
     )
 }

@@ -38,7 +38,7 @@ def headline(priced: Priced) -> Headline:
     """
     job = priced.job
     per_s = job.tokens / priced.step_s
-    peak = job.cluster.size * job.cluster.accelerator.flops_per_s[job.precision]
+    peak = job.cluster.size * job.peak_flops_per_s
     needed, executed = model_flops(job), executed_flops(job, priced.choice.candidates)
     found = Headline(
         step_s=priced.step_s,
@@ -64,7 +64,7 @@ def headline(priced: Priced) -> Headline:
             ledger.note(
                 what, f"tokens_per_s * {name} / (accelerators * peak_rate)", share, "", _PALM,
                 tokens_per_s=per_s, accelerators=job.cluster.size,
-                peak_rate=job.cluster.accelerator.flops_per_s[job.precision], **{name: flops},
+                peak_rate=job.peak_flops_per_s, **{name: flops},
             )  # fmt: skip
     return found
 
