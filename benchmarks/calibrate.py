@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from shardwright.cost.calibration import PACKAGED, Calibration
+from shardwright.cost.stack import STACKS
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
 from shardwright.planner.measured_run import Run
@@ -57,6 +58,9 @@ def _one(*place: str, guess: float, low: float, high: float, spread: float = 1.3
     return Constant(guess, low, high, (place,), spread)
 
 
+EAGER = ("fsdp", "nanotron", "shardwright")
+"""Stacks of eager PyTorch kernels."""
+KINDS = tuple(dict.fromkeys(stack.speed.kind for stack in STACKS.values()))
 CONSTANTS: dict[str, Constant] = {
     "matmuls, A100": _one("product_share", "a100-80gb", "bf16", guess=0.93, low=0.5, high=1.0, spread=1.2),
     "matmuls, H100": _one("product_share", "h100", "bf16", guess=0.85, low=0.5, high=1.0, spread=1.2),
@@ -75,18 +79,19 @@ CONSTANTS: dict[str, Constant] = {
     "score backward": _one("score_bytes_backward", guess=18.0, low=13.0, high=26.0),
     "stragglers": _one("straggler_share", guess=0.007, low=0.001, high=0.02, spread=1.5),
     "launches with experts": _one("expert_launches", guess=2.0, low=1.0, high=8.0, spread=1.5),
-    "eager kernels": Constant(
-        0.6, 0.4, 1.0, (("stacks", "fsdp", "kernel_share"), ("stacks", "nanotron", "kernel_share"))
-    ),
+    "eager kernels": Constant(0.6, 0.4, 1.0, tuple(("stacks", name, "kernel_share") for name in EAGER)),
     "interference": Constant(
-        0.3, 0.05, 0.6, tuple(("stacks", n, "interference") for n in ("fsdp", "fsdp-compiled", "nanotron"))
+        0.3,
+        0.05,
+        0.6,
+        tuple(("stacks", name, "interference") for name in (*EAGER, "fsdp-compiled", "shardwright-compiled")),
     ),
     "interference, Megatron-Core": _one("stacks", "megatron-core", "interference", guess=0.2, low=0.02, high=0.6),
     "tuned matmuls": _one("stacks", "megatron-core", "matmul_gain", guess=1.05, low=0.9, high=1.3, spread=1.1),
     "tuned attention": _one("stacks", "megatron-core", "flash_gain", guess=1.9, low=1.2, high=2.6, spread=1.2),
-    "launch": _one("stacks", "megatron", "launch_s", guess=0.75e-3, low=0.2e-3, high=2e-3),
-    "launch backward": _one("stacks", "megatron", "launch_backward", guess=2.2, low=1.2, high=3.0),
-    "step": _one("stacks", "megatron", "step_s", guess=8e-3, low=1e-3, high=50e-3),
+    "launch": Constant(0.75e-3, 0.2e-3, 2e-3, tuple(("stacks", name, "launch_s") for name in KINDS)),
+    "launch backward": Constant(2.2, 1.2, 3.0, tuple(("stacks", name, "launch_backward") for name in KINDS)),
+    "step": Constant(8e-3, 1e-3, 50e-3, tuple(("stacks", name, "step_s") for name in KINDS)),
     "message": _one("stacks", "megatron", "message_s", guess=0.16e-3, low=0.05e-3, high=0.4e-3),
 }
 GUESSES, LOW, HIGH, SPREADS = (

@@ -123,7 +123,7 @@ def ask(options: Options) -> Asked:
     if target is not None and model is None and (config := _read(target, wrong)) is not None:
         global_batch = config.batch.global_batch if global_batch is None else global_batch
         seq_len = config.batch.seq_len if seq_len is None else seq_len
-        precision = config.precision.compute if precision is None else precision
+        precision = config.precision.matmuls if precision is None else precision
     precision = (precision or "bf16").lower()
     if target is None and model is None:
         wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run file")
@@ -138,6 +138,7 @@ def ask(options: Options) -> Asked:
 
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
+    from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
@@ -180,6 +181,7 @@ def ask(options: Options) -> Asked:
         optimizer="adamw" if config is None else config.optimizer.name,
         narrow_states=config is not None and config.optimizer.state_dtype == "bf16",
         document_tokens=document_tokens,
+        stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )
     return Asked(job, name, config, explained, fixed)
 

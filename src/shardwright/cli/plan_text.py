@@ -21,7 +21,8 @@ def print_job(job: Job, name: str) -> None:
     console.print(
         f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
         f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
-        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}{_within(job)}",
+        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
+        f"{'compiled' if job.compiled else 'eager'}{_within(job)}",
         soft_wrap=True,
     )
 
@@ -125,8 +126,6 @@ def _print_speed(priced: Priced) -> None:
         soft_wrap=True,
     )
     peak = f"{job.peak_flops_per_s / 1e12:,.0f} TFLOP/s"
-    if job.precision == "fp32" and "TF32" in job.cluster.accelerator.sources.get("tflops", ""):
-        peak += " in TF32"
     again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""
     console.print(
         f"MFU {told.mfu_full:.1%} with the full square of attention, {told.mfu_causal:.1%} with its causal half{again} "

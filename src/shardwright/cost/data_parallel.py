@@ -93,7 +93,7 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Grou
     experts = np.where(apart, held.experts, 0)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
-    whole = ~apart & (candidates.zero == 0) & (job.precision == "fp32")
+    whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
 
     def calls(count: Ints, blocks: Ints) -> Ints:
         elements = job.stack.speed.bucket_elements

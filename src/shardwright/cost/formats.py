@@ -1,5 +1,7 @@
 """Number formats of matmuls: at which peak they run, and what it costs to bring inputs of 16 bits into them.
 
+Tensors of fp32 are multiplied in fp32, outside tensor cores, or in tf32, with 10 bits of mantissa (`precision.tf32`).
+
 | format    | has a scale of its own   | cast: bytes moved for each element                                          |
 | --------- | ------------------------ | --------------------------------------------------------------------------- |
 | fp8       | a tensor                 | 5: read for the maximum (2), read again (2), written (1)                    |
@@ -38,6 +40,7 @@ class Format:
 
 FORMATS = {
     "fp32": Format("fp32"),
+    "tf32": Format("tf32"),
     "bf16": Format("bf16"),
     "fp16": Format("fp16"),
     "fp8": Format("fp8", 1.0, 5.0, "bf16"),

@@ -112,7 +112,7 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-Peak = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+Peak = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ByPrecision = dict[Peak, Positive]
 
 
@@ -187,6 +187,11 @@ def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
     """
     known = _known(extra)
     return _accelerator(*_find("accelerator", name, known.accelerators))
+
+
+def packaged_accelerators() -> list[Accelerator]:
+    """Every accelerator that comes with the package."""
+    return [_accelerator(name, table) for name, table in _packaged().accelerators.items()]
 
 
 def cluster(text: str, extra: str | Path | None = None) -> Cluster:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardwright.cost.calibration import CALIBRATED, Calibration
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster
-from shardwright.cost.stack import SHARDWRIGHT, Stack
+from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
 from shardwright.layout import KEYS, RECOMPUTE, Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
@@ -82,6 +82,11 @@ class Job:
         return FORMATS[self.precision].wide or self.precision
 
     @property
+    def compiled(self) -> bool:
+        """Whether the run is one of this system with `precision.compile`."""
+        return self.stack.name == SHARDWRIGHT_COMPILED.name
+
+    @property
     def peak_flops_per_s(self) -> float:
         """The peak of an accelerator in the format of the matmuls."""
         return self.cluster.accelerator.flops_per_s[FORMATS[self.precision].peak]
@@ -89,7 +94,7 @@ class Job:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of an activation or a working weight; fp8 is used only inside matmuls."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.precision in ("fp32", "tf32") else 2
 
 
 @dataclass(frozen=True, kw_only=True)

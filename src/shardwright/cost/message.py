@@ -37,6 +37,8 @@ class Message:
         once = f"{self.what}, one call"
         formula = f"calls * {ledger.identifier(once)}"
         one = self.collective(cluster, self.n_bytes, self.size, self.stride, once)
+        if not one.any():
+            return one
         return ledger.compute(self.what, formula, **{"calls": self.calls, ledger.identifier(once): one})
 
 

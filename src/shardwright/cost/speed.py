@@ -90,6 +90,9 @@ FSDP = Speed(
 ).calibrated(CALIBRATED)
 NANOTRON = replace(FSDP, kind="nanotron", flash_gain=FLASH_2, hides_dp=False, blocking_sends=True)
 COMPILED = Speed(kind="fsdp-compiled", flash_gain=FLASH_2, reduce_bytes=4.0).calibrated(CALIBRATED)
-SHARDWRIGHT = Speed(kind="shardwright", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0).calibrated(
-    CALIBRATED
-)
+SHARDWRIGHT_COMPILED = Speed(
+    kind="shardwright-compiled", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0
+).calibrated(CALIBRATED)
+SHARDWRIGHT = replace(
+    SHARDWRIGHT_COMPILED, kind="shardwright", rope_bytes=14.0, gated_bytes=10.0, loss_bytes=36.0
+).calibrated(CALIBRATED)
