@@ -125,6 +125,8 @@ def _print_speed(priced: Priced) -> None:
         f"{format_count(told.tokens_per_s_per_accelerator)} on each accelerator",
         soft_wrap=True,
     )
+    low, high = map(format_seconds, told.interval_s)
+    console.print(f"four of five measured runs lie within what would be {low} to {high} here", soft_wrap=True)
     peak = f"{job.peak_flops_per_s / 1e12:,.0f} TFLOP/s"
     again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""
     console.print(
