@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from shardwright.cost.calibration import PACKAGED, Calibration
+from shardwright.cost.speed import FLASH_2
 from shardwright.cost.stack import STACKS
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
@@ -39,6 +40,8 @@ PRIOR = 0.05
 """What a constant that is one spread away from its guess counts, in the logarithm of one row."""
 STEP = 1e-3
 """Change of a constant's logarithm for its derivative."""
+PAGE = Path(__file__).parents[1] / "docs/cost-model.md"
+BEGIN, END = "<!-- constants -->", "<!-- end of constants -->"
 MATTERS = 0.02
 """Derivative from which on a constant matters to a row: percent of time for each percent of it."""
 
@@ -67,8 +70,7 @@ CONSTANTS: dict[str, Constant] = {
     "matmuls, H100, fp8": _one("product_share", "h100", "fp8", guess=0.85, low=0.5, high=1.0, spread=1.2),
     "matmuls, B200": _one("product_share", "b200", "bf16", guess=0.8, low=0.5, high=1.0, spread=1.2),
     "matmuls, B200, fp8": _one("product_share", "b200", "fp8", guess=0.8, low=0.5, high=1.0, spread=1.2),
-    "attention, A100": _one("flash_share", "a100-80gb", guess=0.55, low=0.2, high=1.0),
-    "attention, H100": _one("flash_share", "h100", guess=0.42, low=0.2, high=1.0),
+    "attention, A100 and H100": _one("flash_share", "a100-80gb", guess=0.5, low=0.2, high=1.0),
     "attention, B200": _one("flash_share", "b200", guess=0.42, low=0.2, high=1.0),
     "ramp of a matmul": _one("ramp_k", guess=110.0, low=60.0, high=250.0),
     "partial waves": _one("partial_wave", guess=0.4, low=0.1, high=1.0),
@@ -112,6 +114,8 @@ def calibration(logarithms: Floats, interval: dict[str, float] | None = None) ->
     document["product_share"]["others"] = {
         name: float(np.mean([each[name] for each in shares if name in each])) for name in ("bf16", "fp8")
     }
+    # FlashAttention-2 is made for A100; on H100 it had the same share of the rate of matmuls from 2024 on.
+    document["flash_share"]["h100"] = document["flash_share"]["a100-80gb"] / FLASH_2
     document["flash_share"]["others"] = float(np.mean(list(document["flash_share"].values())))
     return Calibration(**document, interval=interval or {})
 
@@ -202,6 +206,14 @@ def _tables(prefix: str, table: dict[str, Any]) -> list[str]:
     return lines
 
 
+def described(values: Floats, touched: Sequence[Sequence[str]]) -> str:
+    """A table of the constants for docs/cost-model.md; `touched`: the families that each rests on."""
+    lines = ["| constant | value | allowed | runs it rests on |", "| --- | --- | --- | --- |"]
+    for (name, each), value, families in zip(CONSTANTS.items(), values, touched, strict=True):
+        lines.append(f"| {name} | {value:.3g} | {each.low:g} to {each.high:g} | {', '.join(families) or 'none'} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Fit, write, and print what changed."""
     steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 4
@@ -222,11 +234,11 @@ def main(arguments: Sequence[str]) -> None:
         at = fit.improved(at, errors, derivatives, np.ones(len(chosen), dtype=bool))
         print(f"step {step + 1}: mean absolute error {np.abs(errors).mean():.4f} of {len(chosen)} rows", flush=True)
     errors = fit.errors(at)
-    for column, (name, value) in enumerate(zip(CONSTANTS, np.exp(at), strict=True)):
-        touched = sorted(set(fit.families[np.abs(derivatives[:, column]) > MATTERS]))
-        print(f"{name:<28} {value:<10.4g} {', '.join(touched)}", flush=True)
-        if len(touched) == 1:
-            print(f"{'':<28} error: serves {touched[0]} alone")
+    touched = [sorted(set(fit.families[np.abs(column) > MATTERS])) for column in derivatives.T]
+    for name, value, families in zip(CONSTANTS, np.exp(at), touched, strict=True):
+        print(f"{name:<28} {value:<10.4g} {', '.join(families)}", flush=True)
+        if len(families) == 1:
+            print(f"{'':<28} error: serves {families[0]} alone")
     left_out = {}
     for family in dict.fromkeys(fit.families):
         kept, there, now = fit.families != family, at, errors
@@ -237,6 +249,9 @@ def main(arguments: Sequence[str]) -> None:
         mine = np.abs(np.exp(now[~kept]) - 1).mean(), np.abs(np.exp(errors[~kept]) - 1).mean()
         print(f"{family}: {mine[1]:.1%}, left out {mine[0]:.1%}", flush=True)
     PACKAGED.write_text(written(at, left_out, LeftOut(runs, left_out)), encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{described(np.exp(at), touched)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
 from shardwright.planner.search import Plan, Priced
+from shardwright.planner.tie import simplest
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
@@ -51,6 +52,10 @@ def print_plan(
         _print_top(plan)
     if equal := left_out(plan.best, plan.equals):
         say(equal)
+    others = [*plan.best, *(each.priced for each in alternatives if each.priced is not None)]
+    if (simple := simplest(best, others)) is not None:
+        slower = simple.step_s / best.step_s - 1
+        console.print(f"\n[bold]simpler, and within the interval[/] (+{slower:.1%}): {simple.choice}", soft_wrap=True)
     rows = merged(alternatives)
     if rows:
         console.print("\n[bold]Why not another[/]")

@@ -1,12 +1,20 @@
 """Exposed communication of a layer over tp, cp and ep, in seconds: the part that does not overlap with computation."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block
-from shardwright.cost.collectives import all_gather, all_reduce, all_to_all, point_to_point, reduce_scatter
+from shardwright.cost.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_by_node,
+    point_to_point,
+    reduce_scatter,
+)
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.message import Collective, Message, Number, named
 from shardwright.cost.passes import CONTEXT, EXPERT, MATMULS, TENSOR, Passes, reached_bytes_per_s
@@ -237,7 +245,8 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
 
 
 def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """Dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model."""
+    """Dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model, of
+    which some stacks send a token to a node once."""
     spec = job.model
     assert spec.moe is not None
     what = "tokens of experts, all-to-all"
@@ -245,7 +254,9 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
         "bytes to experts", "T / tp * top_k * h * e", "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k,
         h=spec.d_model, e=job.element_bytes,
     )  # fmt: skip
-    message = Message(what, all_to_all, n_bytes, candidates.ep, np.ones_like(candidates.ep))
+    by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
+    collective = by_node if job.stack.speed.copies_by_node else all_to_all
+    message = Message(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
     once = passes.send(job, message)
     passes.messages += [replace(message, what=f"{what} back", calls=3)]
     sent = {what: once, f"{what} back": once}

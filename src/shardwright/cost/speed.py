@@ -25,7 +25,8 @@ class Speed:
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
     and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` in
-    addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have.
+    addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
+    `copies_by_node`: tokens of experts cross to a node once (DeepEP, HybridEP).
 
     `matmul_gain`: rate of matmuls relative to PyTorch's of the same die and format (Transformer Engine and hand-tuned
     settings choose kernels by trial). `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of
@@ -61,6 +62,7 @@ class Speed:
     blocking_sends: bool = False
     scatters_messages: bool = False
     message_s: float = 20e-6
+    copies_by_node: bool = False
     flash_gain: float = 1.0
     kernel_share: float = 1.0
     matmul_gain: float = 1.0

@@ -115,8 +115,6 @@ def _assumed(row: Measured) -> Iterator[str]:
         yield row.note
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
-    if row.moe_dispatch not in (None, "alltoall"):
-        yield f"moe_dispatch={row.moe_dispatch} priced as alltoall"
 
 
 def _model(row: Measured) -> ModelSpec:
@@ -178,6 +176,8 @@ def _stack(row: Measured) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp)
+    if row.moe_dispatch in ("deepep", "hybridep"):
+        speed = replace(speed, copies_by_node=True)
     return replace(stack, speed=speed)
 
 
