@@ -172,8 +172,10 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
 
 def data_message(job: Job, what: str, group: _Group) -> Message:
     """One of the collectives of a step for a group of parameters: a message for each block or bucket."""
-    name, e, calls = f"{what}, {group.name}", job.element_bytes, np.maximum(group.calls, 1)
-    gradients = group.count * job.stack.speed.reduce_bytes / calls
+    name, e = f"{what}, {group.name}", job.element_bytes
+    count, most = (group.again, group.calls_again) if what == GATHERED_AGAIN else (group.count, group.calls)
+    elements, calls = count / np.maximum(most, 1), np.where(count > 0, np.maximum(most, 1), 0)
+    gradients = elements * job.stack.speed.reduce_bytes
     match what:
         case "gradients, all-reduce":
             return Message(name, all_reduce, gradients, group.reduce_ranks, group.stride, calls)
@@ -182,11 +184,8 @@ def data_message(job: Job, what: str, group: _Group) -> Message:
         case "shards over replicas, all-reduce":
             replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
             return Message(name, all_reduce, gradients / group.shards, replicas, stride, calls)
-        case "weights, all-gather":
-            return Message(name, all_gather, group.count * e / calls, group.shards, group.stride, calls)
         case _:
-            again = np.maximum(group.calls_again, 1)
-            return Message(name, all_gather, group.again * e / again, group.shards, group.stride, again)
+            return Message(name, all_gather, elements * e, group.shards, group.stride, calls)
 
 
 def replica_messages(job: Job, candidates: Candidates, held: RankParameters) -> list[Message]:
