@@ -88,7 +88,7 @@ LAYOUTS = [
     ("latent", Layout(cp=2, cp_method="ulysses")),
     ("latent", Layout(tp=2, cp=2, dp_shard=1, zero=1)),
 ]
-QUICK = [LAYOUTS[4], LAYOUTS[19], LAYOUTS[26], LAYOUTS[35]]
+QUICK = [LAYOUTS[19], LAYOUTS[26]]
 Counts = tuple[Counter[Link], Counter[Link]]
 
 
