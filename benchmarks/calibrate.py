@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from shardwright.cost.calibration import CALIBRATED, PACKAGED, Calibration
-from shardwright.cost.speed import FLASH_2
-from shardwright.cost.stack import STACKS
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
 from shardwright.planner.measured_run import Run
@@ -62,16 +60,16 @@ def _one(*place: str, guess: float, low: float, high: float, spread: float = 1.3
     return Constant(guess, low, high, (place,), spread)
 
 
-EAGER = ("fsdp", "nanotron", "shardwright")
+EAGER = ("fsdp", "nanotron")
 """Stacks of eager PyTorch kernels."""
-KINDS = tuple(dict.fromkeys(stack.speed.kind for stack in STACKS.values()))
 CONSTANTS: dict[str, Constant] = {
     "matmuls, A100": _one("product_share", "a100-80gb", "bf16", guess=0.93, low=0.5, high=1.0, spread=1.2),
     "matmuls, H100": _one("product_share", "h100", "bf16", guess=0.85, low=0.5, high=1.0, spread=1.2),
     "matmuls, H100, fp8": _one("product_share", "h100", "fp8", guess=0.85, low=0.5, high=1.0, spread=1.2),
     "matmuls, B200": _one("product_share", "b200", "bf16", guess=0.8, low=0.5, high=1.0, spread=1.2),
     "matmuls, B200, fp8": _one("product_share", "b200", "fp8", guess=0.8, low=0.5, high=1.0, spread=1.2),
-    "attention, A100 and H100": _one("flash_share", "a100-80gb", guess=0.5, low=0.2, high=1.0),
+    "attention, A100": _one("flash_share", "a100-80gb", guess=0.55, low=0.2, high=1.0),
+    "attention, H100": _one("flash_share", "h100", guess=0.42, low=0.2, high=1.0),
     "attention, B200": _one("flash_share", "b200", guess=0.42, low=0.2, high=1.0),
     "ramp of a matmul": _one("ramp_k", guess=110.0, low=60.0, high=250.0),
     "partial waves": _one("partial_wave", guess=0.4, low=0.1, high=1.0),
@@ -87,14 +85,14 @@ CONSTANTS: dict[str, Constant] = {
         0.3,
         0.05,
         0.6,
-        tuple(("stacks", name, "interference") for name in (*EAGER, "fsdp-compiled", "shardwright-compiled")),
+        tuple(("stacks", name, "interference") for name in (*EAGER, "fsdp-compiled")),
     ),
     "interference, Megatron-Core": _one("stacks", "megatron-core", "interference", guess=0.2, low=0.02, high=0.6),
     "tuned matmuls": _one("stacks", "megatron-core", "matmul_gain", guess=1.05, low=0.9, high=1.3, spread=1.1),
     "tuned attention": _one("stacks", "megatron-core", "flash_gain", guess=1.9, low=1.2, high=2.6, spread=1.2),
-    "launch": Constant(0.75e-3, 0.2e-3, 2e-3, tuple(("stacks", name, "launch_s") for name in KINDS)),
-    "launch backward": Constant(2.2, 1.2, 3.0, tuple(("stacks", name, "launch_backward") for name in KINDS)),
-    "step": Constant(8e-3, 1e-3, 50e-3, tuple(("stacks", name, "step_s") for name in KINDS)),
+    "launch": _one("stacks", "megatron", "launch_s", guess=0.75e-3, low=0.2e-3, high=2e-3),
+    "launch backward": _one("stacks", "megatron", "launch_backward", guess=2.2, low=1.2, high=3.0),
+    "step": _one("stacks", "megatron", "step_s", guess=8e-3, low=1e-3, high=50e-3),
     "message": _one("stacks", "megatron", "message_s", guess=0.16e-3, low=0.05e-3, high=0.4e-3),
 }
 GUESSES, LOW, HIGH, SPREADS = (
@@ -115,8 +113,6 @@ def calibration(logarithms: Floats, interval: dict[str, float] | None = None) ->
     document["product_share"]["others"] = {
         name: float(np.mean([each[name] for each in shares if name in each])) for name in ("bf16", "fp8")
     }
-    # FlashAttention-2 is made for A100; on H100 it had the same share of the rate of matmuls from 2024 on.
-    document["flash_share"]["h100"] = document["flash_share"]["a100-80gb"] / FLASH_2
     document["flash_share"]["others"] = float(np.mean(list(document["flash_share"].values())))
     return Calibration(**document, interval=interval or {})
 
