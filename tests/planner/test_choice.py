@@ -102,5 +102,5 @@ def test_a_sequence_beyond_the_models_range_is_written_with_the_range_that_train
 
 def test_a_precision_that_train_does_not_have_is_not_written():
     asked = Job(model=PRESETS["debug"], cluster=cluster("h100:8"), global_batch=8, seq_len=128, precision="fp16")
-    with pytest.raises(InputError, match="fp32 or bf16"):
+    with pytest.raises(InputError, match="fp32 or tf32 or bf16"):
         run_file(asked, "debug", Choice(Layout(dp_shard=8, zero=3), 1), "shardwright plan")

@@ -83,5 +83,5 @@ def _even(job: Job) -> Iterator[Remedy]:
 
 def _narrower(job: Job) -> Iterator[Remedy]:
     """Matmuls in 16 bits."""
-    if job.precision == "fp32":
+    if job.element_bytes == 4:
         yield Remedy("--precision bf16", replace(job, precision="bf16"))

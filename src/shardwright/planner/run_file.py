@@ -10,9 +10,16 @@ from shardwright.errors import InputError
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16")
 """What `train` computes in."""
 STEPS = 1000
+
+
+def precision_keys(job: Job) -> dict[str, Any]:
+    """The keys of `[precision]` that make `train` compute as was planned."""
+    wide = job.precision == "tf32"
+    keys = {"compute": "fp32" if wide else job.precision, "compile": job.compiled}
+    return keys | ({"tf32": True} if wide else {})
 
 
 def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
@@ -34,7 +41,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
         "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
         "layout": layout,
-        "precision": {"compute": job.precision},
+        "precision": precision_keys(job),
     }
     if job.optimizer != Job.optimizer:
         sections["optimizer"] = {"name": job.optimizer}

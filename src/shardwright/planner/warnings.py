@@ -51,7 +51,7 @@ def of_job(job: Job) -> Iterator[str]:
             f"seq_len={job.seq_len} without flash attention: the {job.stack.name} stack stores {job.seq_len} scores "
             f"for each token and head, more than all else a layer keeps"
         )
-    elif job.seq_len >= LONG and job.precision == "fp32":
+    elif job.seq_len >= LONG and job.element_bytes == 4:
         yield (
             f"seq_len={job.seq_len} in fp32: flash attention is made for 16 bits; what runs in its place is slower, "
             f"and over cp stores blocks of scores, which is not counted here; use bf16"

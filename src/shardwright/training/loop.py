@@ -88,6 +88,7 @@ class _Run:
         self.sources = Sources(config)
         self.within_documents = config.data.attention == "document"
         compute = DTYPES[config.precision.compute]
+        torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         self.compute_dtype = compute
         model = apply(
             self.spec,
@@ -233,7 +234,7 @@ class _Run:
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
         attended = self.sources.attended_tokens(step)
         flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
-        peak = peak_flops_per_s(self.device, self.compute_dtype)
+        peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
         told = Logged(
             step=step,
             loss=loss,
