@@ -1,0 +1,138 @@
+"""Runs steps of the training program as one rank, on fake tensors or on real ones, and records the last."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # noqa: F401  (what collectives do to fake tensors)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwright.config import RunConfig
+from shardwright.data.batches import Batch
+from shardwright.dryrun.places import Places
+from shardwright.dryrun.record import RankRecord
+from shardwright.dryrun.recorder import Recorder
+from shardwright.dryrun.watch import watch
+from shardwright.model.device_type import assumed
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.apply import Fill, apply
+from shardwright.parallel.expert import ReadCounts, read_counts
+from shardwright.parallel.initialise import materialise
+from shardwright.training.loop import DTYPES
+from shardwright.training.optimizer import build_optimizer
+from shardwright.training.step import Trainer
+
+CPU = torch.device("cpu")
+
+
+def dry_rank(
+    config: RunConfig, rank: int, *, gpu: bool, steps: int = 2, imbalance: float = 1.0, read: ReadCounts | None = None
+) -> RankRecord:
+    """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
+
+    It has to run in a process of its own, in which no process group was used: PyTorch keeps what it has worked out for
+    the device meshes of a world. `gpu`: with the kernels and the allocator of a GPU, else as on a CPU. `read`: the
+    numbers of rows that ranks of ep exchange; by default those of `balanced`.
+    """
+    layout = config.layout.layout()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fill(part: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
+        with fake:
+            part.to_empty(device=device)
+
+    read = read or balanced(layout.ep, layout.coordinates(rank)["ep"], imbalance)
+    with assumed("cuda") if gpu else nullcontext():
+        trainer_of = build_trainer(config, fill, read)
+        with fake:
+            trainer = trainer_of()
+            return record_steps(trainer, config, rank, lambda step: empty_batch(config), steps, gpu)
+
+
+def build_trainer(
+    config: RunConfig, fill: Fill = materialise, read: ReadCounts = read_counts
+) -> Callable[[], Trainer]:
+    """The model of a run file on this rank, as `training.loop` makes it; returns what makes the trainer of it."""
+    compute = DTYPES[config.precision.compute]
+    spec = config.model.spec()
+    model = apply(
+        spec,
+        config.layout.layout(),
+        CPU,
+        seed=config.seed,
+        param_dtype=torch.promote_types(compute, torch.float32),
+        compute_dtype=compute,
+        seq_len=config.batch.seq_len,
+        fill=fill,
+        read=read,
+    )
+
+    def trainer() -> Trainer:
+        return Trainer(
+            model,
+            build_optimizer(model.named_parameters, spec, config.optimizer),
+            device=CPU,
+            seed=config.seed,
+            clip_norm=config.optimizer.clip_norm,
+            restart_positions=config.data.positions == "document",
+        )
+
+    return trainer
+
+
+def record_steps(
+    trainer: Trainer, config: RunConfig, rank: int, batch: Callable[[int], Batch], steps: int, gpu: bool
+) -> RankRecord:
+    """Take steps, on `batch(step)`, and record the last of them, which is not the first."""
+    rate = config.optimizer.lr
+    for step in range(steps - 1):
+        trainer.step(batch(step), step, rate)
+    gc.collect()
+    last = batch(steps - 1)
+    with Places(trainer.model.parts) as places, Recorder(config.layout.layout(), rank, places, gpu) as recorder:
+        for tensor in (last.tokens_ABT, last.targets_ABT, last.sample_ids_AB):
+            recorder.mark(tensor, "activations")
+        watch(trainer, recorder)
+        recorder.begin("begin")
+        trainer.step(last, steps - 1, rate)
+        return recorder.record()
+
+
+def empty_batch(config: RunConfig) -> Batch:
+    """A batch of one data rank without padding; on fake tensors it has no values."""
+    batch = config.batch
+    n_sequences = batch.global_batch // config.layout.layout().data_ranks
+    tokens_BT = torch.zeros(n_sequences, batch.seq_len, dtype=torch.int64)
+    shape_AB = (n_sequences // batch.micro_batch, batch.micro_batch)
+    tokens_ABT = tokens_BT.view(*shape_AB, -1)
+    documents = None
+    if config.data.attention == "document":
+        documents = tuple(tuple((batch.seq_len,) for _ in range(shape_AB[1])) for _ in range(shape_AB[0]))
+    n_targets = n_sequences * batch.seq_len
+    return Batch(tokens_ABT, tokens_ABT.clone(), torch.zeros(shape_AB, dtype=torch.int64), n_targets, documents)
+
+
+def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
+    """Numbers of rows where every rank sends the first rank of ep `imbalance` times the mean, and as many to each of the
+    others as are left."""
+
+    def read(rows_2n: Any, n_rows: int) -> list[list[int]]:
+        to = shares(n_rows, n_ranks, imbalance)
+        return [to, [to[mine]] * n_ranks]
+
+    return read
+
+
+def shares(n_rows: int, n_ranks: int, imbalance: float) -> list[int]:
+    """`n_rows` in parts for each rank: the first `imbalance` times the mean, the others equal, up to a remainder."""
+    first = min(n_rows, round(n_rows * imbalance / n_ranks)) if n_ranks > 1 else n_rows
+    each, more = divmod(n_rows - first, max(1, n_ranks - 1))
+    return [first, *(each + (number < more) for number in range(n_ranks - 1))]
