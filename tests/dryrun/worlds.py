@@ -63,7 +63,7 @@ def real_rank(table: Table) -> tuple[RankRecord, Counts]:
 
     rank = dist.get_rank()
     trainer = build_trainer(config, read=read)()
-    record = record_steps(trainer, config, rank, lambda step: random_batch(config, rank, step), 2, gpu=False)
+    record = record_steps(trainer, config, rank, lambda step, n: random_batch(config, rank, step), 2, gpu=False)
     del trainer
     return record, counts
 

@@ -51,7 +51,7 @@ class Places:
         if node is None or not self._starts:
             return ""
         at = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._modules[at] if 0 <= at else ""
+        return self._modules[at] if at >= 0 else ""
 
     def _entered(self, module: nn.Module, inputs: Any) -> None:
         self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))

@@ -1,13 +1,13 @@
 """Runs steps of the training program as one rank, on fake tensors or on real ones, and records the last."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  (what collectives do to fake tensors)
+import torch.distributed._tools.fake_collectives  # what collectives do to fake tensors
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,11 +23,14 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import Fill, apply
 from shardwright.parallel.expert import ReadCounts, read_counts
 from shardwright.parallel.initialise import materialise
+from shardwright.schedule.actions import Action
 from shardwright.training.loop import DTYPES
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
 
 CPU = torch.device("cpu")
+_DIFFERENT = 3
+"""Micro-batches of a step without a pipeline that can differ: the first, one between, and the last."""
 
 
 def dry_rank(
@@ -54,12 +57,10 @@ def dry_rank(
         trainer_of = build_trainer(config, fill, read)
         with fake:
             trainer = trainer_of()
-            return record_steps(trainer, config, rank, lambda step: empty_batch(config), steps, gpu)
+            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu)
 
 
-def build_trainer(
-    config: RunConfig, fill: Fill = materialise, read: ReadCounts = read_counts
-) -> Callable[[], Trainer]:
+def build_trainer(config: RunConfig, fill: Fill = materialise, read: ReadCounts = read_counts) -> Callable[[], Trainer]:
     """The model of a run file on this rank, as `training.loop` makes it; returns what makes the trainer of it."""
     compute = DTYPES[config.precision.compute]
     spec = config.model.spec()
@@ -89,40 +90,44 @@ def build_trainer(
 
 
 def record_steps(
-    trainer: Trainer, config: RunConfig, rank: int, batch: Callable[[int], Batch], steps: int, gpu: bool
+    trainer: Trainer, config: RunConfig, rank: int, batch: Callable[[int, int], Batch], steps: int, gpu: bool
 ) -> RankRecord:
-    """Take steps, on `batch(step)`, and record the last of them, which is not the first."""
-    rate = config.optimizer.lr
+    """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first."""
+    rate, layout = config.optimizer.lr, config.layout.layout()
+    n_microbatches = config.accumulation
+    some = n_microbatches if layout.pp > 1 else min(n_microbatches, _DIFFERENT)
     for step in range(steps - 1):
-        trainer.step(batch(step), step, rate)
+        trainer.step(batch(step, n_microbatches if layout.pp > 1 else 1), step, rate)
     gc.collect()
-    last = batch(steps - 1)
-    with Places(trainer.model.parts) as places, Recorder(config.layout.layout(), rank, places, gpu) as recorder:
-        for tensor in (last.tokens_ABT, last.targets_ABT, last.sample_ids_AB):
+    last = batch(steps - 1, some)
+    left_out = n_microbatches - len(last.tokens_ABT)
+    repeats = {str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out}
+    with Places(trainer.model.parts) as places, Recorder(layout, rank, places, gpu) as recorder:
+        tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB
+        for tensor in tensors:
             recorder.mark(tensor, "activations")
+        recorder.hold(left_out * sum(each[0].nbytes for each in tensors), "activations")
         watch(trainer, recorder)
         recorder.begin("begin")
         trainer.step(last, steps - 1, rate)
-        return recorder.record()
+        return recorder.record(repeats)
 
 
-def empty_batch(config: RunConfig) -> Batch:
+def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:
     """A batch of one data rank without padding; on fake tensors it has no values."""
-    batch = config.batch
-    n_sequences = batch.global_batch // config.layout.layout().data_ranks
-    tokens_BT = torch.zeros(n_sequences, batch.seq_len, dtype=torch.int64)
-    shape_AB = (n_sequences // batch.micro_batch, batch.micro_batch)
-    tokens_ABT = tokens_BT.view(*shape_AB, -1)
+    shape_AB = (n_microbatches, config.batch.micro_batch)
+    seq_len = config.batch.seq_len
+    tokens_ABT = torch.zeros(*shape_AB, seq_len, dtype=torch.int64)
     documents = None
     if config.data.attention == "document":
-        documents = tuple(tuple((batch.seq_len,) for _ in range(shape_AB[1])) for _ in range(shape_AB[0]))
-    n_targets = n_sequences * batch.seq_len
+        documents = tuple(tuple((seq_len,) for _ in range(shape_AB[1])) for _ in range(shape_AB[0]))
+    n_targets = tokens_ABT.numel()
     return Batch(tokens_ABT, tokens_ABT.clone(), torch.zeros(shape_AB, dtype=torch.int64), n_targets, documents)
 
 
 def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
-    """Numbers of rows where every rank sends the first rank of ep `imbalance` times the mean, and as many to each of the
-    others as are left."""
+    """Numbers of rows where every rank sends the first rank of ep `imbalance` times the mean, and an equal part of the
+    others to each other rank. `mine`: this rank of ep."""
 
     def read(rows_2n: Any, n_rows: int) -> list[list[int]]:
         to = shares(n_rows, n_ranks, imbalance)

@@ -4,7 +4,7 @@ A record holds numbers and names alone, so that it can be sent to another proces
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,8 @@ class Message(NamedTuple):
 
     `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
     `n_bytes`: of the larger of the tensors given to it; `shapes`: of all of them; `splits`: rows to and from each rank
-    of an uneven all-to-all; `peer`: the other rank of a send or receive, in the world.
+    of an uneven all-to-all, or of a wait the number of the message among those from `peer`; `peer`: the other rank of
+    a send, receive or wait, in the world.
     """
 
     op: str
@@ -94,7 +95,9 @@ class Moment(NamedTuple):
 class RankRecord:
     """A step of one rank. `curve`: of each action in order the moment with the most bytes; `peak`: of the whole step;
     `largest`: the tensors of most bytes that are alive at the peak; `flops`: of matmuls and attention, by operation;
-    `peak_of_kinds`: of each kind its own largest sum, which may be at another moment."""
+    `peak_of_kinds`: of each kind its own largest sum, which may be at another moment. `repeats`: how many micro-batches
+    an action stands for, where it is not 1: without a pipeline all between the first and the last do the same, and one
+    of them is run; `flops` counts all."""
 
     rank: int
     curve: tuple[Moment, ...]
@@ -103,11 +106,12 @@ class RankRecord:
     largest: tuple[Block, ...]
     messages: tuple[Message, ...]
     flops: dict[str, int] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
 
     @property
     def sent(self) -> "dict[tuple[str, str], Traffic]":
         """Number and bytes of the messages, by axis and operation."""
-        return traffic(self.messages)
+        return traffic(self.messages, self.repeats)
 
 
 class Traffic(NamedTuple):
@@ -117,14 +121,15 @@ class Traffic(NamedTuple):
     n_bytes: int
 
 
-def traffic(messages: Iterable[Message]) -> dict[tuple[str, str], Traffic]:
+def traffic(messages: Iterable[Message], repeats: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
     """Number and bytes of messages, by axis and operation, in the order in which these come first."""
     calls: Counter[tuple[str, str]] = Counter()
     n_bytes: Counter[tuple[str, str]] = Counter()
     for message in messages:
         if message.op != WAIT:
-            calls[message.axis, message.op] += 1
-            n_bytes[message.axis, message.op] += message.n_bytes
+            times = repeats.get(message.action, 1)
+            calls[message.axis, message.op] += times
+            n_bytes[message.axis, message.op] += times * message.n_bytes
     return {key: Traffic(calls[key], n_bytes[key]) for key in calls}
 
 
@@ -134,8 +139,8 @@ N_LARGEST = 10
 def summed(
     allocations: Sequence[Allocation], actions: Sequence[tuple[int, str]]
 ) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[Block, ...]]:
-    """The curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`, from the storages of a step and
-    the time at which each action began."""
+    """The curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`; `actions`: (time at which it
+    began, action)."""
     changes = sorted(_changes(allocations))
     curve: list[Moment] = []
     now = dict.fromkeys(KINDS, 0)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -38,7 +38,8 @@ class Recorder(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.actions: list[tuple[int, str]] = []
         self.messages: list[Message] = []
-        self.flops: Counter[str] = Counter()
+        self.flops: Counter[tuple[str, str]] = Counter()
+        """(action, operation) -> FLOPs."""
         self._now = 0
         self._live: dict[int, int] = {}
         """Address of a storage -> its number in `allocations`."""
@@ -57,7 +58,7 @@ class Recorder(TorchDispatchMode):
             recorder._sized(storage)
             return found
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         super().__enter__()
         return self
 
@@ -82,6 +83,10 @@ class Recorder(TorchDispatchMode):
                 each.kind = "activations"
         self._of_action.clear()
 
+    def hold(self, n_bytes: int, kind: str) -> None:
+        """Bytes are held for the whole step, which are not there in this process."""
+        self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self._rounded(n_bytes))], kind))
+
     def mark(self, tensor: Tensor | None, kind: str) -> None:
         """The storage of a tensor is of this kind; of two that it is told to be the one that comes first in KINDS."""
         if tensor is None:
@@ -92,23 +97,34 @@ class Recorder(TorchDispatchMode):
         if not known or KINDS.index(kind) < KINDS.index(known):
             self.allocations[number].kind = kind
 
-    def wait(self, what: str, peer: int) -> None:
-        """The rank waits for a message of another one."""
-        axis, ranks = self._pair(peer)
-        self.messages.append(Message(WAIT, axis, ranks, 0, "", (), self._action, what, (), peer))
+    def wait(self, what: str, peer: int, number: int) -> None:
+        """The rank waits for the message of that number from another one."""
+        pair = (min(peer, self.rank), max(peer, self.rank))
+        self.messages.append(Message(WAIT, "pp", pair, 0, "", (), self._action, what, (number,), peer))
 
-    def record(self) -> RankRecord:
-        """What was recorded, after the step."""
+    def record(self, repeats: Mapping[str, int]) -> RankRecord:
+        """What was recorded, after the step; `repeats`: as of a `RankRecord`."""
         for number, each in enumerate(self.allocations):
             if not each.kind:
                 each.kind = "communication" if number in self._in_messages else "temporaries"
         curve, peak, tops, largest = summed(self.allocations, self.actions)
-        return RankRecord(self.rank, curve, peak, tops, largest, tuple(self.messages), dict(self.flops))
+        flops: Counter[str] = Counter()
+        for (action, op), count in self.flops.items():
+            flops[op] += repeats.get(action, 1) * count
+        messages = tuple(self.messages)
+        return RankRecord(self.rank, curve, peak, tops, largest, messages, dict(flops), dict(repeats))
 
     # What PyTorch dispatches
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; a guard against that around every operation costs a tenth of the time."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a fake tensor for its device
+            return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":
             self._message(func, args)
@@ -121,14 +137,14 @@ class Recorder(TorchDispatchMode):
                     self._made(each, func)
         count, inside = _formulas(func)
         if count is not None:
-            self.flops[_name(func)] += count(*args, **kwargs, out_val=out)
+            self.flops[self._action, _name(func)] += count(*args, **kwargs, out_val=out)
         if self.gpu and inside is not None:
             self._passing(inside(*args), func)
         return out
 
     def _made(self, tensor: Tensor, func: Any) -> None:
-        # The storage of a DTensor is that of its shard, which another operation makes. A view of what is not known is of
-        # memory of the collectives' backend: gloo's reduce-scatter works on a copy.
+        # The storage of a DTensor is that of its shard, which another operation makes. A view of an unknown storage is
+        # of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
         if isinstance(tensor, DTensor) or func.is_view or tensor.untyped_storage()._cdata in self._live:
             return
         self._of_action.append(self._number(tensor, _name(func), before=False))
@@ -165,7 +181,9 @@ class Recorder(TorchDispatchMode):
         sizes = [(self._now, self._rounded(n_bytes)), (self._now + 1, 0)]
         self._now += 1
         self.allocations.append(
-            Allocation(f"inside of {_name(func)}", self.places.module, self._action, (n_bytes,), "uint8", sizes, "temporaries")
+            Allocation(
+                f"inside of {_name(func)}", self.places.module, self._action, (n_bytes,), "uint8", sizes, "temporaries"
+            )
         )
 
     def _rounded(self, n_bytes: int) -> int:
@@ -217,9 +235,6 @@ class Recorder(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(group))
             self._groups[key] = axes_of(self.layout, ranks, self.rank), ranks
         return self._groups[key]
-
-    def _pair(self, peer: int) -> tuple[str, tuple[int, ...]]:
-        return "pp", (min(peer, self.rank), max(peer, self.rank))
 
 
 _NAMES = {
@@ -278,7 +293,9 @@ def _grouped_weight(dy_RF: Tensor, x_RD: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, (*k.shape[:1], q.shape[1], *k.shape[2:]), (*v.shape[:1], q.shape[1], *v.shape[2:])))
+    return int(
+        sdpa_flop_count(q.shape, (*k.shape[:1], q.shape[1], *k.shape[2:]), (*v.shape[:1], q.shape[1], *v.shape[2:]))
+    )
 
 
 def _attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:

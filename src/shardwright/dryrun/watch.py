@@ -1,5 +1,6 @@
 """Tells a recorder when the actions of a step begin and end, and which tensors are what; changes nothing else."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,20 +84,24 @@ class _Messages(Messages):
     def __init__(self, messages: Messages, recorder: Recorder, in_world: Sequence[int]) -> None:
         super().__init__(messages.rank, messages.groups)
         self.recorder, self.in_world = recorder, in_world
-        self._senders: dict[Need, int] = {}
+        self._from: dict[Need, tuple[int, int]] = {}
+        """The sender of each message, in the world, and the number of the message among those of the sender."""
+        self._received: Counter[int] = Counter()
 
     def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
         for stage, op, microbatch, sender, _ in exchange.messages:
             need: Need = (stage, op, microbatch)
             if sender != self.rank:
-                self._senders[need] = sender
+                there = self.in_world[sender]
+                self._from[need] = there, self._received[there]
+                self._received[there] += 1
             elif op == "B":
                 self.recorder.mark(results[need], "communication")
         super().start(exchange, results, empty)
 
     def receive(self, need: Need) -> Tensor:
         stage, op, microbatch = need
-        self.recorder.wait(f"{stage}{op}{microbatch}", self.in_world[self._senders.pop(need)])
+        self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop(need))
         tensor = super().receive(need)
         self.recorder.mark(tensor, "activations" if op == "F" else "communication")
         return tensor
