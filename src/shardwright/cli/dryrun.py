@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, verb
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb, wrong_place
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Options:
         bool, typer.Option("--remedies/--no-remedies", help="where it does not fit, try what would")
     ] = True
     messages: Annotated[bool, typer.Option("--messages", help="list every collective and message in order")] = False
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
     json: AsJson = False
 
 
@@ -82,12 +83,18 @@ def dryrun(options: Options) -> None:
     how = _how(config, options)
     with error_console.status("running dry"):
         found = _found(config, how, options)
+    if options.html is not None:
+        from shardwright.dryrun.page import write_page
+
+        write_page(found, options.html)
     if options.json:
         from shardwright.dryrun.document import document
 
         print_json(document(found))
     else:
         dryrun_text.print_dry_run(found, options.messages)
+        if options.html is not None:
+            say(f"written to {options.html}")
     if not found.fits or found.disagreements:
         raise typer.Exit(1)
 
@@ -103,7 +110,7 @@ def _found(config: "RunConfig", how: "How", options: Options) -> "DryRun":
 
 def _problems(options: Options) -> list[str]:
     """What is wrong with the options on their own."""
-    wrong = []
+    wrong = wrong_place("--html", options.html, {".html": "it is named"})
     if options.ranks not in (None, ALL):
         wrong.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:
