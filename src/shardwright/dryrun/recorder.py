@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         """Address of a storage -> its number in `allocations`."""
         self._of_action: list[int] = []
         self._in_messages: set[int] = set()
-        self._reduced: set[int] = set()
+        self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._resize: Any = None
 
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         what it has made and not freed is kept for later."""
         for number in self._of_action:
             each = self.allocations[number]
-            if not each.kind and each.sizes[-1][1] and number not in self._reduced:
+            if not each.kind and each.sizes[-1][1] and number not in self._of_fsdp:
                 each.kind = "activations"
         self._of_action.clear()
 
@@ -203,11 +203,14 @@ class Recorder(TorchDispatchMode):
         if group is None or not tensors:
             return
         axis, ranks = self._group(dist.ProcessGroup.unbox(group))
+        of_fsdp = op in ("all-gather", "reduce-scatter") and axis.startswith(("dp", "cp", "expert", "one"))
         for tensor in tensors:
             number = self._number(tensor)
             self._in_messages.add(number)
-            if op in ("all-gather", "reduce-scatter") and axis.startswith(("dp", "cp", "expert", "one")):
-                self._reduced.add(number)
+            if of_fsdp:
+                self._of_fsdp.add(number)
+        if of_fsdp and op == "reduce-scatter":
+            self.mark(tensors[0], "gradients")
         largest = max(tensors, key=lambda each: each.numel() * each.element_size())
         peer, splits = -1, ()
         if op in ("send", "receive"):
