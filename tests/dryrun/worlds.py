@@ -63,16 +63,18 @@ def real_rank(table: Table) -> tuple[RankRecord, Counts]:
 
     rank = dist.get_rank()
     trainer = build_trainer(config, read=read)()
-    record = record_steps(trainer, config, rank, lambda step, n: random_batch(config, rank, step), 2, gpu=False)
+    record = record_steps(trainer, config, rank, lambda step, n: random_batch(config, rank, step, n), 2, gpu=False)
     del trainer
     return record, counts
 
 
-def random_batch(config: RunConfig, rank: int, step: int) -> Batch:
-    """A batch of this rank's data rank."""
+def random_batch(config: RunConfig, rank: int, step: int, n_microbatches: int) -> Batch:
+    """A batch of this rank's data rank: before the step that is recorded of so many micro-batches as a dry run has, then
+    of all."""
     layout = config.layout.layout()
     generator = torch.Generator().manual_seed(100 * step + layout.data_rank(rank))
-    n_sequences = config.batch.global_batch // layout.data_ranks
+    n_sequences = config.accumulation if step else n_microbatches
+    n_sequences *= config.batch.micro_batch
     shape = (n_sequences, config.batch.seq_len)
     tokens_BT, targets_BT = (torch.randint(160, shape, generator=generator) for _ in range(2))
     return Batch.of(tokens_BT, targets_BT, torch.arange(n_sequences), config.batch.micro_batch)

@@ -145,30 +145,23 @@ def summed(
     curve: list[Moment] = []
     now = dict.fromkeys(KINDS, 0)
     tops = dict(now)
-    peak_at, peak_bytes, total, place = 0, -1, 0, 0
-    bounds = [*(time for time, _ in actions[1:]), float("inf")]
-    for (_, action), until in zip(actions, bounds, strict=True):
-        best: tuple[int, Moment] | None = None
-        first = True
-        while first or (place < len(changes) and changes[place][0] < until):
-            if place < len(changes) and changes[place][0] < until:
-                time, number, delta = changes[place]
-                place += 1
-                each = allocations[number]
-                now[each.kind] += delta
-                total += delta
-                tops[each.kind] = max(tops[each.kind], now[each.kind])
-            else:
-                time, each = changes[place - 1][0], allocations[changes[place - 1][1]]
-            if best is None or total > best[0]:
-                best = total, Moment(dict(now), action, each.module, each.op)
+    peak_at, peak_bytes, place = 0, -1, 0
+    last = Allocation("", "", "", (), "", [])
+    ends = [*(time for time, _ in actions[1:]), float("inf")]
+    for (_, action), end in zip(actions, ends, strict=True):
+        best = Moment(dict(now), action, last.module, last.op)
+        while place < len(changes) and changes[place][0] < end:
+            time, number, delta = changes[place]
+            place += 1
+            last = allocations[number]
+            now[last.kind] += delta
+            tops[last.kind] = max(tops[last.kind], now[last.kind])
+            if (total := sum(now.values())) > best.n_bytes:
+                best = Moment(dict(now), action, last.module, last.op)
             if total > peak_bytes:
-                peak_bytes, peak_at = total, time
-            first = False
-        assert best is not None
-        curve.append(best[1])
-    peak = max(curve, key=lambda moment: moment.n_bytes)
-    return tuple(curve), peak, tops, tuple(_largest(allocations, peak_at))
+                peak_at, peak_bytes = time, total
+        curve.append(best)
+    return tuple(curve), max(curve, key=lambda moment: moment.n_bytes), tops, tuple(_largest(allocations, peak_at))
 
 
 def _changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]:
