@@ -69,8 +69,8 @@ def real_rank(table: Table) -> tuple[RankRecord, Counts]:
 
 
 def random_batch(config: RunConfig, rank: int, step: int, n_microbatches: int) -> Batch:
-    """A batch of this rank's data rank: before the step that is recorded of so many micro-batches as a dry run has, then
-    of all."""
+    """A batch of this rank's data rank: of as many micro-batches as a dry run has in the steps before the recorded one,
+    of all in that."""
     layout = config.layout.layout()
     generator = torch.Generator().manual_seed(100 * step + layout.data_rank(rank))
     n_sequences = config.accumulation if step else n_microbatches
