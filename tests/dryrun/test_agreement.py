@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from shardwright.config import parse
-from shardwright.dryrun.agreement import disagreements
-from shardwright.dryrun.program import dry_rank
-from shardwright.dryrun.record import WAIT, Message, Moment, RankRecord
+from shardwright.dry_run.agreement import disagreements
+from shardwright.dry_run.program import dry_rank
+from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
 from tests.distributed import run_ranks
 from tests.dryrun.worlds import Table, run_file
 

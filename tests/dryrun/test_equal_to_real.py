@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.dryrun.record import KINDS, RankRecord
+from shardwright.dry_run.record import KINDS, RankRecord
 from shardwright.schedule.registry import names
 from tests.dryrun.worlds import both, run_file
 from tests.marks import rest_prove

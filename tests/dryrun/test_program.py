@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from shardwright.config import parse
-from shardwright.dryrun.program import dry_rank
-from shardwright.dryrun.record import RankRecord
-from shardwright.dryrun.run import DryRun, How, dry_run, how_of
+from shardwright.dry_run.program import dry_rank
+from shardwright.dry_run.record import RankRecord
+from shardwright.dry_run.run import DryRun, How, dry_run, how_of
 from shardwright.errors import InputError, LayoutError
 from shardwright.units import GiB
 from tests.distributed import run_ranks

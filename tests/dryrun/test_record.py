@@ -1,8 +1,8 @@
 """Proves how a record is summed: peaks, kinds, repeated micro-batches, and rows of experts that are assumed."""
 
-from shardwright.dryrun.classes import one_of_each_class
-from shardwright.dryrun.program import balanced, shares
-from shardwright.dryrun.record import KINDS, Allocation, Message, summed, traffic
+from shardwright.dry_run.classes import one_of_each_class
+from shardwright.dry_run.program import balanced, shares
+from shardwright.dry_run.record import KINDS, Allocation, Message, summed, traffic
 from shardwright.layout import Layout
 from shardwright.units import GiB, parsed_bytes
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardwright.config import RunConfig, parse
 from shardwright.data.batches import Batch
-from shardwright.dryrun.program import build_trainer, dry_rank, record_steps
-from shardwright.dryrun.record import RankRecord
+from shardwright.dry_run.program import build_trainer, dry_rank, record_steps
+from shardwright.dry_run.record import RankRecord
 from shardwright.parallel.expert import read_counts
 from tests.distributed import run_ranks
 

@@ -14,7 +14,7 @@ from shardwright.run_folder import CHECKPOINTS, published
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
-    from shardwright.dryrun.run import DryRun
+    from shardwright.dry_run.run import DryRun
     from shardwright.model.transformer import Transformer
     from shardwright.planner.search import Plan
     from shardwright.report.run_record import RunRecord
@@ -148,12 +148,12 @@ def dryrun(
     outside of the world, InputError for a size or a choice that is not valid.
     """
     from shardwright.config import as_toml, load, parse
-    from shardwright.dryrun.run import how_of
+    from shardwright.dry_run.run import how_of
     from shardwright.verification.ranks import start_server
 
     how = how_of(device_memory, count_as, steps, imbalance)
     start_server()
-    from shardwright.dryrun.run import dry_run
+    from shardwright.dry_run.run import dry_run
 
     overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
     config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)

@@ -11,7 +11,7 @@ from shardwright.errors import InputError
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
-    from shardwright.dryrun.run import DryRun, How
+    from shardwright.dry_run.run import DryRun, How
 
 ALL = "all"
 
@@ -84,11 +84,11 @@ def dryrun(options: Options) -> None:
     with error_console.status("running dry"):
         found = _found(config, how, options)
     if options.html is not None:
-        from shardwright.dryrun.page import write_page
+        from shardwright.dry_run.page import write_page
 
         write_page(found, options.html)
     if options.json:
-        from shardwright.dryrun.document import document
+        from shardwright.dry_run.document import document
 
         print_json(document(found))
     else:
@@ -100,7 +100,7 @@ def dryrun(options: Options) -> None:
 
 
 def _found(config: "RunConfig", how: "How", options: Options) -> "DryRun":
-    from shardwright.dryrun.run import dry_run, fullest_by_plan
+    from shardwright.dry_run.run import dry_run, fullest_by_plan
 
     rank = options.rank
     if rank is None and options.ranks is None:
@@ -123,7 +123,7 @@ def _problems(options: Options) -> list[str]:
 def _how(config: "RunConfig", options: Options) -> "How":
     """Raises InputError where nothing says how much memory the device of a rank has."""
     from shardwright.cost.hardware import accelerator
-    from shardwright.dryrun.run import how_of
+    from shardwright.dry_run.run import how_of
     from shardwright.units import GiB
 
     memory: str | float

@@ -4,17 +4,17 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from shardwright.cli.common import columns, console, print_table, say
-from shardwright.dryrun.record import KINDS, WAIT, Message, RankRecord
+from shardwright.dry_run.record import KINDS, WAIT, Message, RankRecord
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwright.dryrun.agreement import Disagreement
-    from shardwright.dryrun.run import DryRun
+    from shardwright.dry_run.agreement import Disagreement
+    from shardwright.dry_run.run import DryRun
 
 
 def print_dry_run(found: "DryRun", messages: bool) -> None:
     """The verdict, the fullest rank, the others, and what the ranks do not agree on."""
-    from shardwright.dryrun.run import needed_bytes
+    from shardwright.dry_run.run import needed_bytes
 
     record = found.fullest
     layout = found.config.layout.layout()

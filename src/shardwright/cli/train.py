@@ -73,7 +73,7 @@ def train(
 def _refuse_what_does_not_fit(config: RunConfig) -> None:
     """Raises InputError for a run that needs more memory than a rank has, with what would help; and under torchrun and
     srun, where every rank would run dry."""
-    from shardwright.dryrun.run import dry_run, fullest_by_plan, how_of, needed_bytes
+    from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of, needed_bytes
     from shardwright.training.ranks import Place, pick_device, place_from_environment
     from shardwright.training.settle import memory_of
 

@@ -5,7 +5,7 @@ from tests.training.bugs.bug import UnitBug
 
 _RECORD = "tests/dryrun/test_record.py:"
 _AGREEMENT = "tests/dryrun/test_agreement.py:"
-_DEADLOCKS = "shardwright.dryrun.agreement:_deadlocks"
+_DEADLOCKS = "shardwright.dry_run.agreement:_deadlocks"
 
 SCALE = {
     "the dry run counts micro-batches that it leaves out once": UnitBug(
@@ -13,11 +13,11 @@ SCALE = {
         _RECORD + "test_messages_of_repeated_micro_batches_count_as_often",
     ),
     "the dry run adds a resized storage to what it had": UnitBug(
-        Mutation("shardwright.dryrun.record:_changes", "n_bytes - held", "n_bytes"),
+        Mutation("shardwright.dry_run.record:_changes", "n_bytes - held", "n_bytes"),
         _RECORD + "test_a_storage_that_grows_and_shrinks_counts_what_it_has",
     ),
     "rows of experts that are assumed are more than there are": UnitBug(
-        Mutation("shardwright.dryrun.program:shares", "n_rows - first", "n_rows"),
+        Mutation("shardwright.dry_run.program:shares", "n_rows - first", "n_rows"),
         _RECORD + "test_assumed_rows_are_those_that_are_there",
     ),
 }

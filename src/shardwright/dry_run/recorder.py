@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwright.box import DENSE_AXES
-from shardwright.dryrun.places import Places
-from shardwright.dryrun.record import KINDS, WAIT, Allocation, Message, RankRecord, summed
+from shardwright.dry_run.places import Places
+from shardwright.dry_run.record import KINDS, WAIT, Allocation, Message, RankRecord, summed
 from shardwright.layout import Layout
 
 BLOCK_BYTES = 512

@@ -13,10 +13,10 @@ from typing import Any
 from shardwright.config import RunConfig, parse, resolved_toml
 from shardwright.config.settle import MARGIN, needs_memory, settled
 from shardwright.cost.stack import SHARDWRIGHT
-from shardwright.dryrun.agreement import Disagreement, disagreements
-from shardwright.dryrun.classes import one_of_each_class
-from shardwright.dryrun.planned import Planned, grouped, job_of, planned
-from shardwright.dryrun.record import RankRecord
+from shardwright.dry_run.agreement import Disagreement, disagreements
+from shardwright.dry_run.classes import one_of_each_class
+from shardwright.dry_run.planned import Planned, grouped, job_of, planned
+from shardwright.dry_run.record import RankRecord
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
@@ -163,7 +163,7 @@ def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:
 
 
 def _in_process(text: str, rank: int, how: How) -> RankRecord:
-    from shardwright.dryrun.program import dry_rank
+    from shardwright.dry_run.program import dry_rank
 
     return dry_rank(parse(tomllib.loads(text)), rank, gpu=how.gpu, steps=how.steps, imbalance=how.imbalance)
 

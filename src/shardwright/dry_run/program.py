@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batch
-from shardwright.dryrun.places import Places
-from shardwright.dryrun.record import RankRecord
-from shardwright.dryrun.recorder import Recorder
-from shardwright.dryrun.watch import watch
+from shardwright.dry_run.places import Places
+from shardwright.dry_run.record import RankRecord
+from shardwright.dry_run.recorder import Recorder
+from shardwright.dry_run.watch import watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import Fill, apply
@@ -64,16 +64,31 @@ def dry_rank(
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:
-    """Have norms call the operation that `F.rms_norm` calls on a GPU; on a CPU it calls several, which keep more."""
+    """Have norms allocate what the fused kernel of a GPU does; on a CPU they are several operations, which keep more."""
 
     def fused(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.aten._fused_rms_norm(x, norm.normalized_shape, norm.weight, norm.eps)[0]
+        y: Tensor = _FusedNorm.apply(x, norm.weight)
         return y
 
     for part in parts:
         for module in part.modules():
             if isinstance(module, nn.RMSNorm):
                 module.forward = partial(fused, module)  # type: ignore[method-assign]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm without values, as `aten._fused_rms_norm` on a GPU: it keeps its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, scales)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 def build_trainer(config: RunConfig, fill: Fill = materialise, read: ReadCounts = read_counts) -> Callable[[], Trainer]:

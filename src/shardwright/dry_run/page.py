@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwright.dryrun.planned import Planned
-from shardwright.dryrun.record import KINDS, RankRecord
-from shardwright.dryrun.run import DryRun, needed_bytes
+from shardwright.dry_run.planned import Planned
+from shardwright.dry_run.record import KINDS, RankRecord
+from shardwright.dry_run.run import DryRun, needed_bytes
 from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import KINDS as COLOURS_OF_KINDS

@@ -6,7 +6,7 @@ from shardwright.config import RunConfig
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
-from shardwright.dryrun.record import RankRecord
+from shardwright.dry_run.record import RankRecord
 from shardwright.errors import LayoutError
 
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

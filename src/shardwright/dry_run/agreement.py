@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations, zip_longest
 from typing import NamedTuple
 
-from shardwright.dryrun.record import WAIT, Message, RankRecord
+from shardwright.dry_run.record import WAIT, Message, RankRecord
 
 _PAIRED = ("send", "receive")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.dryrun.recorder import Recorder
+from shardwright.dry_run.recorder import Recorder
 from shardwright.parallel.data import DataEngine, Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
 from shardwright.parallel.pipeline.messages import Messages, Need

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from shardwright.dryrun.planned import Planned
-from shardwright.dryrun.record import WAIT, Message, Moment, RankRecord
-from shardwright.dryrun.run import DryRun, needed_bytes
+from shardwright.dry_run.planned import Planned
+from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
+from shardwright.dry_run.run import DryRun, needed_bytes
 
 
 def document(found: DryRun) -> dict[str, Any]:
