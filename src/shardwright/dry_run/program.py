@@ -64,7 +64,7 @@ def dry_rank(
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:
-    """Have norms allocate what the fused kernel of a GPU does; on a CPU they are several operations, which keep more."""
+    """Have norms allocate what the fused kernel of a GPU does; a CPU runs several operations, which keep more."""
 
     def fused(norm: nn.RMSNorm, x: Tensor) -> Tensor:
         y: Tensor = _FusedNorm.apply(x, norm.weight)
