@@ -116,10 +116,12 @@ def _words(message: Message | None) -> tuple[str, ...]:
 
 
 def _print_remedies(found: "DryRun") -> None:
+    if found.remedies is None:
+        return
     console.print()
     for each in found.remedies:
         say(f"fits with {each.change}: {format_bytes(each.needed_bytes)}")
-    if not found.remedies and found.how:
+    if not found.remedies:
         say("none of the changes that were tried makes it fit; `shardwright plan` searches every layout of a cluster")
 
 

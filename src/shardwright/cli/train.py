@@ -89,7 +89,7 @@ def _refuse_what_does_not_fit(config: RunConfig) -> None:
     found = dry_run(config, how, fullest_by_plan(config))
     needed = f"{format_bytes(needed_bytes(found.config, found.fullest))} of the {format_bytes(how.limit_bytes)}"
     if not found.fits:
-        ways = [f"it fits with {each.change} ({format_bytes(each.needed_bytes)})" for each in found.remedies]
+        ways = [f"it fits with {each.change} ({format_bytes(each.needed_bytes)})" for each in found.remedies or ()]
         raise InputError(
             f"rank {found.fullest.rank} needs {needed} that it may; " + ("; or ".join(ways) or "no change was found")
         )

@@ -27,7 +27,7 @@ def document(found: DryRun) -> dict[str, Any]:
             }
             for each in found.disagreements
         ],
-        "remedies": [vars(remedy) for remedy in found.remedies],
+        "remedies": None if found.remedies is None else [vars(each) for each in found.remedies],
     }
 
 

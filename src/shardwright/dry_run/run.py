@@ -6,7 +6,7 @@ Every rank runs in a process of its own, since PyTorch keeps what it has worked 
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from os import cpu_count
 from typing import Any
 
@@ -70,14 +70,15 @@ class Remedy:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run file does on some of its ranks. `plans`: by rank what the plan says, or why it says nothing."""
+    """What a run file does on some of its ranks. `plans`: by rank what the plan says, or why it says nothing.
+    `remedies`: the changes that were found to make it fit; None where none were tried."""
 
     config: RunConfig
     how: How
     records: tuple[RankRecord, ...]
     plans: dict[int, Planned | str]
     disagreements: tuple[Disagreement, ...] = ()
-    remedies: tuple[Remedy, ...] = field(default=())
+    remedies: tuple[Remedy, ...] | None = None
 
     @property
     def fullest(self) -> RankRecord:
@@ -140,7 +141,7 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
     if found.fits or not remedies:
         return found
     tried = tuple(_remedies(config, how, found.fullest.rank))
-    return DryRun(config, how, found.records, found.plans, found.disagreements, tried)
+    return replace(found, remedies=tried)
 
 
 def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:
