@@ -1,6 +1,6 @@
 """Applies every kind of parallelism of a layout to a model, in one fixed order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
-from shardwright.parallel.expert import split_experts
+from shardwright.parallel.expert import ReadCounts, read_counts, split_experts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
@@ -32,6 +32,9 @@ from shardwright.schedule.forward import forward_only
 from shardwright.split.documents import deals_documents
 from shardwright.split.stages import stage_layers, step_schedule
 
+Fill = Callable[[nn.Module, ModelSpec, int, torch.device], None]
+"""(part of the model on the meta device, spec, seed, device)."""
+
 
 def apply(
     spec: ModelSpec,
@@ -43,12 +46,15 @@ def apply(
     compute_dtype: torch.dtype = torch.float32,
     compile_blocks: bool = False,
     seq_len: int | None = None,
+    fill: Fill = materialise,
+    read: ReadCounts = read_counts,
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
     Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
     fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
-    balanced for; by default `spec.max_seq_len`.
+    balanced for; by default `spec.max_seq_len`. `fill` moves a part of the model from the meta device and gives it its
+    initial values; `read` reads the numbers of rows that ranks of ep exchange.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -73,7 +79,7 @@ def apply(
                 )
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
-            split_experts(part, expert_mesh, groups.ep)
+            split_experts(part, expert_mesh, groups.ep, read)
         for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
             if layout.recompute == "full":
                 _recompute(block)
@@ -84,7 +90,7 @@ def apply(
                 block.compile()
         if sharded:
             shards.append(shard(part, blocks, layout, mesh, expert_mesh, compute_dtype, param_dtype))
-        materialise(part, spec, seed, device)
+        fill(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
     engines: list[DataEngine] = [*shards] or [Replicated(part.parameters(), groups.tokens) for part in parts]

@@ -119,7 +119,7 @@ class Replicated:
         pass
 
     def _add(self, bucket: list[nn.Parameter]) -> None:
-        flat = torch.zeros(sum(each.numel() for each in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        flat = bucket[0].new_zeros(sum(each.numel() for each in bucket))
         for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
             self._views.append((parameter, parameter.grad))

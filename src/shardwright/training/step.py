@@ -108,8 +108,8 @@ class ForwardBackward:
         """`loss` of the next token, and the weighted mean loss of the modules of multi-token prediction, each divided
         by the number of its own targets in the global batch."""
         weight, targets_APBT = self.model.spec.mtp_weight, self._ahead(batch)[1]
-        counts = [int((targets_ABT != IGNORE).sum()) for targets_ABT in targets_APBT.unbind(1)[1:]]
-        n_targets_K = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in counts])
+        counts = [(targets_ABT != IGNORE).sum() for targets_ABT in targets_APBT.unbind(1)[1:]]
+        n_targets_K = self._on_device(torch.stack(counts))
         n_targets_K = self.model.sum_over_samples(n_targets_K).clamp(min=1)
 
         def losses(logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from tests.training.bugs import (
     chunked_loss,
     data,
     documents,
+    dryrun,
     dtype,
     elsewhere,
     generation,
@@ -37,10 +38,11 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     | data.SHARE
     | muon.SCALE
     | mtp.SCALE
-    | optimizers.SCALE,
+    | optimizers.SCALE
+    | dryrun.SCALE,
     "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION | mtp.REDUCTION | optimizers.REDUCTION,
     "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD | optimizers.SHARD,
-    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
+    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER | dryrun.ORDER,
     "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE,
     "wrong dtype": dtype.BUGS | optimizers.DTYPE,
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
