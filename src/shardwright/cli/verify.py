@@ -45,8 +45,8 @@ class Options:
     dtype: Annotated[
         str,
         typer.Option(
-            help="float64, float32, or bfloat16 (matmuls in bfloat16, weights and sums in float32); float64 tells a "
-            "bug from rounding best"
+            help="float64, float32, or bfloat16 or float16 (matmuls in it, weights and sums in float32); float64 tells "
+            "a bug from rounding best"
         ),
     ] = "float64"
     matrix: Annotated[

@@ -9,6 +9,7 @@ from pydantic import (
 
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
+from shardwright.config.precision import PrecisionSection
 from shardwright.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -20,7 +21,6 @@ from shardwright.config.sections import (
     ModelSection,
     NotNegative,
     Positive,
-    PrecisionSection,
     ScheduleSection,
     Section,
 )

@@ -10,7 +10,7 @@ from shardwright.errors import InputError
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
 """What `train` computes in."""
 STEPS = 1000
 

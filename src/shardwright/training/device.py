@@ -28,7 +28,8 @@ def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float 
 
 
 def peak_of_name(name: str, compute_dtype: torch.dtype) -> float | None:
-    """The same by the device's name, such as `NVIDIA H200`."""
+    """The same by the device's name, such as `NVIDIA H200`; that of fp16 is that of bf16."""
+    compute_dtype = torch.bfloat16 if compute_dtype == torch.float16 else compute_dtype
     words = set(name.replace("-", " ").split())
     variant = words & {"PCIe", "PCIE", "NVL", "MIG"}  # slower parts, and parts of a part, of the same name
     for known, peaks in _PEAKS.items():

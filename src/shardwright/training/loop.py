@@ -25,6 +25,7 @@ from shardwright.training.device import keep_freed_memory, peak_flops_per_s, pea
 from shardwright.training.header import changes_since, header, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
+from shardwright.training.loss_scale import loss_scaler, skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, pick_device, process_group
@@ -36,7 +37,7 @@ from shardwright.training.step import StepResult, Trainer
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
@@ -107,6 +108,7 @@ class _Run:
             clip_norm=config.optimizer.clip_norm,
             compile_loss=config.precision.compile,
             restart_positions=config.data.positions == "document",
+            scaler=loss_scaler(config.precision),
         )
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
@@ -187,9 +189,13 @@ class _Run:
         while step < config.steps and not stop.everyone():
             batch = next(batches)
             trainer.clock.mark("data")
-            rate = learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)
+            skipped = trainer.skipped_steps
+            # As in Megatron-LM, the learning rate stays where it is in a step that is skipped.
+            rate = learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
             result = trainer.step(batch, step, rate)
             step += 1
+            if trainer.skipped_steps > skipped:
+                screen.say(skipped_in_words(step, trainer.loss_scale))
             screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
@@ -248,6 +254,8 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            loss_scale=None if self.trainer.scaler is None else self.trainer.loss_scale,
+            skipped_steps=self.trainer.skipped_steps,
             mtp_loss=None if result.mtp_part is None else float(result.mtp_part),
             epochs=self.sources.by_name(self.order.epochs(n_samples)),
             time=now(),

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwright.config import OptimizerSection, RunConfig, Scope
+from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout, accumulation
@@ -27,12 +27,13 @@ from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 from shardwright.training.schedule import learning_rate
 
-DType = Literal["float64", "float32", "bfloat16"]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
 # Type of parameters, gradients and optimizer states, and type of matmuls.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.float32, torch.bfloat16),
+    "float16": (torch.float32, torch.float16),
 }
 
 _HEAD_DIM = 8
@@ -49,6 +50,10 @@ _VOCABULARY = 61  # prime, so that no degree divides it
 _CHUNKS = 3  # of the tokens of a micro-batch, at most, where the loss is chunked
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
 _ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
+_LOSS_SCALING = PrecisionSection(compute="fp16", loss_scale=2.0**9, loss_scale_window=1, loss_scale_hysteresis=1)
+"""In float16: the scale changes in every step. Gradients of models at test size overflow above 2^15 and more."""
+_OVERFLOW = 1
+"""The step, 0-based, in which a gradient overflows in float16."""
 PLAIN_SGD = "plain sgd"
 """The training of every case beside that of the run's optimizer: w - rate g, which shows the scale of a gradient."""
 _SGD_RATE = 0.01
@@ -96,6 +101,8 @@ class Case:
     """With "document" a sequence has several documents, within which attention stays."""
     positions: Scope = "sequence"
     """With "document" positions restart with each document."""
+    overflow_step: int | None = None
+    """The step, 0-based, in which a gradient on the first rank is infinite, and which has to be skipped by all."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -108,6 +115,11 @@ class Case:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
         which AdamW divides out; then that of the run."""
         return PLAIN_SGD, self.optimizer.name
+
+    @property
+    def loss_scaling(self) -> PrecisionSection | None:
+        """How the loss of a layout is scaled; None in a type with the range of float32."""
+        return _LOSS_SCALING if self.dtype == "float16" else None
 
     @property
     def n_records(self) -> int:
@@ -230,6 +242,11 @@ def with_drawn_experts(case: Case) -> Case:
     if moe is None or case.dtype == "float64":
         return case
     return replace(case, spec=replace(case.spec, moe=replace(moe, force_balance=True)))
+
+
+def with_overflow(case: Case) -> Case:
+    """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
+    return replace(case, overflow_step=_OVERFLOW) if case.dtype == "float16" and case.steps > _OVERFLOW else case
 
 
 def cut(case: Case, layouts: Iterable[Layout]) -> Case:

@@ -1,6 +1,7 @@
 """The reference: a model trained by one process in plain PyTorch. No layout, no micro-batches, no code of ours but the
 model itself and the row of the optimizer; the whole batch in one forward pass, PyTorch's own loss and clipping."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwright.model.modules import row_of
 from shardwright.model.moe import learn_from_load, take_load
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.routing import LossScale
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
@@ -31,6 +33,8 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
+        loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
+        LossScale([model]).share = loss_scale
         if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
@@ -41,10 +45,17 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             also = _also(case, step, keys_B) | _tokens_ahead(case, tokens_BT)
             outputs = functional_call(model, weights, (tokens_BT,), also)
             loss, ahead = _losses(case, outputs, targets_BT)
-            (loss if ahead is None else loss + case.spec.mtp_weight * ahead).backward()
+            ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
             recorder.scalar(Quantity("loss", training, step + 1), loss.detach())
             if ahead is not None:
                 recorder.scalar(Quantity("mtp loss", training, step + 1), ahead.detach())
+            if step == case.overflow_step:
+                recorder.trace.clip_norms.setdefault(training, []).append(math.inf)
+                optimizer.zero_grad()
+                take_load(model)
+                continue
+            for p in parameters.values():
+                p.grad = None if p.grad is None else p.grad / loss_scale
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)

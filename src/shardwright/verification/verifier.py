@@ -16,7 +16,7 @@ from shardwright.layout import Layout
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
-from shardwright.verification.case import PLAIN_SGD, Case, with_drawn_experts
+from shardwright.verification.case import PLAIN_SGD, Case, with_drawn_experts, with_overflow
 from shardwright.verification.compare import Errors, Report, Row
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
@@ -74,7 +74,7 @@ class Verifier:
         Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
         """
         _check(case, layout)
-        case = with_drawn_experts(case)
+        case = with_overflow(with_drawn_experts(case))
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
             found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
@@ -87,7 +87,7 @@ class Verifier:
             tolerance = self._tolerance(case, sides)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = tolerance.rows(compare.errors(found, expected))
-            if case.dtype == "bfloat16":
+            if case.dtype in ("bfloat16", "float16"):
                 rows += self._in_16_bits(ours, layout, found)
             n_replicated, differing = compare.differing_replicas(found)
             return Report(case, layout, name, rows, n_replicated, differing)
@@ -128,7 +128,8 @@ class Verifier:
         The first gradient is compared with that of the same layout with one data rank, which is far nearer than
         float64 is; not under ep, where the matmuls of an expert are over the tokens of several data ranks at once, and
         a matmul of more rows may round an element the other way. And sums must not have been rounded to 16 bits:
-        neither the gradients, nor, where they are reduced for each micro-batch, those of one micro-batch.
+        neither the gradients, nor, where they are reduced for each micro-batch, those of one micro-batch; that is
+        looked at in bfloat16, since the code is the same.
         """
         rows: list[Row] = []
         if layout.data_ranks > 1 and layout.ep == 1:
@@ -138,6 +139,8 @@ class Verifier:
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
         first = Quantity("gradient", PLAIN_SGD, 1)
+        if case.dtype == "float16":
+            return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
             rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")

@@ -77,7 +77,7 @@ class Bug:
         too few terms to show that a sum was rounded."""
         base = CASE if layout.cp * layout.tp == 1 else LONG
         scope: Scope = "document" if self.documents else "sequence"
-        accumulation = 4 if layout == DUALPIPE or self.dtype == "bfloat16" else 3
+        accumulation = 4 if layout == DUALPIPE or self.dtype in ("bfloat16", "float16") else 3
         return replace(
             base,
             spec=replace(base.spec, **self.spec),

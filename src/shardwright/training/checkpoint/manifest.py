@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.training.loss_scale import LossScaleState
 
 FORMAT = 2
 FILE_NAME = "manifest.json"
@@ -68,6 +69,8 @@ class Manifest:
     sources and the stages that had begun."""
     world_size: int
     tensors: dict[str, TensorRecord]
+    loss_scale: LossScaleState | None = None
+    """Only of a run in fp16."""
 
     def write(self, folder: Path) -> None:
         """Write FOLDER/manifest.json."""

@@ -51,6 +51,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dic
             data=data,
             world_size=dist.get_world_size(),
             tensors=records,
+            loss_scale=None if trainer.scaler is None else trainer.scaler.state,
         )
         manifest.write(partial)
         (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
@@ -90,6 +91,8 @@ def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progres
     assert manifest is not None
     read_into(folder, manifest, tensors)
     trainer.model.after_change()
+    if trainer.scaler is not None and manifest.loss_scale is not None:
+        trainer.scaler.state = manifest.loss_scale
     return manifest.progress
 
 

@@ -1,0 +1,66 @@
+"""The section [precision] of the run file: the type of matmuls, and the loss scale that fp16 needs."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shardwright.config.sections import Positive, Refused, Section
+
+_SCALE_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale")
+Scale = Annotated[float, Field(gt=0)]
+
+
+class PrecisionSection(Section):
+    """The type of matmuls, the loss scale of fp16, and compilation."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        "fp32",
+        description="type of matmuls; with bf16 and fp16 the weights, the reduction of gradients and their "
+        "accumulation stay in fp32; fp16 has a dynamic loss scale",
+    )
+    compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
+    loss_scale: Scale = Field(
+        2.0**16, description="fp16 only: the loss scale of the first step, a power of 2; gradients are divided by it"
+    )
+    loss_scale_window: Positive = Field(
+        1000, description="fp16 only: steps without an overflow after which the loss scale is doubled"
+    )
+    loss_scale_hysteresis: Positive = Field(
+        2,
+        description="fp16 only: overflows, each of which skips its step, from which on the loss scale is halved; "
+        "counted anew when it is doubled",
+    )
+    min_loss_scale: Scale = Field(1.0, description="fp16 only: the loss scale is not halved below this power of 2")
+
+    @model_validator(mode="after")
+    def _of_fp16(self) -> "PrecisionSection":
+        if problems := list(self._loss_scale_problems()):
+            raise Refused(*problems)
+        return self
+
+    def _loss_scale_problems(self) -> list[str]:
+        """Which rules of the loss scale are broken, a sentence each."""
+        defaults = {name: type(self).model_fields[name].default for name in _SCALE_KEYS}
+        given = [name for name in _SCALE_KEYS if getattr(self, name) != defaults[name]]
+        if given and self.compute != "fp16":
+            said = ", ".join(f"precision.{name}={getattr(self, name):g}" for name in given)
+            return [
+                f"{said} with precision.compute={self.compute!r}: only fp16 has a loss scale, since its smallest "
+                f"number is 6e-8 where fp32 and bf16 go down to 1e-38; leave it out, or set precision.compute='fp16'"
+            ]
+        found = []
+        for name in ("loss_scale", "min_loss_scale"):
+            value: float = getattr(self, name)
+            below = 2.0 ** math.floor(math.log2(value))
+            if value != below:
+                found.append(
+                    f"precision.{name}={value:g} is no power of 2, so dividing gradients by it would round them; "
+                    f"nearest: {below:g} or {2 * below:g}"
+                )
+        if self.min_loss_scale > self.loss_scale:
+            found.append(
+                f"precision.min_loss_scale={self.min_loss_scale:g} is above precision.loss_scale={self.loss_scale:g}; "
+                f"lower the one or raise the other"
+            )
+        return found
