@@ -5,6 +5,7 @@ rule of Megatron-LM's DynamicGradScaler, and a checkpoint holds it, for any layo
 import math
 import tempfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from shardwright.config import PrecisionSection
 from shardwright.config import load as load_run_file
 from shardwright.layout import Layout
+from shardwright.model.sections import MoESpec
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import load, save
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -23,11 +25,12 @@ from shardwright.verification import Verifier
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
-from tests.training.bugs.bug import EVEN, EXPERTS, FEW_PLACES, LONG
+from tests.mutation import Mutation, mutated
 from tests.training.checkpoints import DATA, equal, logical
 from tests.training.runs import checksums, records, train, trajectory, write_run_file
-from tests.training.worlds import CASE, RATE, SEED, local_batch
+from tests.training.worlds import CASE, EVEN, LONG, RATE, SEED, local_batch, train_mutated
 
+EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=3.0, aux_scope="batch", z_loss=0.01)
 LAYOUTS = {
     "one": Layout(),
     "zero 0": Layout(dp_replicate=2),
@@ -50,13 +53,13 @@ LAYOUTS = {
 
 def fp16_case(layout: Layout, experts: bool = False, **spec):
     base = CASE if layout.cp * layout.tp == 1 else LONG
-    model = replace(EVEN, moe=replace(EXPERTS, aux_loss=3.0)) if experts else replace(base.spec, **spec)
+    model = replace(EVEN, moe=EXPERTS) if experts else replace(base.spec, **spec)
     return replace(base, spec=model, dtype="float16", micro_batch=base.global_batch // (4 * layout.data_ranks))
 
 
-def check_parity(name: str, experts: bool = False) -> None:
+def check_parity(name: str, experts: bool = False, mutations: tuple[Mutation, ...] = ()) -> None:
     layout = LAYOUTS[name]
-    with Verifier() as verifier:
+    with Verifier(partial(train_mutated, mutations)) as verifier:
         report = verifier.parity(fp16_case(layout, experts or layout.ep > 1), layout)
     assert report.equal, report.differing or report.worst
     worst = max(row.error for row in report.rows if row.quantity.kind == "gradient" and row.quantity.step == 1)
@@ -94,10 +97,15 @@ def test_the_scale_changes_by_the_rule():
     assert not scaler.takes(torch.tensor(math.nan))
 
 
-def skipped_step(layout: Layout) -> tuple[bool, bool, LossScaleState]:
+def skipped_step(layout: Layout, mutations: tuple[Mutation, ...]) -> tuple[bool, bool, LossScaleState]:
     """Whether weights and states are the same after a step in which this world's first rank overflows, whether the
     gradients were let go, and the loss scale."""
-    case = fp16_case(layout, moe=FEW_PLACES, d_model=32, n_heads=4, n_kv_heads=2)
+    with mutated(*mutations):
+        return _skipped_step(layout)
+
+
+def _skipped_step(layout: Layout) -> tuple[bool, bool, LossScaleState]:
+    case = fp16_case(layout, moe=replace(EXPERTS, capacity_factor=1.0), d_model=32, n_heads=4, n_kv_heads=2)
     trainer = verify_rank.build_trainer(case, layout, "adamw")
     rank = dist.get_rank()
     for step in range(2):
@@ -111,11 +119,11 @@ def skipped_step(layout: Layout) -> tuple[bool, bool, LossScaleState]:
     return equal(logical(trainer), before), gone, trainer.scaler.state
 
 
-def check_skipped_step(name: str) -> None:
+def check_skipped_step(name: str, mutations: tuple[Mutation, ...] = ()) -> None:
     layout = LAYOUTS[name]
     case_scale = fp16_case(layout).loss_scaling
     assert case_scale is not None
-    for same, gone, state in run_ranks(skipped_step, layout.world_size, layout):
+    for same, gone, state in run_ranks(skipped_step, layout.world_size, layout, mutations):
         assert same
         assert gone
         assert state == LossScaleState(case_scale.loss_scale, left=0, clean=0, skipped=1)
@@ -126,7 +134,12 @@ def test_a_step_with_an_overflow_on_one_rank_changes_nothing_on_any(name: str):
     check_skipped_step(name)
 
 
-def saved_or_loaded(folder: Path, layout: Layout, loads: bool) -> LossScaleState:
+def saved_or_loaded(folder: Path, layout: Layout, loads: bool, mutations: tuple[Mutation, ...] = ()) -> LossScaleState:
+    with mutated(*mutations):
+        return _saved_or_loaded(folder, layout, loads)
+
+
+def _saved_or_loaded(folder: Path, layout: Layout, loads: bool) -> LossScaleState:
     case = fp16_case(layout)
     trainer = verify_rank.build_trainer(case, layout, "adamw")
     assert trainer.scaler is not None
@@ -140,17 +153,54 @@ def saved_or_loaded(folder: Path, layout: Layout, loads: bool) -> LossScaleState
     return trainer.scaler.state
 
 
-def check_checkpoint() -> None:
+def check_checkpoint(mutations: tuple[Mutation, ...] = ()) -> None:
     with tempfile.TemporaryDirectory() as name:
-        (expected,) = set(map(str, run_ranks(saved_or_loaded, 2, Path(name), LAYOUTS["1f1b"], False)))
+        (expected,) = set(map(str, run_ranks(saved_or_loaded, 2, Path(name), LAYOUTS["1f1b"], False, mutations)))
         for layout in ("zero 3", "one"):
-            found = run_ranks(saved_or_loaded, LAYOUTS[layout].world_size, Path(name), LAYOUTS[layout], True)
+            found = run_ranks(saved_or_loaded, LAYOUTS[layout].world_size, Path(name), LAYOUTS[layout], True, mutations)
             assert {str(state) for state in found} == {expected}
     assert asdict(found[0]) == {"scale": 2.0**7, "left": 1, "clean": 5, "skipped": 3}
 
 
 def test_a_checkpoint_holds_the_loss_scale_for_any_layout():
     check_checkpoint()
+
+
+_STATE = "None if trainer.scaler is None else trainer.scaler.state"
+BUGS = {
+    "losses of routers are not multiplied by the loss scale": (
+        partial(check_parity, "one", True),
+        Mutation(
+            "shardwright.parallel.model:ParallelModel.set_batch",
+            "loss_scale / (n_microbatches * ranks)",
+            "1 / (n_microbatches * ranks)",
+        ),
+    ),
+    "gradients of a step that overflowed are added to those of the next": (
+        partial(check_skipped_step, "zero 0"),
+        Mutation(
+            "shardwright.training.step:Trainer.update",
+            "self.model.forget_gradients()",
+            "self.model.forget_gradients() if taken else None",
+        ),
+    ),
+    "the loss scale begins anew on a resume": (
+        check_checkpoint,
+        Mutation("tests.training.test_loss_scale:load", "trainer.scaler.state = manifest.loss_scale", "pass"),
+    ),
+    "the loss scale is not saved": (
+        check_checkpoint,
+        Mutation("tests.training.test_loss_scale:save", _STATE, "None"),
+    ),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_seen(name: str):
+    check, mutation = BUGS[name]
+    with pytest.raises(AssertionError):
+        check(mutations=(mutation,))
 
 
 FP16 = (

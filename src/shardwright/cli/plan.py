@@ -198,6 +198,7 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     """The run file that was planned, with this layout. Its run starts anew in a folder of its own: `out` is a new one
     beside the old, named after the file, and checkpoint.resume is left out."""
     from shardwright.config import parse, resolved_toml
+    from shardwright.planner.run_file import keys_of_precision
 
     layout = choice.settings()
     table = config.model_dump(exclude_unset=True)
@@ -205,7 +206,7 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
     table["batch"]["micro_batch"] = layout.pop("micro_batch")
     table["layout"] = layout
-    table["precision"] = table.get("precision", {}) | {"compute": job.precision}
+    table["precision"] = table.get("precision", {}) | keys_of_precision(job.precision, config.precision.planned)
     table.get("checkpoint", {}).pop("resume", None)
     remark = (
         f"# Written by `{command}`.\n"

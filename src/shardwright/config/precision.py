@@ -1,11 +1,12 @@
-"""The section [precision] of the run file: the type of matmuls, and the loss scale that fp16 needs."""
+"""The section [precision] of the run file: the type of matmuls, the loss scale that fp16 needs, and fp8."""
 
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from shardwright.config.sections import Positive, Refused, Section
+from shardwright.config.sections import NotNegative, Positive, Refused, Section
+from shardwright.model.number_formats import Fp8, Fp8Recipe
 
 _SCALE_KEYS = ("loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale")
 Scale = Annotated[float, Field(gt=0)]
@@ -32,6 +33,47 @@ class PrecisionSection(Section):
         "counted anew when it is doubled",
     )
     min_loss_scale: Scale = Field(1.0, description="fp16 only: the loss scale is not halved below this power of 2")
+
+    fp8: Literal["none", Fp8Recipe] = Field(
+        "none",
+        description="compute the matmuls of the layers in fp8, but those of attention, routers and routed experts, "
+        "with a scale for each tensor, each row, or each block of 128; on a CPU the rounding alone",
+    )
+    fp8_skip_layers: NotNegative = Field(
+        0, description="with fp8: so many first and so many last layers stay in `compute`"
+    )
+    fp8_weight_gradient: bool | None = Field(
+        None,
+        description="with fp8: whether gradients of weights are computed in fp8, too; if not given, they are, but not "
+        "with blockwise, which has none",
+    )
+
+    @property
+    def fp8_settings(self) -> Fp8 | None:
+        """Which matmuls are in fp8; None if none is."""
+        if self.fp8 == "none":
+            return None
+        wanted = self.fp8 != "blockwise" if self.fp8_weight_gradient is None else self.fp8_weight_gradient
+        return Fp8(self.fp8, self.fp8_skip_layers, wanted)
+
+    @property
+    def planned(self) -> str:
+        """What `plan` prices: fp8 where the other matmuls are in 16 bits."""
+        return "fp8" if self.fp8 != "none" and self.compute in ("bf16", "fp16") else self.compute
+
+    @model_validator(mode="after")
+    def _of_fp8(self) -> "PrecisionSection":
+        if self.fp8 == "none" and (self.fp8_skip_layers or self.fp8_weight_gradient is not None):
+            raise Refused(
+                "precision.fp8_skip_layers and precision.fp8_weight_gradient go with precision.fp8, which is 'none'; "
+                "leave them out, or set precision.fp8='tensorwise'"
+            )
+        if self.fp8 == "blockwise" and self.fp8_weight_gradient:
+            raise Refused(
+                "precision.fp8_weight_gradient=true with precision.fp8='blockwise': a block would be 128 tokens, and "
+                "which tokens those are depends on the layout; leave it out, or set precision.fp8='rowwise'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _of_fp16(self) -> "PrecisionSection":

@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
+from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
 from shardwright.parallel.expert import split_experts
+from shardwright.parallel.fp8 import use_fp8
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
@@ -43,12 +45,13 @@ def apply(
     compute_dtype: torch.dtype = torch.float32,
     compile_blocks: bool = False,
     seq_len: int | None = None,
+    fp8: Fp8 | None = None,
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
     Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
     fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
-    balanced for; by default `spec.max_seq_len`.
+    balanced for; by default `spec.max_seq_len`. `fp8`: how matmuls of the layers are computed in fp8, if they are.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -71,6 +74,8 @@ def apply(
                 module.attend = ContextAttention(
                     layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents(spec, layout)
                 )
+        if fp8 is not None:
+            use_fp8(part, fp8, layout, groups)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep)

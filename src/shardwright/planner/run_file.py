@@ -10,7 +10,7 @@ from shardwright.errors import InputError
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 """What `train` computes in."""
 STEPS = 1000
 
@@ -34,7 +34,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
         "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
         "layout": layout,
-        "precision": {"compute": job.precision},
+        "precision": keys_of_precision(job.precision),
     }
     if job.optimizer != Job.optimizer:
         sections["optimizer"] = {"name": job.optimizer}
@@ -56,6 +56,15 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         lines += ["", f"[{section}]"]
         lines += [_line(key, value, remarks.get(f"{section}.{key}", "")) for key, value in values.items()]
     return "\n".join(lines) + "\n"
+
+
+def keys_of_precision(precision: str, given: str | None = None) -> dict[str, str]:
+    """The keys of [precision] for matmuls in `precision`; none where the run file plans for it already (`given`)."""
+    if precision == given:
+        return {}
+    if precision == "fp8":
+        return {"compute": "bf16", "fp8": "tensorwise"}
+    return {"compute": precision} if given != "fp8" else {"compute": precision, "fp8": "none"}
 
 
 def _changes(job: Job, name: str) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class _Run:
             compute_dtype=compute,
             compile_blocks=config.precision.compile,
             seq_len=config.batch.seq_len,
+            fp8=config.precision.fp8_settings,
         )
         self.trainer = Trainer(
             model,

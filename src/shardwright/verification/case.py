@@ -22,6 +22,7 @@ from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Sc
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout, accumulation
+from shardwright.model.number_formats import Fp8, block_of
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
@@ -103,6 +104,8 @@ class Case:
     """With "document" positions restart with each document."""
     overflow_step: int | None = None
     """The step, 0-based, in which a gradient on the first rank is infinite, and which has to be skipped by all."""
+    fp8: Fp8 | None = None
+    """How matmuls are computed in fp8, if they are: by the reference too, of the same micro-batches."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -221,6 +224,7 @@ def case_of(
         compiled=compiled,
         attention=config.data.attention,
         positions=config.data.positions,
+        fp8=config.precision.fp8_settings,
     )
 
 
@@ -262,13 +266,23 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
     fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
     micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    spec = replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len)
     return replace(
         case,
-        spec=replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len),
+        spec=spec,
+        fp8=_cut_fp8(case, spec, layouts),
         seq_len=seq_len,
         global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
         micro_batch=micro_batch,
     )
+
+
+def _cut_fp8(case: Case, spec: ModelSpec, layouts: Sequence[Layout]) -> Fp8 | None:
+    """fp8 at test size: some layers in it where there were, and blocks that divide every shard where they did."""
+    if case.fp8 is None:
+        return None
+    fp8 = replace(case.fp8, skip_layers=min(case.fp8.skip_layers, (spec.n_layers - 1) // 2))
+    return replace(fp8, block=min(block_of(spec, fp8, layout.tp) for layout in layouts))
 
 
 def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]:

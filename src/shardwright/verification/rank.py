@@ -74,6 +74,7 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         compute_dtype=compute,
         compile_blocks=case.compiled,
         seq_len=case.seq_len,
+        fp8=case.fp8,
     )
     optimizer: torch.optim.Optimizer
     if training == PLAIN_SGD:

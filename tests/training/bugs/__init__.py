@@ -12,6 +12,7 @@ from tests.training.bugs import (
     documents,
     dtype,
     elsewhere,
+    fp8,
     generation,
     hugging_face,
     loss_scale,
@@ -38,16 +39,30 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     | muon.SCALE
     | mtp.SCALE
     | optimizers.SCALE
-    | loss_scale.SCALE,
+    | loss_scale.SCALE
+    | fp8.SCALE,
     "missing or double reduction": reduction.BUGS
     | elsewhere.REDUCTION
     | mtp.REDUCTION
     | optimizers.REDUCTION
-    | loss_scale.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD | optimizers.SHARD,
+    | loss_scale.REDUCTION
+    | fp8.REDUCTION,
+    "wrong shard": shard.BUGS
+    | elsewhere.SHARD
+    | generation.SHARD
+    | muon.SHARD
+    | mtp.SHARD
+    | optimizers.SHARD
+    | fp8.SHARD,
     "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE | loss_scale.STALE,
-    "wrong dtype": dtype.BUGS | optimizers.DTYPE,
+    "stale value": stale.BUGS
+    | elsewhere.STALE
+    | generation.STALE
+    | muon.STALE
+    | optimizers.STALE
+    | loss_scale.STALE
+    | fp8.STALE,
+    "wrong dtype": dtype.BUGS | optimizers.DTYPE | fp8.DTYPE,
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
     "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
     "wrong recomputation": recompute.BUGS,

@@ -4,20 +4,27 @@ from dataclasses import replace
 
 from shardwright.layout import Layout
 from tests.mutation import Mutation
-from tests.training.bugs.bug import DUALPIPE, EXPERTS, MODEL, ONE, PP, STEP, TRAINER, ZERO_2, AnyBug, Bug, UnitBug
+from tests.training import test_loss_scale
+from tests.training.bugs.bug import DUALPIPE, EXPERTS, ONE, PP, STEP, TRAINER, ZERO_2, AnyBug, Bug, UnitBug
 
 _SCALER = "shardwright.training.loss_scale:LossScaler.takes"
 _RULE = "tests/training/test_loss_scale.py:test_the_scale_changes_by_the_rule"
-_KEPT = "tests/training/test_loss_scale.py:check_checkpoint"
-_PARITY = "tests/training/test_loss_scale.py:check_parity"
-_SKIPPED = "tests/training/test_loss_scale.py:check_skipped_step"
+_SEEN = "tests/training/test_loss_scale.py:test_a_bug_is_seen"
 _FACTOR = "(max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale"
-_STATE = "None if trainer.scaler is None else trainer.scaler.state"
 _CHUNKED = Layout(dp_shard=2, zero=2, loss_chunk_tokens=7)
+
+
+_NORM = "gradient_norm(parameters, self.model.holders, self.model.groups.pp)"
+_LOCAL = "torch.stack([getattr(p.grad, '_local_tensor', p.grad).norm() for p in parameters]).norm()"
 
 
 def _in_fp16(mutation: Mutation, *layouts: Layout, **spec: object) -> Bug:
     return Bug(mutation, list(layouts), dtype="float16", spec=spec)
+
+
+def _there(name: str) -> UnitBug:
+    _, mutation = test_loss_scale.BUGS[name]
+    return UnitBug(mutation, _SEEN, put_in_there=True)
 
 
 def _of_rule(before: str, after: str) -> UnitBug:
@@ -27,11 +34,7 @@ def _of_rule(before: str, after: str) -> UnitBug:
 REDUCTION: dict[str, AnyBug] = {
     "an overflow is seen by the ranks alone that hold it": _in_fp16(
         Mutation(
-            f"{TRAINER}.update",
-            "self.scaler.takes(norm)",
-            "self.scaler.takes(torch.stack([\n"
-            "    getattr(p.grad, '_local_tensor', p.grad).norm()\n"
-            "    for p in self.model.named_parameters.values() if p.grad is not None]).norm())",
+            f"{STEP}:ForwardBackward.clip", _NORM, f"(lambda norm: norm if norm.isfinite() else {_LOCAL})({_NORM})"
         ),
         PP,
         ZERO_2,
@@ -41,20 +44,16 @@ SCALE: dict[str, AnyBug] = {
     "gradients are clipped before they are divided by the loss scale": _in_fp16(
         Mutation(
             f"{STEP}:ForwardBackward.clip",
-            "gradient_norm(parameters, self.model.holders, self.model.groups.pp) / self.loss_scale",
-            "gradient_norm(parameters, self.model.holders, self.model.groups.pp)",
+            f"{_NORM} / self.loss_scale",
+            _NORM,
         ),
         ONE,
     ),
-    "gradients are not divided by the loss scale": UnitBug(
-        Mutation("shardwright.training.step:clip_gradients", _FACTOR, _FACTOR.removesuffix(" / loss_scale")),
-        _PARITY,
-        ("one",),
+    "gradients are not divided by the loss scale": _in_fp16(
+        Mutation("shardwright.training.step:clip_gradients", _FACTOR, _FACTOR.removesuffix(" / loss_scale")), ONE
     ),
-    "losses of routers are not multiplied by the loss scale": UnitBug(
-        Mutation(f"{MODEL}.set_batch", "loss_scale / (n_microbatches * ranks)", "1 / (n_microbatches * ranks)"),
-        _PARITY,
-        ("one", True),
+    "losses of routers are not multiplied by the loss scale": _there(
+        "losses of routers are not multiplied by the loss scale"
     ),
     "the gradient of a chunked loss is multiplied by its factor twice": _in_fp16(
         Mutation("shardwright.parallel.loss:_ChunkedLoss.backward", "ctx.factor is not None", "False"), _CHUNKED
@@ -88,20 +87,11 @@ STALE: dict[str, AnyBug] = {
         ONE,
         moe=replace(EXPERTS, aux_scope="sequence"),
     ),
-    "gradients of a step that overflowed are added to those of the next": UnitBug(
-        Mutation(
-            f"{TRAINER}.update", "self.model.forget_gradients()", "self.model.forget_gradients() if taken else None"
-        ),
-        _SKIPPED,
-        ("zero 0",),
+    "gradients of a step that overflowed are added to those of the next": _there(
+        "gradients of a step that overflowed are added to those of the next"
     ),
 }
 RESUME: dict[str, AnyBug] = {
-    "the loss scale begins anew on a resume": UnitBug(
-        Mutation("tests.training.test_loss_scale:load", "trainer.scaler.state = manifest.loss_scale", "pass"), _KEPT
-    ),
-    "the loss scale is not saved": UnitBug(
-        Mutation("tests.training.test_loss_scale:save", _STATE, "None"),
-        _KEPT,
-    ),
+    "the loss scale begins anew on a resume": _there("the loss scale begins anew on a resume"),
+    "the loss scale is not saved": _there("the loss scale is not saved"),
 }

@@ -106,10 +106,10 @@ BUGS: dict[str, AnyBug] = {
     "the scale of the balance losses is that of the step before": Bug(
         Mutation(
             f"{TRAINER}.forward_backward",
-            "self.model.set_batch(len(batch.tokens_ABT))\n"
+            "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)\n"
             "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)",
             "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)\n"
-            "self.model.set_batch(len(batch.tokens_ABT))",
+            "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)",
         ),
         [ONE],
         spec={"moe": EXPERTS},

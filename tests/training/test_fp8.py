@@ -1,0 +1,77 @@
+"""Proves that with fp8 every layout computes what one process does with the same recipe, far more closely than fp8
+rounds: in float64, where the products of rounded operands are exact, to 1e-10. A scale of a shard would be off by 1e-2.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.layout import Layout
+from shardwright.model.number_formats import Fp8
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.verification import Case, Verifier
+from tests.marks import prove, rest_prove
+from tests.training.worlds import EVEN, LONG
+
+RECIPES = {
+    "tensorwise": Fp8("tensorwise"),
+    "tensorwise, weight gradient wide": Fp8("tensorwise", weight_gradient=False),
+    "rowwise": Fp8("rowwise"),
+    "blockwise": Fp8("blockwise", weight_gradient=False, block=4),
+}
+LAYOUTS = {
+    "one": Layout(),
+    "zero 0": Layout(dp_replicate=2),
+    "zero 1": Layout(dp_shard=2, zero=1),
+    "zero 3": Layout(dp_shard=2, zero=3),
+    "tp": Layout(tp=2, sequence_parallel=False),
+    "sp": Layout(tp=2, sequence_parallel=True),
+    "sp, recompute": Layout(tp=2, sequence_parallel=True, recompute="full"),
+    "sp x cp": Layout(tp=2, sequence_parallel=True, cp=2, zero=2, recompute="selective"),
+    "ring": Layout(cp=2, cp_method="ring"),
+    "ulysses": Layout(cp=2, cp_method="ulysses"),
+    "1f1b": Layout(pp=2),
+    "zb-h1 x zero 2": Layout(pp=2, dp_shard=2, zero=2, pp_schedule="zb-h1"),
+}
+LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
+EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=2, aux_loss=0.1, aux_scope="batch", z_loss=0.01)
+MODELS = {
+    "latent attention": replace(EVEN, n_kv_heads=4, latent_attention=LATENT),
+    "experts": replace(EVEN, moe=EXPERTS),
+    "multi-token prediction": replace(EVEN, mtp_modules=1),
+    "biases, tied": replace(EVEN, activation="gelu", bias=True, tied_embedding=True),
+}
+
+
+def fp8_case(fp8: Fp8, layout: Layout, spec: ModelSpec = EVEN, dtype: str = "float64") -> Case:
+    micro_batch = LONG.global_batch // (6 * layout.data_ranks)
+    return replace(LONG, spec=spec, fp8=fp8, micro_batch=micro_batch, dtype=dtype)
+
+
+def check(verifier: Verifier, case: Case, layout: Layout) -> None:
+    report = verifier.parity(case, layout)
+    assert report.equal, report.differing or report.worst
+    assert all(row.tolerance <= 1e-10 for row in report.rows), "the bound has to be far below what fp8 rounds"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), rest_prove([(r, n) for r in RECIPES for n in LAYOUTS], ("tensorwise", "sp x cp"))
+)
+def test_a_layout_in_fp8_computes_what_one_process_does(recipe: str, name: str, verifier: Verifier):
+    check(verifier, fp8_case(RECIPES[recipe], LAYOUTS[name]), LAYOUTS[name])
+
+
+@prove
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_so_does_every_kind_of_layer(recipe: str, model: str, verifier: Verifier):
+    for name in ("sp", "zero 1"):
+        check(verifier, fp8_case(RECIPES[recipe], LAYOUTS[name], MODELS[model]), LAYOUTS[name])
+
+
+@prove
+def test_fp8_in_bf16_is_no_farther_from_float64_than_one_process_in_bf16_is(verifier: Verifier):
+    for name in ("sp", "zero 3"):
+        report = verifier.parity(fp8_case(RECIPES["tensorwise"], LAYOUTS[name], dtype="bfloat16"), LAYOUTS[name])
+        assert report.equal, report.differing or report.worst
