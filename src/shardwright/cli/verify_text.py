@@ -24,6 +24,8 @@ def sizes(config: "RunConfig", case: "Case") -> str:
     if case.attention == "document":
         restarted = ", positions restarted" * (case.positions == "document")
         sizes += f", attention within documents{restarted}"
+    if case.fp8 is not None:
+        sizes += f", fp8 {case.fp8.recipe}"
     narrow = {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision.compute, case.dtype)
     if case.dtype != narrow:
         sizes += f", not the {config.precision.compute} of precision.compute, which --dtype {narrow} takes"

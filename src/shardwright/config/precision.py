@@ -57,6 +57,11 @@ class PrecisionSection(Section):
         return Fp8(self.fp8, self.fp8_skip_layers, wanted)
 
     @property
+    def in_words(self) -> str:
+        """The type of matmuls."""
+        return self.compute if self.fp8 == "none" else f"{self.compute}, fp8 {self.fp8}"
+
+    @property
     def planned(self) -> str:
         """What `plan` prices: fp8 where the other matmuls are in 16 bits."""
         return "fp8" if self.fp8 != "none" and self.compute in ("bf16", "fp16") else self.compute

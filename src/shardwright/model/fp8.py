@@ -50,11 +50,15 @@ class Scaled:
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """values x scale in `dtype`, which holds the products without rounding if it is float64."""
-        scale = self.scale
-        if scale.dim() == 2 and scale.shape[1] > 1:
-            rows, columns = (n // m for n, m in zip(self.values.shape, scale.shape, strict=True))
-            scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return self.values.to(dtype) * scale.to(dtype)
+        return self.values.to(dtype) * spread(self.scale, self.values.shape).to(dtype)
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """The scale of each element of a tensor of this shape, (R, K); one for all or for each row is to be broadcast."""
+    if scale.dim() == 0 or scale.shape == (shape[0], 1):
+        return scale
+    rows, columns = (n // m for n, m in zip(shape, scale.shape, strict=True))
+    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
 class Fp8Linear:
@@ -110,8 +114,8 @@ class Fp8Linear:
             if maximum is not None:
                 maximum(amax)
         scale = (amax.clamp(min=_LEAST) / largest).float()
-        spread = Scaled(torch.ones((), device=x_RK.device).expand(x_RK.shape), scale).wide(wide)
-        return Scaled((x_RK.to(wide) / spread).clamp(-largest, largest).to(dtype), scale)
+        divided = x_RK.to(wide) / spread(scale, x_RK.shape)
+        return Scaled(divided.clamp(-largest, largest).to(dtype), scale)
 
 
 def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
@@ -123,7 +127,8 @@ def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     """a b^T, (M, K) and (N, K) -> (M, N)."""
-    if has_fp8_matmul(a.values, b.values) and a.scale.shape[1:] in ((), (1,)):
+    in_blocks = any(x.scale.dim() and x.scale.shape != (len(x.values), 1) for x in (a, b))
+    if has_fp8_matmul(a.values, b.values) and not in_blocks:
         return scaled_mm(a, b, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return (a.wide(wide) @ b.wide(wide).T).to(dtype)

@@ -91,8 +91,15 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
             f"multiple of {ALIGNED}; change batch.micro_batch or batch.seq_len, or set "
             f"precision.fp8_weight_gradient=false"
         )
-    if tp > spec.n_kv_heads and spec.latent_attention is None:
+    yield from replica_problems(spec, layout, fp8)
+
+
+def replica_problems(spec: ModelSpec, layout: Layout, fp8: Fp8 | None) -> Iterator[str]:
+    """Why the result in fp8 would depend on the layout: the rule that holds at test size, too."""
+    tp = layout.tp
+    if fp8 is not None and tp > spec.n_kv_heads and spec.latent_attention is None:
         yield (
-            f"{name} with layout.tp={tp} above {spec.n_kv_heads} kv heads: a rank's replica of a kv head has a part of "
-            f"its gradient, and rounding parts is not rounding their sum; valid: tp up to {spec.n_kv_heads}"
+            f"precision.fp8={fp8.recipe!r} with layout.tp={tp} above {spec.n_kv_heads} kv heads: a rank's replica of a "
+            f"kv head has a part of its gradient, and rounding parts is not rounding their sum; valid: tp up to "
+            f"{spec.n_kv_heads}"
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.layout import Layout
+from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
@@ -220,6 +221,7 @@ def _check(case: Case, layout: Layout) -> None:
             f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
     problems = stages.schedule_problems(layout, case.accumulation(layout))
+    problems += replica_problems(case.spec, layout, case.fp8)
     if problems := problems + rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
 

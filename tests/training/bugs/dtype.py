@@ -178,7 +178,7 @@ BUGS: dict[str, AnyBug] = {
     "the partial sums of a row-parallel linear are added in bf16": Bug(
         Mutation(
             f"{TENSOR}:_row_product",
-            "axis.start_sum(matmul.forward(x_BTF, weight_DF)).wait()",
+            "axis.start_sum(matmul.forward(x_BTF, weight_DF, fp8=fp8)).wait()",
             "axis.start_sum(matmul.forward(x_BTF, weight_DF).bfloat16()).wait().to(x_BTF.dtype)",
         ),
         [TP],

@@ -5,10 +5,11 @@ from typing import Any
 from shardwright.layout import Layout
 from shardwright.model.number_formats import Fp8
 from tests.mutation import Mutation
-from tests.training.bugs.bug import LATENT, PP, SP, TP, ZB, ZERO_0, ZIGZAG, AnyBug, Bug, UnitBug
+from tests.training.bugs.bug import LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
 
 _USE, _SCALED = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scaled"
 _SCALE = "(amax.clamp(min=_LEAST) / largest).float()"
+_CROSSED = '{"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}'
 _TENSORWISE, _ROWWISE = Fp8("tensorwise"), Fp8("rowwise")
 _TYPES = "tests/model/test_fp8.py:test_every_operand_has_the_type_of_its_recipe"
 
@@ -31,7 +32,7 @@ REDUCTION: dict[str, AnyBug] = {
         _USE, "tp if layout.token_shards else None", "None", SP, n_kv_heads=4, latent_attention=LATENT
     ),
     "fp8: scales of rows are those of a shard of the row": _bug(
-        _SCALED, "'rowwise': (along_k,)", "'rowwise': ()", TP, SP, ZIGZAG, fp8=_ROWWISE
+        _SCALED, _CROSSED, _CROSSED.replace("(along_k,)", "()"), TP, SP, ZIGZAG, fp8=_ROWWISE
     ),
     "fp8: largest values are summed over ranks": _bug(
         "shardwright.parallel.fp8:_maximum", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM", TP, ZIGZAG
@@ -39,7 +40,7 @@ REDUCTION: dict[str, AnyBug] = {
 }
 STALE: dict[str, AnyBug] = {
     "fp8: the scale of the first micro-batch is kept": _bug(
-        _SCALED, _SCALE, f"self.__dict__.setdefault(str((dtype, rows, x_RK.shape)), {_SCALE})", ZERO_0, ZIGZAG
+        _SCALED, _SCALE, f"self.__dict__.setdefault(str((dtype, rows, x_RK.shape)), {_SCALE})", ZERO_0, ZERO_3
     ),
 }
 SHARD: dict[str, AnyBug] = {

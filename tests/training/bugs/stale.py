@@ -87,7 +87,9 @@ BUGS: dict[str, AnyBug] = {
         [ONE],
     ),
     "biases of routers stay as they began": Bug(
-        Mutation(f"{STEP}:Trainer.update", "self.model.learn_from_load()", "pass"), [ONE], spec={"moe": EXPERTS}
+        Mutation(f"{STEP}:Trainer.update", "self.model.learn_from_load(update=taken)", "pass"),
+        [ONE],
+        spec={"moe": EXPERTS},
     ),
     "dropout is that of the first step in every step": Bug(
         Mutation(f"{TRAINER}.forward_backward", "self._microbatches(batch, step)", "self._microbatches(batch, 0)"),
@@ -107,8 +109,8 @@ BUGS: dict[str, AnyBug] = {
         Mutation(
             f"{TRAINER}.forward_backward",
             "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)\n"
-            "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)",
-            "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)\n"
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), self._scaled(losses, n_targets))",
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), self._scaled(losses, n_targets))\n"
             "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)",
         ),
         [ONE],
