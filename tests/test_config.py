@@ -265,7 +265,7 @@ def test_a_type_that_is_not_supported_is_no_misspelling_of_another(tmp_path: Pat
 
 
 def test_another_name_of_the_field_stands_for_a_key_or_a_value_that_there_is():
-    values = {*schedules(), *CP_METHODS, *OPTIMIZERS, "wsd", "fp16", "float32", "float64", "bfloat16"}
+    values = {*schedules(), *CP_METHODS, *OPTIMIZERS, "wsd", "fp16", "float16", "float32", "float64", "bfloat16"}
     values |= {"fp32", "bf16", "fp64", "validation", "evaluation"}
     paths = {key.path for key in keys()}
     valid = values | paths | {path.partition(".")[0] for path in paths}

@@ -6,11 +6,11 @@ import pytest
 from shardwright.config import parse
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import COLUMNS, Candidates, Job
-from shardwright.errors import InputError, LayoutError
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.planner.choice import Choice, choice_at, read
-from shardwright.planner.run_file import run_file
+from shardwright.planner.run_file import keys_of_precision, run_file
 from shardwright.planner.space import groups
 
 MIXED = PRESETS["debug-moe"]
@@ -100,7 +100,24 @@ def test_a_sequence_beyond_the_models_range_is_written_with_the_range_that_train
     assert written(asked, "debug", Choice(Layout(dp_shard=8, zero=3), 1)).model.spec().max_seq_len == 1024
 
 
-def test_a_precision_that_train_does_not_have_is_not_written():
-    asked = Job(model=PRESETS["debug"], cluster=cluster("h100:8"), global_batch=8, seq_len=128, precision="fp16")
-    with pytest.raises(InputError, match="fp32 or bf16"):
-        run_file(asked, "debug", Choice(Layout(dp_shard=8, zero=3), 1), "shardwright plan")
+@pytest.mark.parametrize(
+    ("precision", "compute", "fp8"), [("fp32", "fp32", "none"), ("fp16", "fp16", "none"), ("fp8", "bf16", "tensorwise")]
+)
+def test_a_precision_is_written_with_the_keys_that_plan_for_it(precision: str, compute: str, fp8: str):
+    model = resolve("llama-3.2-1b")
+    asked = Job(model=model, cluster=cluster("h100:8"), global_batch=8, seq_len=128, precision=precision)
+    section = written(asked, "llama-3.2-1b", Choice(Layout(dp_shard=8, zero=3), 1)).precision
+    assert (section.compute, section.fp8, section.planned) == (compute, fp8, precision)
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "keys"),
+    [
+        ("fp8", "fp8", {}),
+        ("bf16", "fp8", {"compute": "bf16", "fp8": "none"}),
+        ("fp16", "bf16", {"compute": "fp16"}),
+        ("fp8", "fp32", {"compute": "bf16", "fp8": "tensorwise"}),
+    ],
+)
+def test_a_run_file_that_plans_for_the_precision_keeps_its_keys(precision: str, given: str, keys: dict[str, str]):
+    assert keys_of_precision(precision, given) == keys

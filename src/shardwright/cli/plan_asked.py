@@ -140,10 +140,7 @@ def ask(options: Options) -> Asked:
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
-    from shardwright.planner.run_file import PRECISIONS as WRITTEN
 
-    if options.write is not None and precision in PRECISIONS and precision not in WRITTEN:
-        wrong.append(f"--write with --precision {precision}: train computes in {' or '.join(WRITTEN)}")
     spec = found = explained = fixed = None
     try:
         explained = None if options.explain is None else read(options.explain)

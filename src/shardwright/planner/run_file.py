@@ -6,12 +6,9 @@ from typing import Any
 
 from shardwright import extensions
 from shardwright.cost.job import Job
-from shardwright.errors import InputError
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-"""What `train` computes in."""
 STEPS = 1000
 
 
@@ -19,12 +16,8 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     """The text of a run file.
 
     `name`: the preset that the model is; `command`: what found the layout, for the first line; `budget_tokens`: how
-    long the run is to be. Raises InputError for a job that `train` cannot run.
+    long the run is to be.
     """
-    if job.precision not in PRECISIONS:
-        raise InputError(
-            f"--write with --precision {job.precision}: train computes in {' or '.join(PRECISIONS)}; choose one of them"
-        )
     steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
     tokens = steps * job.tokens
     layout = choice.settings()
