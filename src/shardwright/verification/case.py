@@ -22,11 +22,12 @@ from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Sc
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout, accumulation
-from shardwright.model.number_formats import Fp8, block_of
+from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 from shardwright.training.schedule import learning_rate
+from shardwright.verification.formats import LOSS_SCALING, OVERFLOW_STEP, cut_fp8
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 # Type of parameters, gradients and optimizer states, and type of matmuls.
@@ -51,10 +52,6 @@ _VOCABULARY = 61  # prime, so that no degree divides it
 _CHUNKS = 3  # of the tokens of a micro-batch, at most, where the loss is chunked
 _ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
 _ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
-_LOSS_SCALING = PrecisionSection(compute="fp16", loss_scale=2.0**9, loss_scale_window=1, loss_scale_hysteresis=1)
-"""In float16: the scale changes in every step. Gradients of models at test size overflow above 2^15 and more."""
-_OVERFLOW = 1
-"""The step, 0-based, in which a gradient overflows in float16."""
 PLAIN_SGD = "plain sgd"
 """The training of every case beside that of the run's optimizer: w - rate g, which shows the scale of a gradient."""
 _SGD_RATE = 0.01
@@ -122,7 +119,7 @@ class Case:
     @property
     def loss_scaling(self) -> PrecisionSection | None:
         """How the loss of a layout is scaled; None in a type with the range of float32."""
-        return _LOSS_SCALING if self.dtype == "float16" else None
+        return LOSS_SCALING if self.dtype == "float16" else None
 
     @property
     def n_records(self) -> int:
@@ -250,7 +247,9 @@ def with_drawn_experts(case: Case) -> Case:
 
 def with_overflow(case: Case) -> Case:
     """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
-    return replace(case, overflow_step=_OVERFLOW) if case.dtype == "float16" and case.steps > _OVERFLOW else case
+    return (
+        replace(case, overflow_step=OVERFLOW_STEP) if case.dtype == "float16" and case.steps > OVERFLOW_STEP else case
+    )
 
 
 def cut(case: Case, layouts: Iterable[Layout]) -> Case:
@@ -270,19 +269,11 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     return replace(
         case,
         spec=spec,
-        fp8=_cut_fp8(case, spec, layouts),
+        fp8=cut_fp8(case.fp8, spec, layouts),
         seq_len=seq_len,
         global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
         micro_batch=micro_batch,
     )
-
-
-def _cut_fp8(case: Case, spec: ModelSpec, layouts: Sequence[Layout]) -> Fp8 | None:
-    """fp8 at test size: some layers in it where there were, and blocks that divide every shard where they did."""
-    if case.fp8 is None:
-        return None
-    fp8 = replace(case.fp8, skip_layers=min(case.fp8.skip_layers, (spec.n_layers - 1) // 2))
-    return replace(fp8, block=min(block_of(spec, fp8, layout.tp) for layout in layouts))
 
 
 def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]:
