@@ -1,6 +1,6 @@
 """Proves that with fp8 every layout computes what one process does with the same recipe, far more closely than fp8
-rounds: in float64, where the products of rounded operands are exact, to 1e-10. With the scale of a shard gradients would
-be off by a third.
+rounds: in float64, where the products of rounded operands are exact, to 1e-10. With the scale of a shard gradients are
+off by a third.
 """
 
 from dataclasses import replace
