@@ -27,7 +27,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 from shardwright.training.schedule import learning_rate
-from shardwright.verification.formats import LOSS_SCALING, OVERFLOW_STEP, cut_fp8
+from shardwright.verification.formats import LOSS_SCALING, cut_fp8, no_fp8_in
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 # Type of parameters, gradients and optimizer states, and type of matmuls.
@@ -100,13 +100,15 @@ class Case:
     positions: Scope = "sequence"
     """With "document" positions restart with each document."""
     overflow_step: int | None = None
-    """The step, 0-based, in which a gradient on the first rank is infinite, and which has to be skipped by all."""
+    """The step, 0-based, in which a gradient on the first rank is infinite; all ranks have to skip it."""
     fp8: Fp8 | None = None
     """How matmuls are computed in fp8, if they are: by the reference too, of the same micro-batches."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InputError(f"dtype={self.dtype!r} is not one that can be compared; {nearest(self.dtype, DTYPES)}")
+        if self.fp8 is not None and self.dtype != "float64":
+            raise InputError(no_fp8_in(self.dtype, self.fp8))
         if self.steps < 1:
             raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
 
@@ -243,13 +245,6 @@ def with_drawn_experts(case: Case) -> Case:
     if moe is None or case.dtype == "float64":
         return case
     return replace(case, spec=replace(case.spec, moe=replace(moe, force_balance=True)))
-
-
-def with_overflow(case: Case) -> Case:
-    """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
-    return (
-        replace(case, overflow_step=OVERFLOW_STEP) if case.dtype == "float16" and case.steps > OVERFLOW_STEP else case
-    )
 
 
 def cut(case: Case, layouts: Iterable[Layout]) -> Case:

@@ -20,3 +20,12 @@ def cut_fp8(fp8: Fp8 | None, spec: ModelSpec, layouts: Sequence[Layout]) -> Fp8 
         return None
     fp8 = replace(fp8, skip_layers=min(fp8.skip_layers, (spec.n_layers - 1) // 2))
     return replace(fp8, block=min(block_of(spec, fp8, layout.tp) for layout in layouts))
+
+
+def no_fp8_in(dtype: str, fp8: Fp8) -> str:
+    """Why fp8 is compared in float64 alone, and the way out."""
+    return (
+        f"dtype={dtype!r} with precision.fp8={fp8.recipe!r}: a sum in another order is another number in {dtype}, "
+        f"which may round to the next number of fp8, so that no bound would tell a bug from rounding; valid: "
+        f"dtype='float64', or precision.fp8='none'"
+    )
