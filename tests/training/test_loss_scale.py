@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.config import PrecisionSection
 from shardwright.config import load as load_run_file
@@ -95,6 +96,8 @@ def test_the_scale_changes_by_the_rule():
     ]  # fmt: skip
     assert scaler.state.skipped == 9
     assert not scaler.takes(torch.tensor(math.nan))
+    with FakeTensorMode():
+        assert scaler.takes(torch.zeros(()))
 
 
 def skipped_step(layout: Layout, mutations: tuple[Mutation, ...]) -> tuple[bool, bool, LossScaleState]:

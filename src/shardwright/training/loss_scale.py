@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.config import PrecisionSection
 
@@ -49,10 +50,11 @@ class LossScaler:
         """Whether a step with gradients of this norm, a scalar that is equal on every rank, is taken and not skipped;
         changes the scale.
 
-        Reads one number back from the device, as every optimizer step has to be told before it starts.
+        Reads one number back from the device, as every optimizer step has to be told before it starts. On fake tensors,
+        which have no values, every step is taken.
         """
         state = self.state
-        if bool(torch.isfinite(norm)):
+        if isinstance(norm, FakeTensor) or bool(torch.isfinite(norm)):
             state.clean += 1
             if state.clean == self.window:
                 state.clean, state.left, state.scale = 0, self.hysteresis, 2 * state.scale
