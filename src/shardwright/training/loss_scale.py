@@ -14,23 +14,28 @@ gradient is. So the ranks agree on a step without a collective of their own.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import ConfigDict, Field, with_config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.config import PrecisionSection
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass
 class LossScaleState:
     """What a checkpoint holds of a loss scale. `clean`: steps since the last change or overflow; `left`: overflows
     until the scale is halved; `skipped`: steps of the run that were skipped."""
 
-    scale: float
-    left: int
-    clean: int = 0
-    skipped: int = 0
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    left: Annotated[int, Field(ge=-(2**63), lt=2**63)]
+    clean: Count = 0
+    skipped: Count = 0
 
 
 class LossScaler:
