@@ -120,6 +120,8 @@ def _by_verify(bug: Any) -> str:
         names.append("recomputation")
     if bug.documents:
         names.append("packed documents")
+    if bug.fp8 is not None:
+        names.append(f"`precision.fp8={bug.fp8.recipe}`")
     if bug.optimizer != "adamw":
         names.append(f"optimizer {bug.optimizer}")
     return ", ".join(ways) + _with(names)

@@ -93,7 +93,8 @@ class Logged:
     since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
     record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
     sources, `mtp_loss` the mean loss of the modules of multi-token prediction without its weight, which
-    `loss` does not contain; the rest is said of a model with experts alone."""
+    `loss` does not contain, `loss_scale` that of the next step (fp16 alone) and `skipped_steps` how many steps of the
+    run were skipped, of which `grad_norm` is not finite; the rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -117,6 +118,8 @@ class Logged:
     z_loss: float | None = None
     expert_sent_bytes: float | None = None
     mtp_loss: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int = 0
     epochs: dict[str, float] | None = None
     time: str | None = None
 

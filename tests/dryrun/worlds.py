@@ -8,9 +8,10 @@ from torch import Tensor
 
 from shardwright.config import RunConfig, parse
 from shardwright.data.batches import Batch
-from shardwright.dry_run.program import build_trainer, dry_rank, record_steps
+from shardwright.dry_run.program import CPU, dry_rank, record_steps
 from shardwright.dry_run.record import RankRecord
 from shardwright.parallel.expert import read_counts
+from shardwright.training.build import build_model, build_trainer
 from tests.distributed import run_ranks
 
 DENSE = {
@@ -62,7 +63,8 @@ def real_rank(table: Table) -> tuple[RankRecord, Counts]:
         return counts[-1]
 
     rank = dist.get_rank()
-    trainer = build_trainer(config, read=read)()
+    model = build_model(config, CPU, compiled=False, read=read)
+    trainer = build_trainer(config, model, CPU, compiled=False)
     record = record_steps(trainer, config, rank, lambda step, n: random_batch(config, rank, step, n), 2, gpu=False)
     del trainer
     return record, counts

@@ -94,8 +94,8 @@ def verify(
     gradient and every parameter of a few steps, and what several ranks hold, bit for bit.
 
     `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, in the
-    place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU; a
-    layout of more ranks than it can hold is reduced to fewer ranks of each axis.
+    place of one process. `dtype`: "float64", "float32", "bfloat16" or "float16". Ranks are processes of this machine's
+    CPU; a layout of more ranks than it can hold is reduced to fewer ranks of each axis.
 
     Returns a Report: `equal`, `worst_error`, `rows`, a comparison each, and where the layout is not equal, `culprit`:
     the smallest layout that still differs. Raises LayoutError where the layout does not fit the model

@@ -208,7 +208,9 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
     table["batch"]["micro_batch"] = layout.pop("micro_batch")
     table["layout"] = layout
-    table["precision"] = table.get("precision", {}) | precision_keys(job)
+    if config.precision.planned != job.precision:
+        table["precision"] = precision_keys(job)
+    table["precision"] = table.get("precision", {}) | {"compile": job.compiled}
     table.get("checkpoint", {}).pop("resume", None)
     remark = (
         f"# Written by `{command}`.\n"

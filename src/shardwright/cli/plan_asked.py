@@ -123,7 +123,7 @@ def ask(options: Options) -> Asked:
     if target is not None and model is None and (config := _read(target, wrong)) is not None:
         global_batch = config.batch.global_batch if global_batch is None else global_batch
         seq_len = config.batch.seq_len if seq_len is None else seq_len
-        precision = config.precision.matmuls if precision is None else precision
+        precision = config.precision.planned if precision is None else precision
     precision = (precision or "bf16").lower()
     if target is None and model is None:
         wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run file")
@@ -133,7 +133,7 @@ def ask(options: Options) -> Asked:
     wrong += wrong_sizes(sizes, needed=sizes if target is None else ())
     document_tokens = _document_tokens(options, config, seq_len, wrong)
     if precision not in PRECISIONS:
-        what = "precision.compute=" if config is not None and config.precision.compute == precision else "--precision "
+        what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
     from shardwright.cost.hardware import cluster as find_cluster
@@ -142,10 +142,7 @@ def ask(options: Options) -> Asked:
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
-    from shardwright.planner.run_file import PRECISIONS as WRITTEN
 
-    if options.write is not None and precision in PRECISIONS and precision not in WRITTEN:
-        wrong.append(f"--write with --precision {precision}: train computes in {' or '.join(WRITTEN)}")
     spec = found = explained = fixed = None
     try:
         explained = None if options.explain is None else read(options.explain)

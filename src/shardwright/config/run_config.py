@@ -9,6 +9,7 @@ from pydantic import (
 
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
+from shardwright.config.precision import PrecisionSection
 from shardwright.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -20,15 +21,16 @@ from shardwright.config.sections import (
     ModelSection,
     NotNegative,
     Positive,
-    PrecisionSection,
     ScheduleSection,
     Section,
 )
 from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import AUTO, accumulation
+from shardwright.layout import AUTO, Layout, accumulation
 from shardwright.model.modules import FAMILIES
+from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems as split_problems
+from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
 
 
@@ -104,6 +106,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
+            found += _fp8_problems(spec, layout, batch, valid.get("precision"))
     how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
     if how == AUTO and layers is not None:
         found = [problem for problem in found if "recompute_layers" not in problem]
@@ -124,6 +127,14 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if data:
         found += _document_problems(data, None if spec_problems else spec)
     return found
+
+
+def _fp8_problems(
+    spec: ModelSpec, layout: Layout, batch: BatchSection, precision: PrecisionSection | None
+) -> Iterator[str]:
+    fp8 = None if precision is None else precision.fp8_settings
+    if fp8 is not None and tp_divides(spec, layout.tp):
+        yield from fp8_problems(spec, layout, fp8, batch.micro_batch * batch.seq_len // layout.cp)
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:

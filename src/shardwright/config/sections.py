@@ -287,26 +287,6 @@ class ScheduleSection(Section):
     final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
 
 
-class PrecisionSection(Section):
-    """The type of matmuls, and compilation."""
-
-    compute: Literal["fp32", "bf16", "fp64"] = Field(
-        "fp32",
-        description="type of matmuls; with bf16 the weights, the reduction of gradients and "
-        "their accumulation stay in fp32",
-    )
-    compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
-    tf32: bool = Field(
-        False,
-        description="matmuls of fp32 tensors in TF32 on GPUs: some 7 times as fast, with 10 of 23 bits of a mantissa",
-    )
-
-    @property
-    def matmuls(self) -> str:
-        """The format of the matmuls as the planner names it."""
-        return "tf32" if self.tf32 and self.compute == "fp32" else self.compute
-
-
 class CheckpointSection(Section):
     """When checkpoints are saved, and whether a run resumes from one."""
 

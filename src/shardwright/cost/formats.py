@@ -49,3 +49,13 @@ FORMATS = {
     "mxfp8": Format("mxfp8", 1.0, 4.06, "bf16"),
     "nvfp4": Format("nvfp4", 1.0, 5.13, "bf16"),
 }
+TRAINED: dict[str, dict[str, str | bool]] = {
+    "fp32": {"compute": "fp32"},
+    "tf32": {"compute": "fp32", "tf32": True},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16"},
+    "fp8": {"compute": "bf16", "fp8": "tensorwise"},
+    "fp8-row": {"compute": "bf16", "fp8": "rowwise"},
+    "fp8-block": {"compute": "bf16", "fp8": "blockwise"},
+}
+"""Formats that `train` computes in, and the keys of [precision] that say so."""

@@ -21,12 +21,9 @@ from shardwright.dry_run.recorder import Recorder
 from shardwright.dry_run.watch import watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
-from shardwright.parallel.apply import Fill, apply
-from shardwright.parallel.expert import ReadCounts, read_counts
-from shardwright.parallel.initialise import materialise
+from shardwright.parallel.expert import ReadCounts
 from shardwright.schedule.actions import Action
-from shardwright.training.loop import DTYPES
-from shardwright.training.optimizer import build_optimizer
+from shardwright.training.build import build_model, build_trainer
 from shardwright.training.step import Trainer
 
 CPU = torch.device("cpu")
@@ -55,9 +52,9 @@ def dry_rank(
 
     read = read or balanced(layout.ep, layout.coordinates(rank)["ep"], imbalance)
     with assumed("cuda") if gpu else nullcontext():
-        trainer_of = build_trainer(config, fill, read)
+        model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
-            trainer = trainer_of()
+            trainer = build_trainer(config, model, CPU, compiled=False)
             if gpu:
                 _fuse_norms(trainer.model.parts)
             return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu)
@@ -89,35 +86,6 @@ class _FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
-
-
-def build_trainer(config: RunConfig, fill: Fill = materialise, read: ReadCounts = read_counts) -> Callable[[], Trainer]:
-    """The model of a run file on this rank, as `training.loop` makes it; returns what makes the trainer of it."""
-    compute = DTYPES[config.precision.compute]
-    spec = config.model.spec()
-    model = apply(
-        spec,
-        config.layout.layout(),
-        CPU,
-        seed=config.seed,
-        param_dtype=torch.promote_types(compute, torch.float32),
-        compute_dtype=compute,
-        seq_len=config.batch.seq_len,
-        fill=fill,
-        read=read,
-    )
-
-    def trainer() -> Trainer:
-        return Trainer(
-            model,
-            build_optimizer(model.named_parameters, spec, config.optimizer),
-            device=CPU,
-            seed=config.seed,
-            clip_norm=config.optimizer.clip_norm,
-            restart_positions=config.data.positions == "document",
-        )
-
-    return trainer
 
 
 def record_steps(

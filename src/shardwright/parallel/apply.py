@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
+from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
 from shardwright.parallel.expert import ReadCounts, read_counts, split_experts
+from shardwright.parallel.fp8 import use_fp8
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
@@ -48,13 +50,15 @@ def apply(
     seq_len: int | None = None,
     fill: Fill = materialise,
     read: ReadCounts = read_counts,
+    fp8: Fp8 | None = None,
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
     Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
     fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
-    balanced for; by default `spec.max_seq_len`. `fill` moves a part of the model from the meta device and gives it its
-    initial values; `read` reads the numbers of rows that ranks of ep exchange.
+    balanced for; by default `spec.max_seq_len`. `fp8`: how matmuls of the layers are computed in fp8, if they are.
+    `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the numbers of
+    rows that ranks of ep exchange.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -77,6 +81,8 @@ def apply(
                 module.attend = ContextAttention(
                     layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents(spec, layout)
                 )
+        if fp8 is not None:
+            use_fp8(part, fp8, layout, groups)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep, read)

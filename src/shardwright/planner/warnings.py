@@ -43,8 +43,8 @@ def of_job(job: Job) -> Iterator[str]:
         )
     if job.precision == "fp16":
         yield (
-            "precision fp16 without loss scaling: small gradients become 0 and large activations overflow; train has "
-            "no scaler, use bf16, which costs the same"
+            "precision fp16: large activations overflow, and steps whose gradients do are skipped, by the loss scale; "
+            "bf16 costs the same and needs none"
         )
     if job.seq_len >= LONG and not job.stack.flash_attention:
         yield (

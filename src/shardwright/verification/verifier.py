@@ -13,11 +13,13 @@ from typing import Any
 
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.layout import Layout
+from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
 from shardwright.verification.case import PLAIN_SGD, Case, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
+from shardwright.verification.formats import OVERFLOW_STEP
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
@@ -74,7 +76,7 @@ class Verifier:
         Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
         """
         _check(case, layout)
-        case = with_drawn_experts(case)
+        case = _with_overflow(with_drawn_experts(case))
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
             found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
@@ -87,7 +89,7 @@ class Verifier:
             tolerance = self._tolerance(case, sides)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = tolerance.rows(compare.errors(found, expected))
-            if case.dtype == "bfloat16":
+            if case.dtype in ("bfloat16", "float16"):
                 rows += self._in_16_bits(ours, layout, found)
             n_replicated, differing = compare.differing_replicas(found)
             return Report(case, layout, name, rows, n_replicated, differing)
@@ -128,7 +130,8 @@ class Verifier:
         The first gradient is compared with that of the same layout with one data rank, which is far nearer than
         float64 is; not under ep, where the matmuls of an expert are over the tokens of several data ranks at once, and
         a matmul of more rows may round an element the other way. And sums must not have been rounded to 16 bits:
-        neither the gradients, nor, where they are reduced for each micro-batch, those of one micro-batch.
+        neither the gradients, nor, where they are reduced for each micro-batch, those of one micro-batch; that is
+        looked at in bfloat16, since the code is the same.
         """
         rows: list[Row] = []
         if layout.data_ranks > 1 and layout.ep == 1:
@@ -138,6 +141,8 @@ class Verifier:
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
         first = Quantity("gradient", PLAIN_SGD, 1)
+        if case.dtype == "float16":
+            return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
             rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")
@@ -168,7 +173,8 @@ class Verifier:
         return self._alone(replace(case, dtype="float64"))
 
     def _alone(self, case: Case) -> Trace:
-        case = replace(case, micro_batch=1, compiled=False)  # the reference has no micro-batches
+        # The reference has micro-batches only where a scale of fp8 is of one.
+        case = replace(case, micro_batch=1 if case.fp8 is None else case.micro_batch, compiled=False)
         return self._keep(case, train_alone, 1, case)
 
     def _keep(
@@ -199,6 +205,13 @@ class Verifier:
         return Trace(folder, ranks)
 
 
+def _with_overflow(case: Case) -> Case:
+    """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
+    return (
+        replace(case, overflow_step=OVERFLOW_STEP) if case.dtype == "float16" and case.steps > OVERFLOW_STEP else case
+    )
+
+
 def _check(case: Case, layout: Layout) -> None:
     if layout.world_size > MOST_RANKS:
         raise LayoutError(
@@ -216,6 +229,7 @@ def _check(case: Case, layout: Layout) -> None:
             f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
     problems = stages.schedule_problems(layout, case.accumulation(layout))
+    problems += replica_problems(case.spec, layout, case.fp8)
     if problems := problems + rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
 

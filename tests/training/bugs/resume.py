@@ -22,7 +22,7 @@ from tests.training.worlds import SPEC
 
 LOAD = "tests.training.checkpoints:load"
 
-BUGS: dict[str, AnyBug] = {
+RESUME: dict[str, AnyBug] = {
     "22: layers are numbered from the start of their stage": Bug(
         Mutation(
             f"{STAGES}:StageModel.__init__",

@@ -8,7 +8,7 @@ _ONE_BY_ONE = "tests/serving/test_simulate.py:test_passes_computed_at_once_are_t
 _TOUCHED = "tests/serving/test_work.py:test_experts_that_a_batch_touches_are_those_that_random_choices_touch"
 _SHARED = "tests/serving/test_work.py:test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not"
 
-BUGS: dict[str, AnyBug] = {
+SERVING: dict[str, AnyBug] = {
     "each token of a batch touches experts of its own": UnitBug(
         Mutation(
             f"{_WORK}:_experts_s",

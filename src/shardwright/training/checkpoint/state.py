@@ -58,6 +58,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: Dat
             world_size=dist.get_world_size(),
             tensors=records,
             files={RUN_FILE: sha256_of_text(run_toml)},
+            loss_scale=None if trainer.scaler is None else trainer.scaler.state,
         )
         manifest.write(partial)
         (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
@@ -97,6 +98,8 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Progress:
     assert manifest is not None
     read_into(folder, manifest, tensors)
     trainer.model.after_change()
+    if trainer.scaler is not None and manifest.loss_scale is not None:
+        trainer.scaler.state = manifest.loss_scale
     return manifest.progress
 
 
