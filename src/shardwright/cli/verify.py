@@ -178,6 +178,8 @@ def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[
     from shardwright.verification.matrix import layouts
 
     chosen, true = layouts(config.model.spec(), world_size, config.batch.seq_len), _true_case(config, options)
+    if not config.optimizer.kind.can_offload:
+        chosen = [each.changed(offload_optimizer="none") for each in chosen]
     if options.full:
         chosen = [each for each in chosen if true.shares(each)]
     if not chosen:

@@ -17,7 +17,7 @@ from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
+from shardwright.run_folder import CHECKPOINTS, OFFLOADED, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
 from shardwright.training.checkpoint.manifest import Progress, read_manifest
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -26,6 +26,7 @@ from shardwright.training.header import changes_since, header, rate_change, star
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import Writer, open_writers
+from shardwright.training.offload.states import Disk
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, pick_device, process_group
 from shardwright.training.schedule import learning_rate
@@ -60,7 +61,8 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
                 f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
-                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, or "
+                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
+                f"layout.offload_optimizer='disk', or "
                 f"precision.compute='bf16'"
             ) from None
 
@@ -101,7 +103,7 @@ class _Run:
         )
         self.trainer = Trainer(
             model,
-            build_optimizer(model.named_parameters, self.spec, config.optimizer),
+            build_optimizer(model.named_parameters, self.spec, config.optimizer, disk_of(config)),
             device=device,
             seed=config.seed,
             clip_norm=config.optimizer.clip_norm,
@@ -326,6 +328,13 @@ class _Run:
             )
         past = past_stages(read_manifest(path))
         return Start(progress.step, progress.samples, path, past)
+
+
+def disk_of(config: RunConfig) -> Disk | None:
+    """Where the optimizer states of a run are, if that is a disk."""
+    if config.layout.layout().offload_optimizer != "disk":
+        return None
+    return Disk(Path(config.offload_path or Path(config.out) / OFFLOADED))
 
 
 def kept_run_file(config: RunConfig) -> str:

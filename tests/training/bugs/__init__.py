@@ -18,6 +18,7 @@ from tests.training.bugs import (
     mtp,
     muon,
     off_by_one,
+    offload,
     optimizers,
     order,
     recompute,
@@ -38,16 +39,22 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     | mtp.SCALE
     | optimizers.SCALE,
     "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION | mtp.REDUCTION | optimizers.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD | optimizers.SHARD,
+    "wrong shard": shard.BUGS
+    | elsewhere.SHARD
+    | generation.SHARD
+    | muon.SHARD
+    | mtp.SHARD
+    | optimizers.SHARD
+    | offload.SHARD,
     "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE,
+    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE | offload.STALE,
     "wrong dtype": dtype.BUGS | optimizers.DTYPE,
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
-    "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
+    "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE | offload.OFF_BY_ONE,
     "wrong recomputation": recompute.BUGS,
     "wrong chunks of the loss": chunked_loss.BUGS,
     "wrong weights from files": hugging_face.BUGS,
-    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
+    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME | offload.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
 
