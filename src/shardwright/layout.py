@@ -238,7 +238,7 @@ class Layout(NumberedRanks):
         ),
         choices=lambda: OFFLOAD,
         in_turn=("disk",),
-        planned=lambda layout: ("none",),
+        planned=lambda layout: (layout.offload_optimizer,),  # searched where it is fixed, and where nothing fits
     )
     zero_pp_gather: str = _key(
         "step",

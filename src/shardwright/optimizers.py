@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwright import extensions
+from shardwright.units import MiB
 
 if TYPE_CHECKING:
     from shardwright.model.modules import Row
+
+
+OFFLOAD_CHUNK_BYTES = 8 * MiB
+"""Bytes of optimizer states on a disk that are read, updated and written together."""
 
 
 @dataclass(frozen=True, kw_only=True)

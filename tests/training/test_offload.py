@@ -1,28 +1,42 @@
 """Proves that with optimizer states on a disk a run computes the same bits in less memory, that checkpoints hold them,
 and that a disk that is full, gone or broken costs nothing that was saved."""
 
+import ctypes
+import errno
+import functools
+import gc
+import os
 import resource
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardwright.config import OptimizerSection
+from shardwright.config import OptimizerSection, parse
+from shardwright.errors import ConfigError, InputError
 from shardwright.layout import Layout
 from shardwright.training.offload.on_disk import OnDisk
 from shardwright.training.offload.scratch import BLOCK
 from shardwright.training.offload.states import CUT, Member, Piece, in_chunks
+from shardwright.units import MiB
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS
 from tests.training.checkpoints import Logical, equal, hop, logical
+from tests.training.runs import checkpoints, train, training, write_run_file
+from tests.training.test_resume import killed_in_step_13, same_run
 from tests.training.worlds import CASE, OPTIMIZER
 
 ON_DISK = {"offload_optimizer": "disk"}
@@ -58,7 +72,7 @@ def trained(layout: Layout, run: OptimizerSection, dtype: str, mutations: Sequen
             assert isinstance(trainer.optimizer, OnDisk)
             assert len(trainer.optimizer.chunks) > 2
         for step in range(3):
-            trainer.forward_backward(verify_rank.local_batch(case, layout, torch.distributed.get_rank(), step), step)
+            trainer.forward_backward(verify_rank.local_batch(case, layout, dist.get_rank(), step), step)
             trainer.update(run.lr)
         return logical(trainer)
 
@@ -124,6 +138,7 @@ def test_states_on_a_disk_are_saved_and_taken_up_bit_for_bit_by_any_layout_with_
         expected = outcomes[0][1]
 
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, and asks glibc for its memory")
 LARGE = replace(EVEN, vocab_size=200_000)
 """12.8M parameters in embedding and head."""
 
@@ -134,11 +149,19 @@ def status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
+def live_bytes() -> int:
+    """The resident memory of this process without what it has freed and the C library keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status_bytes("VmRSS")
+
+
 def steps_of_large(layout: Layout, folder: Path, limit_bytes: int | None = None) -> tuple[int, int, float] | str:
     """Bytes by which the resident memory of this process has grown after two steps, bytes of optimizer states, and the
     norm of a parameter; or the error. `limit_bytes`: by how much its data may grow."""
     case = replace(CASE, spec=LARGE, seq_len=8, global_batch=2, micro_batch=2, dtype="float32")
-    before = status_bytes("VmRSS")
+    verify_rank.CHUNK_BYTES = MiB
+    before = live_bytes()
     if limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + limit_bytes, resource.RLIM_INFINITY))
     try:
@@ -149,11 +172,10 @@ def steps_of_large(layout: Layout, folder: Path, limit_bytes: int | None = None)
     except RuntimeError as error:
         return str(error)
     n_bytes = sum(each.nbytes for states in trainer.optimizer.state.values() for each in states.values())
-    embedding = trainer.model.named_parameters["embedding.weight"]
-    return status_bytes("VmRSS") - before, n_bytes, float(embedding.double().norm())
+    return live_bytes() - before, n_bytes, float(trainer.model.named_parameters["embedding.weight"].detach().norm())
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@linux
 def test_resident_memory_falls_by_the_bytes_of_the_states(tmp_path: Path):
     (in_memory,) = run_ranks(steps_of_large, 1, Layout(), tmp_path)
     (on_disk,) = run_ranks(steps_of_large, 1, Layout(**ON_DISK), tmp_path)
@@ -161,10 +183,129 @@ def test_resident_memory_falls_by_the_bytes_of_the_states(tmp_path: Path):
     assert in_memory[0] - on_disk[0] == pytest.approx(in_memory[1], rel=0.1)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@linux
 def test_a_model_whose_states_do_not_fit_into_memory_trains_with_a_disk(tmp_path: Path):
     weights_bytes = 4 * LARGE.n_parameters
     (in_memory,) = run_ranks(steps_of_large, 1, Layout(), tmp_path, 3 * weights_bytes)
     assert "can't allocate memory" in in_memory
     (on_disk,) = run_ranks(steps_of_large, 1, Layout(**ON_DISK), tmp_path, 3 * weights_bytes)
     assert isinstance(on_disk, tuple), on_disk
+
+
+def refused(folder: Path) -> list[str]:
+    """What a rank says of a folder below a file, of files that may not grow so large, and of a disk without room."""
+    (folder / f"file-{dist.get_rank()}").touch()
+    statvfs, said = os.statvfs, []
+
+    def full(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=statvfs(path).f_bavail and 3, f_frsize=4096)
+
+    def build(path: Path) -> None:
+        case = replace(CASE, spec=EVEN, dtype="float32")
+        with pytest.raises(InputError) as caught:
+            verify_rank.build_trainer(case, Layout(dp_replicate=2, **ON_DISK), "adamw", path)
+        dist.barrier()
+        said.append(str(caught.value))
+
+    build(folder / f"file-{dist.get_rank()}" / "states")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    build(folder / "states")
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    os.statvfs = full  # type: ignore[assignment]
+    build(folder / "states")
+    return said
+
+
+def test_a_place_that_cannot_hold_the_states_is_refused_before_the_first_step_with_the_arithmetic(tmp_path: Path):
+    for rank, (below_a_file, too_large, no_room) in enumerate(run_ranks(refused, 2, tmp_path)):
+        assert f"offload_path='{tmp_path}/file-{rank}/states': a file of 88 KiB cannot be made there" in below_a_file
+        assert "Not a directory; name a folder with that room on a local disk that can be written" in below_a_file
+        assert "a file of 88 KiB cannot be made there: File too large" in too_large
+        assert f"offload_path='{tmp_path}/states': the optimizer states of 2 ranks on" in no_room
+        assert "take 88 KiB + 88 KiB = 176 KiB, and 12 KiB are free there; free 164 KiB more" in no_room
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file-0", "file-1", "states"]
+
+
+def test_an_optimizer_of_whole_matrices_is_refused():
+    run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
+    with pytest.raises(ConfigError, match=r"'muon': it updates whole matrices.*one of adamw, sgd, lion$"):
+        parse(run | {"layout": ON_DISK, "optimizer": {"name": "muon"}})
+
+
+@pytest.fixture(scope="module")
+def in_memory(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run file of a run of 20 steps with states in memory that nothing happened to."""
+    run_file = write_run_file(tmp_path_factory.mktemp("in-memory"), tokens)
+    train(run_file)
+    return run_file
+
+
+def on_disk(folder: Path) -> list[str]:
+    return ["--set", "layout.offload_optimizer=disk", "--set", f"offload_path={folder}"]
+
+
+@prove
+@pytest.mark.parametrize("resumed_on_disk", [True, False])
+def test_a_run_with_a_disk_that_is_killed_leaves_no_file_and_goes_on_to_the_last_bit(
+    tokens: Path, tmp_path: Path, in_memory: Path, resumed_on_disk: bool
+):
+    run_file, folder = write_run_file(tmp_path, tokens), tmp_path / "states"
+    train(run_file, *on_disk(folder), fault=killed_in_step_13, expect=3)
+    assert os.listdir(folder) == []
+    train(run_file, "--resume", *(on_disk(folder) if resumed_on_disk else []))
+    same_run(run_file, in_memory)
+    assert os.listdir(folder) == []
+
+
+def the_disk_of_rank_1_fills_up(rank: int) -> None:
+    """In the write behind of step 13."""
+    write, calls = os.pwritev, []
+
+    def write_or_fail(*arguments: Any) -> int:
+        calls.append(arguments)
+        if rank == 1 and len(calls) == 13:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    os.pwritev = write_or_fail
+
+
+@prove
+def test_a_disk_that_fails_in_the_middle_ends_the_run_with_a_sentence_and_costs_no_checkpoint(
+    tokens: Path, tmp_path: Path, in_memory: Path
+):
+    run_file, folder = write_run_file(tmp_path, tokens), tmp_path / "states"
+    failed = train(run_file, *on_disk(folder), fault=the_disk_of_rank_1_fills_up, expect=3)
+    assert f"offload_path='{folder}', cannot be written: No space left on device" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert checkpoints(run_file) == ["step-00000005", "step-00000010"]
+    train(run_file, "--resume")
+    same_run(run_file, in_memory)
+
+
+def deletes_the_folder(folder: Path, rank: int) -> None:
+    """Rank 0 deletes the folder of the states, and what is in it, after step 7."""
+    from shardwright.training.step import Trainer
+
+    step = Trainer.step
+
+    def delete_after(self, batch, number, rate):
+        if rank == 0 and number == 7:
+            shutil.rmtree(folder)
+        return step(self, batch, number, rate)
+
+    Trainer.step = delete_after
+
+
+@prove
+def test_two_runs_in_one_folder_and_its_deletion_change_nothing(tokens: Path, tmp_path: Path, in_memory: Path):
+    folder, files = tmp_path / "states", []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        files.append(write_run_file(tmp_path / name, tokens))
+    with training(files[0], *on_disk(folder)) as first:
+        train(files[1], *on_disk(folder), fault=functools.partial(deletes_the_folder, folder))
+        assert first.wait() == 0
+    for run_file in files:
+        same_run(run_file, in_memory)

@@ -51,6 +51,9 @@ class Link:
 class Accelerator:
     """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: bandwidth of its memory.
 
+    `host_bytes_per_s`: to or from the memory of the host, 0 if it is the same memory; `disk_bytes_per_s`: its equal
+    part of the disks of its node, read or written, 0 if that is not known.
+
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
     processors over which the blocks of a kernel are distributed. `sources`: the source of each figure, by its key in
@@ -64,6 +67,8 @@ class Accelerator:
     matmul_share: Mapping[str, float] = field(hash=False)
     memory_share: float
     multiprocessors: int
+    host_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -149,6 +154,12 @@ class AcceleratorTable(Table):
     node_size: Count = Field(description="accelerators of a node")
     network: str = Field(description="kind of network between nodes, a name of [networks]")
     gbit_per_s: Positive = Field(description="line rate of the network for each accelerator, Gbit/s")
+    host_gb_per_s: Positive | None = Field(
+        None, description="link to the memory of the host, each direction, GB/s; none if it is the same memory"
+    )
+    disk_gb_per_s: Positive | None = Field(
+        None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
+    )
     inside: InsideTable = Field(description="links in a node")
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
@@ -240,6 +251,8 @@ def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
         matmul_share={precision: share for precision, share in table.matmul_share.items()},
         memory_share=table.memory_share,
         multiprocessors=table.multiprocessors,
+        host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
+        disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         sources=table.sources,
     )
 

@@ -54,7 +54,7 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     return recorder.trace
 
 
-CHUNK_BYTES = 16 * KiB
+CHUNK_BYTES = 12 * KiB
 """Of states on a disk: several chunks of a model at test size, and large matrices in more than one."""
 
 

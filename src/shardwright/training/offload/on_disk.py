@@ -60,6 +60,7 @@ class OnDisk(Optimizer):
         inner.step()
         for piece, shard, before in held:
             self._keep(piece, inner.state.pop(shard), before)
+        inner.param_groups = []  # they hold gradients
 
     def _keep(self, piece: Piece, after: dict[str, Any], before: dict[str, Tensor]) -> None:
         """Take the states of a piece into the bytes of its chunk, and the counters, with the last of its parameter."""

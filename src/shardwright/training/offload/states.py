@@ -10,19 +10,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.parallel.norm import local_part
 from shardwright.training.offload.scratch import BLOCK, ScratchFile, require_room
-from shardwright.units import MiB
 
-CHUNK_BYTES = 8 * MiB
-"""Bytes of states that are read, updated and written together."""
 BUFFERS = 3
 CUT = 512
 """Parameters are cut at multiples of so many elements: whole vectors of any processor, so that the elements which an
@@ -35,7 +33,7 @@ class Disk:
     """Where states go: `folder`, in chunks of about `chunk_bytes`."""
 
     folder: Path
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = OFFLOAD_CHUNK_BYTES
 
 
 class Member(NamedTuple):
@@ -86,7 +84,7 @@ class StatesOnDisk:
         require_room(disk.folder, n_bytes)
         self.file = ScratchFile(disk.folder, n_bytes)
         largest = max((chunk.n_bytes for chunk in self.chunks), default=BLOCK)
-        self._buffers = [mmap(-1, largest) for _ in range(BUFFERS)]
+        self._buffers = [mmap(-1, largest, flags=MAP_PRIVATE | MAP_ANONYMOUS) for _ in range(BUFFERS)]
         self._thread = ThreadPoolExecutor(1, "optimizer-states")
         self._writes: deque[Future[None]] = deque()
         self._stored = _stored(self, members)
