@@ -228,11 +228,11 @@ def refused(folder: Path) -> list[str]:
 
 def test_a_place_that_cannot_hold_the_states_is_refused_before_the_first_step_with_the_arithmetic(tmp_path: Path):
     for rank, (below_a_file, too_large, no_room) in enumerate(run_ranks(refused, 2, tmp_path)):
-        assert f"offload_path='{tmp_path}/file-{rank}/states': a file of 88 KiB cannot be made there" in below_a_file
+        assert f"offload_path='{tmp_path}/file-{rank}/states': a file of 140 KiB cannot be made there" in below_a_file
         assert "Not a directory; name a folder with that room on a local disk that can be written" in below_a_file
-        assert "a file of 88 KiB cannot be made there: File too large" in too_large
+        assert "a file of 140 KiB cannot be made there: File too large" in too_large
         assert f"offload_path='{tmp_path}/states': the optimizer states of 2 ranks on" in no_room
-        assert "take 88 KiB + 88 KiB = 176 KiB, and 12 KiB are free there; free 164 KiB more" in no_room
+        assert "take 140 KiB + 140 KiB = 280 KiB, and 12 KiB are free there; free 268 KiB more" in no_room
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file-0", "file-1", "states"]
 
 
