@@ -37,7 +37,7 @@ from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS
 from tests.training.checkpoints import Logical, equal, hop, logical
-from tests.training.runs import checkpoints, train, training, write_run_file
+from tests.training.runs import checkpoints, train, training, trajectory, write_run_file
 from tests.training.test_resume import killed_in_step_13, same_run
 from tests.training.worlds import CASE, OPTIMIZER
 
@@ -318,3 +318,13 @@ def test_two_runs_in_one_folder_and_its_deletion_change_nothing(tokens: Path, tm
         assert first.wait() == 0
     for run_file in files:
         same_run(run_file, in_memory)
+
+
+@prove
+def test_train_ends_before_its_first_step_where_the_folder_cannot_be_made(tokens: Path, tmp_path: Path):
+    run_file = write_run_file(tmp_path, tokens)
+    ended = train(run_file, *on_disk(run_file / "states"), expect=2)
+    assert f"offload_path='{run_file}/states': a file of" in ended.stderr
+    assert "cannot be made there: Not a directory; name a folder" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert trajectory(run_file) == []

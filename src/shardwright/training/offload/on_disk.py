@@ -57,6 +57,7 @@ class OnDisk(Optimizer):
         inner.param_groups = [
             {**group, "params": groups[id(group)]} for group in self.param_groups if id(group) in groups
         ]
+        assert len(inner.param_groups) == len(groups), "`OptimizerKind.make` has to keep the groups that it is given"
         inner.step()
         for piece, shard, before in held:
             self._keep(piece, inner.state.pop(shard), before)
