@@ -14,7 +14,7 @@ from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import DataRecord, Progress
 from shardwright.training.checkpoint.state import load, named_tensors, save, stored_tensors
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.offload.states import StoredTensor
@@ -23,7 +23,14 @@ from tests.mutation import Mutation, mutated
 from tests.training.worlds import RATE, SEED, SPEC, build, local_batch, whole
 
 ONE, ZERO_3 = Layout(), Layout(dp_shard=2, zero=3)
-DATA = {"fingerprint": "f" * 64, "seq_len": 10, "sequences": "packed"}
+DATA = DataRecord(
+    seq_len=10,
+    sequences="packed",
+    mixture={
+        "sources": [{"name": "book", "fingerprint": "f" * 64}],
+        "stages": [{"from_step": 0, "from_sample": 0, "weights": [1]}],
+    },
+)
 Logical = dict[str, Tensor]
 
 
