@@ -118,6 +118,8 @@ def _by_verify(bug: Any) -> str:
     names = [FEATURES[key].format(value) for key, value in changed.items()]
     if any(layout.recompute == "full" for layout in bug.layouts):
         names.append("recomputation")
+    if any(layout.offload_optimizer != "none" for layout in bug.layouts):
+        names.append("optimizer states on a disk")
     if bug.documents:
         names.append("packed documents")
     if bug.fp8 is not None:

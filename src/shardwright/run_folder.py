@@ -5,6 +5,7 @@ metrics.jsonl               a JSON object for each start (`Started`), each logge
                             (`Evaluated`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
+offload/                    empty: where files of the optimizer's states are, which have no names
 logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks
 tensorboard/                events, if the run file asks for them
 report.html curves.png timeline.svg     what `shardwright report` writes unless it is given other places
@@ -25,6 +26,7 @@ from shardwright.errors import InputError
 from shardwright.files import LOCK
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+OFFLOADED = "offload"
 TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
 """In a folder that `shardwright import` wrote: the section [model] of its weights."""

@@ -188,6 +188,8 @@ def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[
 
     chosen, true = layouts(config.model.spec(), world_size, config.batch.seq_len), _true_case(config, options)
     chosen = [each for each in chosen if not [*replica_problems(true.spec, each, true.fp8)]]
+    if not config.optimizer.kind.can_offload:
+        chosen = [each.changed(offload_optimizer="none") for each in chosen]
     if options.full:
         chosen = [each for each in chosen if true.shares(each)]
     if not chosen:

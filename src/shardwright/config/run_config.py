@@ -46,6 +46,11 @@ class RunConfig(Section):
         description="GiB that a rank has, for layout.recompute='auto'; if not given, those of its GPU, or on CPU those "
         "of the machine over its ranks",
     )
+    offload_path: str | None = Field(
+        None,
+        description="folder, best on a local disk, for the files of layout.offload_optimizer='disk', which have no "
+        "names and end with the run; if not given, OUT/offload",
+    )
     extensions: list[str] = Field(
         [],
         description="Python files (.py, relative to the run file) or modules that register schedules, optimizers or "
@@ -114,6 +119,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             f"layout.recompute_layers={layers} is decided by layout.recompute={AUTO!r}; leave it out, or set recompute "
             f"to 'selective' or 'full'"
         )
+    if layout and (section := valid.get("optimizer")):
+        found += section.kind.offload_problems(layout.offload_optimizer)
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if lr_schedule:

@@ -52,6 +52,9 @@ class Link:
 class Accelerator:
     """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: bandwidth of its memory.
 
+    `host_bytes_per_s`: to or from the memory of the host, 0 if it is the same memory; `disk_bytes_per_s`: its equal
+    part of the disks of its node, read or written, 0 if that is not known.
+
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
     processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die.
@@ -66,6 +69,8 @@ class Accelerator:
     memory_share: float
     multiprocessors: int
     die: str
+    host_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -156,6 +161,12 @@ class AcceleratorTable(Table):
     part_of_node: bool | None = Field(
         None,
         description="whether a cluster may use a part of its nodes, such as of a rack of 72; equally many of each",
+    )
+    host_gb_per_s: Positive | None = Field(
+        None, description="link to the memory of the host, each direction, GB/s; none if it is the same memory"
+    )
+    disk_gb_per_s: Positive | None = Field(
+        None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
     )
     inside: InsideTable = Field(description="links in a node")
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
@@ -267,6 +278,8 @@ def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
         memory_share=table.memory_share,
         multiprocessors=table.multiprocessors,
         die=table.die or name,
+        host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
+        disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         sources=table.sources,
     )
 

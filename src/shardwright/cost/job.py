@@ -4,6 +4,7 @@ The formulas of this package are numpy expressions over `Candidates`, so the sam
 thousand. Shapes: n candidates, S stages of the pipeline in the order of the forward pass, R ranks of `pp`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -70,6 +71,16 @@ class Job:
     def state_bytes(self) -> float:
         """Bytes of an element of one optimizer state."""
         return 2.0 if self.narrow_states else self.stack.state_bytes
+
+    def offload_problems(self, where: str) -> Iterator[str]:
+        """Why optimizer states cannot be where `layout.offload_optimizer` says, or what that costs is not known."""
+        yield from self.optimizer_kind.offload_problems(where)
+        chip = self.cluster.accelerator
+        if where == "disk" and not chip.disk_bytes_per_s:
+            yield (
+                f"layout.offload_optimizer='disk': there is no price for it, accelerators.{chip.name} has no "
+                f"disk_gb_per_s; say it in a hardware file"
+            )
 
     @property
     def tokens(self) -> int:

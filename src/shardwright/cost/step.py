@@ -210,6 +210,18 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
         shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
         optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states,
     )  # fmt: skip
+    if candidates.shared.offload_optimizer == "disk":
+        chip = job.cluster.accelerator
+        on_disk = ledger.compute(
+            "states on a disk", f"2 * state_bytes * ({changed}) * (1 / disk_rate + host_s)", "s",
+            "read and written once a step, not overlapped", state_bytes=job.n_optimizer_states * job.state_bytes,
+            P=held.dense, Q=held.experts, shards=shards, expert_shards=expert_shards, disk_rate=chip.disk_bytes_per_s,
+            host_s=1 / chip.host_bytes_per_s if chip.host_bytes_per_s else 0.0,
+        )  # fmt: skip
+        return ledger.compute(
+            "optimizer with states on a disk", "optimizer + states_on_a_disk", optimizer=by_element,
+            states_on_a_disk=on_disk,
+        )  # fmt: skip
     if kind.matrix_state is None:
         return by_element
     matrices = matrix_updates(job, candidates, held.hidden, held.experts)

@@ -1,5 +1,7 @@
 """The model and the trainer of a run file, on this rank."""
 
+from pathlib import Path
+
 import torch
 
 from shardwright.config import RunConfig
@@ -7,7 +9,9 @@ from shardwright.parallel.apply import Fill, apply
 from shardwright.parallel.expert import ReadCounts, read_counts
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
+from shardwright.run_folder import OFFLOADED
 from shardwright.training.loss_scale import loss_scaler
+from shardwright.training.offload.states import Disk
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
 
@@ -45,7 +49,7 @@ def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device,
     """What takes the steps of a run. `compiled`: the loss is."""
     return Trainer(
         model,
-        build_optimizer(model.named_parameters, model.spec, config.optimizer),
+        build_optimizer(model.named_parameters, model.spec, config.optimizer, disk_of(config)),
         device=device,
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm,
@@ -53,3 +57,10 @@ def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device,
         restart_positions=config.data.positions == "document",
         scaler=loss_scaler(config.precision),
     )
+
+
+def disk_of(config: RunConfig) -> Disk | None:
+    """Where the optimizer states of a run are, if that is a disk."""
+    if config.layout.layout().offload_optimizer != "disk":
+        return None
+    return Disk(Path(config.offload_path or Path(config.out) / OFFLOADED))

@@ -3,6 +3,7 @@
 Shapes: A micro-batches, B sequences, T tokens.
 """
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
 from shardwright.training.loss_scale import loss_scaler
+from shardwright.training.offload.states import Disk
 from shardwright.training.on_shards import OnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
+from shardwright.units import KiB
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
@@ -28,7 +31,7 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, as one rank of a layout."""
     recorder, rank = Recorder(folder), dist.get_rank()
     for training in case.trainings:
-        trainer = build_trainer(case, layout, training)
+        trainer = build_trainer(case, layout, training, folder)
         parameters = trainer.model.named_parameters
         if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
@@ -61,8 +64,13 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     return recorder.trace
 
 
-def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
-    """The trainer of this rank, with the optimizer of that name."""
+CHUNK_BYTES = 12 * KiB
+"""Of states on a disk: several chunks of a model at test size, and large matrices in more than one."""
+
+
+def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None = None) -> Trainer:
+    """The trainer of this rank, with the optimizer of that name; `folder`: for states on a disk, by default that of
+    temporary files."""
     device = torch.device("cpu")
     kept, compute = DTYPES[case.dtype]
     model = apply(
@@ -80,7 +88,8 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
     if training == PLAIN_SGD:
         optimizer = OnShards(torch.optim.SGD(model.named_parameters.values()))
     else:
-        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
+        disk = Disk(folder or Path(tempfile.gettempdir()), CHUNK_BYTES) if layout.offload_optimizer == "disk" else None
+        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, disk)
     return Trainer(
         model,
         optimizer,

@@ -34,7 +34,7 @@ RESUME: dict[str, AnyBug] = {
     "the moments of the optimizer are not taken up": ResumeBug(
         Mutation(
             LOAD,
-            "read_into(folder, manifest, tensors)",
+            "read_into(folder, manifest, tensors, stored_tensors(trainer))",
             "read_into(folder, manifest, {name: each for name, each in tensors.items() if name.startswith('model/')})",
         ),
         (ONE, ONE),

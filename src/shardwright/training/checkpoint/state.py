@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,18 +22,26 @@ from shardwright.training.checkpoint.manifest import (
     read_manifest,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from shardwright.training.checkpoint.storage import IntoPlace, SafetensorsReader, SafetensorsWriter
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.optimizer import named_state
+from shardwright.training.offload.states import StoredTensor
+from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.sources import past_problems
 from shardwright.training.step import Trainer
 
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a checkpoint holds, `model/NAME` and `optimizer/KIND/NAME`: the very tensors in training."""
+    """All that a checkpoint holds, `model/NAME` and `optimizer/KIND/NAME`: the very tensors in training; on the meta
+    device those that are on a disk (`stored_tensors`)."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     return {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
+
+
+def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:
+    """Those of `named_tensors` that are on a disk: this rank's shards."""
+    stored = stored_state(trainer.optimizer, trainer.model.named_parameters.items())
+    return {f"optimizer/{name}": tensor for name, tensor in stored.items()}
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
@@ -69,6 +78,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: Dat
         dist.get_rank(),
         prepare=lambda: store.begin(progress.step, checkpoint_bytes(trainer)),
         publish=publish,
+        stored=stored_tensors(trainer),
     )
     try:
         dcp.save(dict(tensors), storage_writer=writer)
@@ -96,7 +106,7 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Progress:
         refusal = error
     _raise_first(refusal)
     assert manifest is not None
-    read_into(folder, manifest, tensors)
+    read_into(folder, manifest, tensors, stored_tensors(trainer))
     trainer.model.after_change()
     if trainer.scaler is not None and manifest.loss_scale is not None:
         trainer.scaler.state = manifest.loss_scale
@@ -111,12 +121,16 @@ def _raise_first(error: CheckpointError | None) -> None:
         raise error or first
 
 
-def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded or whole, from a checkpoint that holds at least their names."""
+def read_into(
+    folder: Path, manifest: Manifest, tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor] | None = None
+) -> None:
+    """Fill tensors, sharded or whole, from a checkpoint that holds at least their names; `stored`: those of them whose
+    values are on a disk, this rank's shards."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
         try:
-            dcp.load(dict(tensors), storage_reader=SafetensorsReader(folder, manifest))
+            reader = SafetensorsReader(folder, manifest, stored or {})
+            dcp.load(dict(tensors), storage_reader=reader, planner=IntoPlace())
         except CheckpointException as error:
             raise _first_cause(error, f"reading {folder}") from None
 
