@@ -30,13 +30,13 @@ from shardwright.planner.runs import read_runs
 Floats = NDArray[np.float64]
 MOST_ROWS = 20
 """Rows of a family that count; a longer one has each row count for less."""
-FITTED_ROWS = 20
+FITTED_ROWS = 30
 """Rows of a source that the derivatives are taken from, evenly over the table."""
 ROBUST = 0.1
 """Error (of the logarithm) from which on a row pulls less than in proportion."""
 PRIOR = 0.05
 """What a constant that is one spread away from its guess counts, in the logarithm of one row."""
-LEFT_OUT_STEPS = 2
+LEFT_OUT_STEPS = 3
 STEP = 1e-3
 """Change of a constant's logarithm for its derivative."""
 PAGE = Path(__file__).parents[1] / "docs/cost-model.md"

@@ -194,6 +194,7 @@ def test_a_peak_is_that_of_the_rank_and_of_the_kind_that_were_measured(tmp_path:
         ("dgxc", 0.08, 0.1),
         ("bridge-dense", 0.08, 0.1),
         ("nemo-docs", 0.08, 0.2),
+        ("bridge-moe", 0.25, 0.28),
     ],
 )
 def test_step_times_of_each_family_given_and_left_out(

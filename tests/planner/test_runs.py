@@ -204,3 +204,16 @@ def test_a_table_from_a_spreadsheet_is_read_with_its_lines_counted(tmp_path: Pat
     blanks = header.replace(",", " , ")
     path.write_text("\n".join([blanks, first, "", *others]), encoding="utf-8-sig")
     assert [row.row for row in read_runs(path)] == [2, 4, 6, 7]
+
+
+def test_parts_that_megatron_recomputes_are_those_of_a_layout(tmp_path: Path):
+    plain, again = (
+        read_runs(write(tmp_path / "runs.csv", EXPERTS | {"recompute": recompute}))[0]
+        for recompute in ("none", "selective:mla_up_proj")
+    )
+    assert isinstance(plain, Run)
+    assert isinstance(again, Run)
+    assert again.candidates.shared.recompute_modules == ("mla_up",)
+    assert again.predicted_peak_gib() < plain.predicted_peak_gib()
+    more = step_time(again.job, again.candidates).total_s / step_time(plain.job, plain.candidates).total_s
+    assert 1 < more < 1.1

@@ -34,6 +34,8 @@ STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatr
 FUSED_LOSS = {"megatron-core": "megatron-core-fused-loss", "fsdp-compiled": "fsdp-compiled-loss"}
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 """Places in `cost.job.RECOMPUTE`."""
+PARTS = {"mla_up_proj": "mla_up"}
+"""Modules that Megatron-Core recomputes, as the parts of `layout.recompute_modules`."""
 ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 
 
@@ -95,7 +97,7 @@ def _not_priced(row: Measured) -> Iterator[str]:
     """What the row says that the cost model has no figures or formulas for."""
     if row.accelerator in NO_FIGURES:
         yield f"accelerator={row.accelerator} has no figures in hardware.toml"
-    if row.recompute not in RECOMPUTE and not _core_attention(row):
+    if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
         yield f"offload={row.offload} has no price; priced: none"
@@ -108,6 +110,14 @@ def _not_priced(row: Measured) -> Iterator[str]:
 def _core_attention(row: Measured) -> bool:
     """Whether it recomputes what Megatron's "selective" does, by the module's name."""
     return row.recompute == "selective:core_attn" and STACKS[STACK.get(row.stack, row.stack)].selective == "scores"
+
+
+def _parts(row: Measured) -> tuple[str, ...]:
+    """The parts of a layer that a row recomputes by Megatron's names, as a layout names them; none where one of them
+    has no price."""
+    kind, _, modules = row.recompute.partition(":")
+    found = tuple(PARTS.get(name, "") for name in modules.split("+")) if kind == "selective" else ()
+    return found if all(found) else ()
 
 
 def _assumed(row: Measured) -> Iterator[str]:
@@ -176,6 +186,8 @@ def _stack(row: Measured) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp)
+    if _parts(row):
+        stack = replace(stack, selective="parts")
     if row.moe_dispatch in ("deepep", "hybridep"):
         speed = replace(speed, copies_by_node=True)
     return replace(stack, speed=speed)
@@ -201,11 +213,13 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
         "micro_batch": row.micro_batch,
         "recompute": RECOMPUTE.get(row.recompute, RECOMPUTE["selective"]),
     }
+    parts: dict[str, Any] = {"recompute": "selective", "recompute_modules": _parts(row)} if _parts(row) else {}
     arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
     return Candidates(
         shared=replace(
             piped,
             stage_layers=_stage_layers(row, piped.n_stages),
+            **parts,
             cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
         ),
         sequence_parallel=np.array([row.sp]),
