@@ -120,13 +120,19 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
     """Run `rank` dry, or with None one rank of each class that can differ, whose messages then have to agree.
 
     `remedies`: where it does not fit, try changes. Raises LayoutError for a rank outside of the world, and where with
-    recompute='auto' nothing fits; InputError for what a run file cannot do.
+    recompute='auto' nothing fits; InputError for what a run file cannot do, and for
+    optimizer states on a disk.
     """
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
     layout = config.layout.layout()
     if rank is not None and not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
+    if layout.offload_optimizer != "none":
+        raise InputError(
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none', and "
+            f"see in `shardwright plan` what states on a disk save"
+        )
     if config.precision.compile:
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
