@@ -54,7 +54,7 @@ PRIOR = 0.15
 """What a constant one spread away from its mean counts, in the logarithm of one row."""
 MOST_ROWS = 150
 LOOPS = 9
-ROUNDS, LEFT_OUT_ROUNDS = 25, 4
+ROUNDS, LEFT_OUT_ROUNDS = 25, 2
 ROBUST = 0.15
 
 

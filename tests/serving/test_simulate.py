@@ -1,6 +1,7 @@
 """The simulated scheduler against one that goes pass by pass, and against what no scheduler can change."""
 
 from collections import deque
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -22,7 +23,8 @@ from tests.serving.cases import serving
 
 @cache
 def a_table() -> PassTable:
-    return PassTable(serving("llama-3.1-70b", "h100:4/4", precision="fp8"), Degrees(4), 2048)
+    there = serving("llama-3.1-8b", "h100:1/1")
+    return PassTable(replace(there, rates=replace(there.rates, launch_s=1e-5)), Degrees(1), 2048)
 
 
 def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], users: int | None) -> np.ndarray:
@@ -59,12 +61,11 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
             tokens, read[i] = tokens + chunk, read[i] + chunk
             if read[i] == requests[i].input_len:
                 ready.append(i)
-        over = table.cached_s * sum(cached[i] for i in decoding)
         if tokens:
-            now += table.prompt_s(tokens + len(decoding)) + table.pair_s * pairs
-            now += (table.request_s * len(decoding) + over) if decoding else 0.0
+            over = sum(cached[i] for i in decoding)
+            now += table.read_s(tokens + len(decoding), pairs, len(decoding), over)
         else:
-            now += table.decode_s(len(decoding)) + over
+            now += table.decode_s(len(decoding)) + table.cached_s * sum(cached[i] for i in decoding)
         ended = []
         for i in decoding:
             left[i], cached[i] = left[i] - 1, cached[i] + 1
@@ -87,8 +88,8 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
 @pytest.mark.parametrize("users", [None, 7], ids=["poisson", "closed loop"])
 def test_passes_computed_at_once_are_those_computed_one_by_one(mixed: bool, users: int | None):
     table = a_table()
-    limit = Scheduler(max_batch=5, max_tokens=700, cache_tokens=3000, mixed=mixed)
-    ins, outs = lengths(600, 0.1, 40, seed=5), lengths(60, 0.1, 40, seed=6)
+    limit = Scheduler(max_batch=5, max_tokens=300, cache_tokens=1500, mixed=mixed)
+    ins, outs = lengths(900, 0.1, 40, seed=5), lengths(60, 0.1, 40, seed=6)
     requests = poisson(20.0, ins, outs) if users is None else closed_loop(ins, outs)
     found = run(table, limit, requests, users)
     expected = pass_by_pass(table, limit, requests, users)
@@ -100,7 +101,7 @@ def test_one_request_takes_its_prompt_and_its_tokens():
     table = a_table()
     limit = Scheduler(max_batch=8, max_tokens=2048, cache_tokens=1e6)
     found = run(table, limit, [Request(0.0, 1000, 11)])
-    first = table.arrive_s + table.prompt_s(1000) + table.pair_s * 1000 * 500
+    first = table.arrive_s + table.read_s(1000, 1000 * 500, 0, 0)
     further = sum(table.decode_s(1) + table.cached_s * (1000 + k) for k in range(10))
     assert found.ttft_s[0] == pytest.approx(first)
     assert found.e2e_s[0] == pytest.approx(first + further)
@@ -122,6 +123,12 @@ def test_a_faster_arrival_waits_longer_and_more_than_capacity_ever_longer():
     waits = [run(table, limit, poisson(rate, ins, outs)).ttft_s for rate in (1.0, 10.0, 1000.0)]
     assert waits[0].mean() < waits[1].mean() < waits[2].mean()
     assert waits[2][200:].mean() > 2 * waits[2][:100].mean()
+
+
+def test_a_longer_prompt_of_as_many_tokens_has_more_attention():
+    table = a_table()
+    assert table.pair_s > 0
+    assert table.read_s(8192, 8192 * 4096, 0, 0) > table.read_s(8192, 8192 * 512, 0, 0) > table.least_s
 
 
 def test_a_request_larger_than_the_cache_is_served_alone():

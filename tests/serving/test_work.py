@@ -101,8 +101,9 @@ def test_the_largest_batch_fills_the_cache_and_one_more_does_not_fit():
     assert n * each <= float(held.cache[0]) < (n + 1) * each
 
 
-def test_a_closed_loop_is_slower_than_decoding_alone_by_the_prompts_of_others():
+def test_a_prompt_lengthens_a_pass_by_less_where_several_share_it():
     there = serving()
-    alone = forms.loop_tpot_s(there, ONE, 1.0, 512, 128)
-    assert float(alone[0]) == float(forms.decode_s(there, ONE, 1.0, 512 + 64)[0])
-    assert float(forms.loop_tpot_s(there, ONE, 32.0, 512, 128)[0]) > float(forms.decode_s(there, ONE, 32.0, 576)[0])
+    alone, together = (
+        float(forms.prompt_in_passing_s(there, ONE, 32.0, 576, 512, prompts)[0]) for prompts in (1.0, 8.0)
+    )
+    assert 0 < together < alone

@@ -1,6 +1,6 @@
-"""Times of static batches, of a closed loop and of an instance at its maximum load, from the time of a pass.
+"""Times of static batches and of an instance at its maximum load, from the time of a pass.
 
-All functions take numbers or arrays (n,) and give arrays. `concurrency` requests of an instance have prompts of
+All functions take numbers or arrays (n,) and give arrays. `requests` of an instance have prompts of
 `input_len` tokens and are answered with `output_len` tokens each.
 """
 
@@ -53,23 +53,6 @@ def prompt_in_passing_s(
     )  # fmt: skip
     longer = period_s(serving, settings, together) - decode_s(serving, settings, requests, context)
     return np.asarray(longer / np.asarray(prompts))
-
-
-def loop_tpot_s(
-    serving: Serving, settings: Settings, concurrency: ArrayLike, input_len: ArrayLike, output_len: ArrayLike
-) -> Floats:
-    """Mean time of a token after the first where each request that ends is followed by another at once.
-
-    While a request decodes, the prompt of each of the other concurrency - 1 is read once:
-    tpot = decode(concurrency) + (concurrency - 1) / output_len x the time a prompt adds to a pass.
-    """
-    context = middle(input_len, output_len)
-    each = decode_s(serving, settings, concurrency, context)
-    prompt = prompt_in_passing_s(serving, settings, concurrency, context, input_len)
-    return ledger.compute(
-        "time of a token in a closed loop", "decode + (concurrency - 1) / output_len * prompt_in_passing", "s", "",
-        decode=each, concurrency=np.asarray(concurrency), output_len=np.asarray(output_len), prompt_in_passing=prompt,
-    )  # fmt: skip
 
 
 def full_load_tokens_per_s(

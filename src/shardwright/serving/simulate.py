@@ -35,13 +35,18 @@ class PassTable:
     def __init__(
         self, serving: Serving, degrees: Degrees, max_tokens: int, drafted: float = 0.0, dearer: float = 1.0
     ) -> None:
+        rates, model = serving.rates, serving.model
+        self.least_s = float(
+            np.max(model.n_layers * rates.launch_s + model.n_expert_layers * rates.expert_launch_s + rates.pass_s)
+        )
+        serving = replace(serving, rates=replace(rates, launch_s=0.0, expert_launch_s=0.0))
         grid = np.unique(np.round(np.geomspace(1, max(2, 2 * max_tokens), 72)))
         settings = Settings.of([degrees])
         decode = Batch(requests=grid, logits=grid * (1 + drafted), drafted=drafted)
         self._tokens: list[float] = grid.tolist()
         self._decode: list[float] = _row(period_s(serving, settings, decode) * dearer, grid)
         self._prompt: list[float] = _row(period_s(serving, settings, Batch(prompt=grid, logits=1.0)), grid)
-        self.request_s = float(np.max(serving.rates.request_s))
+        self.request_s = float(np.max(rates.request_s))
         self.arrive_s = float(np.max(serving.rates.arrive_s))
         far, one = 1e5, np.ones(1)
         near = Batch(requests=one, logits=one, drafted=drafted)
@@ -54,9 +59,11 @@ class PassTable:
         """Of a pass in which requests without any cached token decode."""
         return _between(self._tokens, self._decode, requests)
 
-    def prompt_s(self, tokens: float) -> float:
-        """Of a pass that reads prompts, without their attention."""
-        return _between(self._tokens, self._prompt, tokens)
+    def read_s(self, tokens: float, pairs: float, requests: int, cached: float) -> float:
+        """Of a pass of `tokens`, of which `requests` decode with `cached` tokens and the others are of prompts with
+        `pairs` of tokens; at least what the host takes to start its kernels."""
+        computing = _between(self._tokens, self._prompt, tokens) + self.pair_s * pairs + self.cached_s * cached
+        return max(computing, self.least_s) + self.request_s * requests
 
 
 def _row(seconds: Floats, grid: Floats) -> list[float]:
@@ -219,9 +226,9 @@ class _Run:
             if self.reading[0][1] < self.requests[at].input_len:
                 break
             ready.append(self.reading.popleft()[0])
-        self.now += self.table.prompt_s(tokens + decoding) + self.table.pair_s * pairs
+        cached = self.cached if decoding else 0.0
+        self.now += self.table.read_s(tokens + decoding, pairs, decoding, cached)
         if decoding:
-            self.now += self.table.request_s * decoding + self.table.cached_s * self.cached
             self._advance(1)
         for at in ready:
             self.first[at] = self.now
