@@ -33,7 +33,9 @@ def test_the_paths_of_a_gpu_send_and_keep_the_same(name: str):
     table = run_file("dense", ON_GPUS[name], "bf16")
     on_cpu, on_gpu = (run_ranks(dry, 1, table, 0, gpu)[0] for gpu in (False, True))
     assert [message.content for message in on_gpu.messages] == [message.content for message in on_cpu.messages]
-    for kind in ("parameters", "gradients", "states", "activations"):
+    # A fused norm keeps its input and a number a row; on a CPU a norm keeps more.
+    assert 0.5 < on_gpu.peak_of_kinds["activations"] / on_cpu.peak_of_kinds["activations"] < 1
+    for kind in ("parameters", "gradients", "states"):
         # Blocks of 512 bytes, of which these tensors have few.
         assert on_gpu.peak_of_kinds[kind] == pytest.approx(on_cpu.peak_of_kinds[kind], rel=0.1), kind
 
