@@ -17,10 +17,9 @@ from shardwright.model.documents import Documents
 from shardwright.model.fp8 import use_fp8
 from shardwright.model.init import initialise
 from shardwright.model.modules import row_of
-from shardwright.model.moe import learn_from_load, take_load
+from shardwright.model.moe import Routing, expert_layers, learn_from_load, take_load
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.routing import LossScale
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
@@ -37,7 +36,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
         loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
-        LossScale([model]).share = loss_scale * _n_sequences(case) / case.global_batch
+        _scale_losses_of_routers(model, loss_scale * _n_sequences(case) / case.global_batch)
         if case.fp8 is not None:
             use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
@@ -92,6 +91,17 @@ def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter
 
 Losses = tuple[Tensor, Tensor | None]
 """Of the next token, and the mean over modules of multi-token prediction of theirs, if there are any."""
+
+
+def _scale_losses_of_routers(model: Transformer, share: float) -> None:
+    """Multiply the losses that routers add, means over a forward pass, by its share of the batch and the loss scale."""
+
+    def scale(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        aux, z = (None if loss is None else share * loss for loss in (routing.aux_loss, routing.z_loss))
+        return routing._replace(aux_loss=aux, z_loss=z)
+
+    for layer in expert_layers(model).values():
+        layer.router.register_forward_hook(scale)
 
 
 def _n_sequences(case: Case) -> int:
