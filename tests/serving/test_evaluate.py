@@ -61,6 +61,7 @@ def errors(published: Evaluation, regime: str, *metrics: str, requests: int | No
     ]
 
 
+@prove
 def test_static_batches_are_within_a_guard(published: Evaluation):
     found = errors(published, STATIC, "output_tokens_per_s", "e2e_latency_s")
     assert len(found) == 358
@@ -100,6 +101,7 @@ def test_sources_that_the_constants_have_not_seen(published: Evaluation):
             assert each.left_out < 0.45, each
 
 
+@prove
 def test_rows_that_are_skipped_say_why(published: Evaluation):
     assert len(published.skipped) == 23
     assert {each.reason.partition(",")[0] for each in published.skipped} == {
@@ -108,6 +110,7 @@ def test_rows_that_are_skipped_say_why(published: Evaluation):
     }
 
 
+@prove
 def test_the_document_has_every_row_once(published: Evaluation):
     document = published.as_json()
     ids = [row["id"] for row in document["rows"]]
