@@ -104,6 +104,12 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
+    precision = valid.get("precision")
+    if layout and precision and precision.compute == "fp64" and layout.compress_gradients != "none":
+        found.append(
+            f"layout.compress_gradients={layout.compress_gradients!r} rounds gradients to fewer digits than "
+            f"precision.compute='fp64' is for; leave it out, or set precision.compute to 'fp32' or 'bf16'"
+        )
     how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
     if how == AUTO and layers is not None:
         found = [problem for problem in found if "recompute_layers" not in problem]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.cost import idle, ledger, parameters, pipeline
-from shardwright.cost.collectives import all_gather, all_reduce, point_to_point, reduce_scatter
+from shardwright.cost.collectives import all_gather, all_reduce, point_to_point
+from shardwright.cost.compression import SENT_BYTES, Sums
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
@@ -295,23 +296,24 @@ class _Traffic:
     def sent(self, what: str) -> Floats:
         """Seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
-            terms = {f"{what}, {each.name}": _message(self.job, what, each) for each in self.groups}
+            terms = {f"{what}, {each.name}": _message(self.job, self.candidates, what, each) for each in self.groups}
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
 
 
-def _message(job: Job, what: str, group: _Group) -> Floats:
+def _message(job: Job, candidates: Candidates, what: str, group: _Group) -> Floats:
     """Seconds of one collective of a group of parameters."""
-    cluster, name, e = job.cluster, f"{what}, {group.name}", job.element_bytes
-    gradients = group.count * job.stack.speed.reduce_bytes
+    cluster, name = job.cluster, f"{what}, {group.name}"
+    sums, gathered = Sums.of(job, candidates.shared), candidates.shared.compress_weights
+    e = SENT_BYTES.get(gathered, job.element_bytes)
     match what:
         case "gradients, all-reduce":
-            return all_reduce(cluster, gradients, group.reduce_ranks, group.stride, name)
+            return sums.all_reduce(group.count, group.reduce_ranks, group.stride, name)
         case "gradients, reduce-scatter":
-            return reduce_scatter(cluster, gradients, group.shards, group.stride, name)
+            return sums.reduce_scatter(group.count, group.shards, group.stride, name)
         case "shards over replicas, all-reduce":
             replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
-            return all_reduce(cluster, gradients / group.shards, replicas, stride, name)
+            return sums.all_reduce(group.count / group.shards, replicas, stride, name)
         case "weights, all-gather":
             return all_gather(cluster, group.count * e, group.shards, group.stride, name)
         case _:

@@ -15,6 +15,7 @@ from shardwright.model.matmul import Linear
 from shardwright.model.recompute import recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.compressed import Compression
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
 from shardwright.parallel.expert import split_experts
@@ -56,6 +57,7 @@ def apply(
     experts_apart = spec.moe is not None and layout.ep * layout.tp > 1
     expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
+    compression = Compression.of(layout, mesh, expert_mesh)
     shards: list[Sharded] = []
     for part in parts:
         blocks = list(part.layers.values())
@@ -83,11 +85,13 @@ def apply(
             for block in blocks:
                 block.compile()
         if sharded:
-            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compute_dtype, param_dtype))
+            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, compute_dtype, param_dtype))
         materialise(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
-    engines: list[DataEngine] = [*shards] or [Replicated(part.parameters(), groups.tokens) for part in parts]
+    engines: list[DataEngine] = [*shards] or [
+        Replicated(part.parameters(), groups.tokens, compression.gradients) for part in parts
+    ]
     stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
     runner: Runner
     if stages:

@@ -36,8 +36,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         for step in range(case.steps):
             tokens_BT, targets_BT, ids_B = case.batch(step)
             keys_B = sample_keys(case.seed, step, ids_B) if case.spec.draws else None
-            # What is not trained (a router's bias) is added to what has more digits than `compute`.
-            weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
+            weights = _weights(case, parameters, compute)
             also = _also(case, step, keys_B) | _tokens_ahead(case, tokens_BT)
             outputs = functional_call(model, weights, (tokens_BT,), also)
             loss, ahead = _losses(case, outputs, targets_BT)
@@ -75,11 +74,41 @@ def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter
     tokens_BT, targets_BT, ids_B = case.batch(case.steps)
     keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
     model.eval()
-    weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
+    weights = _weights(case, parameters, compute)
     also = _also(case, case.steps, keys_B) | _tokens_ahead(case, tokens_BT)
     outputs = functional_call(model, weights, (tokens_BT,), also)
     model.train()
     return _losses(case, outputs, targets_BT)
+
+
+def _weights(case: Case, parameters: dict[str, nn.Parameter], compute: torch.dtype) -> dict[str, Tensor]:
+    """What the matmuls use."""
+    # What is not trained (a router's bias) is added to what has more digits than `compute`.
+    weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
+    if case.integer_weights is None:
+        return weights
+    tp, experts = case.integer_weights
+    for name, weight in weights.items():
+        row = row_of(case.spec, name)
+        if weight.dim() > 1 and weight.requires_grad and (experts or row.kind != "expert"):
+            columns = weight.shape[-1] // (tp if row.split == "row" else 1)
+            weights[name] = weight + (_as_integers(weight.detach(), columns) - weight.detach())
+    return weights
+
+
+def _as_integers(weight: Tensor, columns: int) -> Tensor:
+    """Every element as the nearest of 255 multiples of the scale of its block; blocks are equal parts, of 128 elements
+    at most, of each `columns` elements of a row."""
+    n_blocks = -(-columns // 128)
+    found = torch.zeros_like(weight)
+    for shard in range(0, weight.shape[-1], columns):
+        for block in range(shard, shard + columns, -(-columns // n_blocks)):
+            end = min(block + -(-columns // n_blocks), shard + columns)
+            elements = weight[..., block:end]
+            scale = (elements.abs().max(-1, keepdim=True).values / 127).float()
+            integers = torch.nan_to_num((elements / scale).round())  # 0 / 0 where all are zero
+            found[..., block:end] = integers * scale.to(weight.dtype)
+    return found
 
 
 def _losses(case: Case, outputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor | None]:

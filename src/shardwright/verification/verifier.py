@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwright.compression import gradient_roundings
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.layout import Layout
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
-from shardwright.verification.case import PLAIN_SGD, Case, with_drawn_experts
+from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
@@ -30,6 +31,7 @@ from shardwright.verification.tolerance import (
     of_sums,
     rounding_alone,
     with_adams_noise,
+    with_compression,
 )
 from shardwright.verification.trace import Quantity, RankTrace, Trace
 
@@ -74,7 +76,8 @@ class Verifier:
         Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
         """
         _check(case, layout)
-        case = with_drawn_experts(case)
+        case = with_choices_of(layout, case)
+        case = with_drawn_experts(case, rounded=gradient_roundings(layout) > 0)
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
             found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
@@ -84,11 +87,13 @@ class Verifier:
                 other = replace(ours, micro_batch=against[0].micro_batch)
                 expected = self._keep((other, against[1]), self.train, against[1].world_size, other, against[1])
                 sides, name = 2, str(against[1])
-            tolerance = self._tolerance(case, sides)
+            tolerance = with_compression(self._tolerance(case, sides), case, layout)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = tolerance.rows(compare.errors(found, expected))
-            if case.dtype == "bfloat16":
+            if case.dtype == "bfloat16" and not gradient_roundings(layout):
                 rows += self._in_16_bits(ours, layout, found)
+            if gradient_roundings(layout) == 1 and layout.compress_gradients == "bf16":
+                rows += _summed_wide(ours, layout, found)
             n_replicated, differing = compare.differing_replicas(found)
             return Report(case, layout, name, rows, n_replicated, differing)
 
@@ -197,6 +202,15 @@ class Verifier:
                 n_threads=1 if small else None,
             )
         return Trace(folder, ranks)
+
+
+def _summed_wide(case: Case, layout: Layout, found: Trace) -> list[Row]:
+    """Whether gradients that travel in bfloat16 were not summed in it, too: those of ZeRO-2 and -3 have a term for each
+    rank and micro-batch, those of ZeRO-1 for each rank."""
+    terms = layout.data_ranks * layout.cp * (case.accumulation(layout) if layout.zero > 1 else 1)
+    if terms < _ENOUGH_TERMS:
+        return []
+    return of_sums(terms).rows(compare.share_of_bfloat16(found, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
 
 
 def _check(case: Case, layout: Layout) -> None:

@@ -1,0 +1,116 @@
+"""Proves that training with compressed gradients is that of one process within the error of the roundings, that it
+sends what the formulas and the planner say, and that what cannot be compressed is refused with the way out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.compression import gradient_roundings
+from shardwright.config import parse
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.errors import ConfigError, LayoutError
+from shardwright.layout import KEYS, Layout
+from shardwright.planner.choice import Choice
+from shardwright.planner.explain import explain
+from shardwright.planner.search import Priced
+from shardwright.verification import Verifier
+from tests.distributed import run_ranks
+from tests.marks import rest_prove
+from tests.traffic import Traffic
+from tests.training.test_memory_and_traffic import ACCUMULATION, EVEN
+from tests.training.worlds import RATE, SPEC, build, case, local_batch
+
+N_PARAMETERS = EVEN.n_parameters
+BF16 = {"compress_gradients": "bf16"}
+ROUNDED = {
+    "zero 0": Layout(dp_replicate=4, **BF16),
+    "zero 1": Layout(dp_shard=4, zero=1, **BF16),
+    "zero 2": Layout(dp_shard=4, zero=2, **BF16),
+    "zero 3": Layout(dp_shard=2, zero=3, **BF16),
+    "zero 1, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=1, **BF16),
+    "zero 3, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=3, **BF16),
+    "cp": Layout(cp=2, dp_shard=2, zero=2, **BF16),
+    "cp, zero 0": Layout(cp=2, zero=0, **BF16),
+    "tp": Layout(tp=2, dp_shard=2, zero=3, **BF16),
+    "pipeline": Layout(pp=2, dp_shard=2, zero=2, pp_schedule="zb-h1", **BF16),
+    "two ways": Layout(pp=2, dp_replicate=2, pp_schedule="dualpipe", **BF16),
+}
+WIDE = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, n_layers=4)
+
+
+def verified(verifier: Verifier, layout: Layout, dtype: str = "float64") -> None:
+    accumulation = 4 if layout.pp_schedule == "dualpipe" or dtype == "bfloat16" else 3
+    given = replace(case(layout, accumulation, dtype, WIDE), seq_len=12)
+    report = verifier.parity(given, layout)
+    assert report.equal, report.differing or report.worst
+    if gradient_roundings(layout):
+        rounded = [row.error for row in report.rows if row.quantity.kind == "gradient" and row.quantity.step == 1]
+        assert max(rounded) > 1e-4, "gradients have to have been rounded"
+
+
+@pytest.mark.parametrize("name", rest_prove(ROUNDED, "zero 3, hybrid"))
+def test_gradients_in_bf16_are_those_of_one_process_within_their_roundings(name: str, verifier: Verifier):
+    verified(verifier, ROUNDED[name])
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["zero 0", "zero 2", "zero 1, hybrid"])
+def test_so_they_are_with_fewer_digits(name: str, dtype: str, verifier: Verifier):
+    verified(verifier, ROUNDED[name], dtype)
+
+
+def sent_in_a_step(layout: Layout) -> dict[str, int]:
+    """Bytes of the larger side of each kind of collective of a step, in fp32."""
+    trainer = build(layout, torch.float32, EVEN)
+    data_rank = layout.data_rank(dist.get_rank())
+    with Traffic() as traffic:
+        trainer.step(local_batch(0, data_rank, layout.data_ranks, ACCUMULATION), 0, RATE)
+    return {kind: n for kind, n in traffic.bytes.items() if kind != "small"}
+
+
+def sent_by_plan(layout: Layout) -> int:
+    """The bytes of a step's compressed sums by the formulas of `plan --explain`."""
+    job = Job(model=EVEN, cluster=cluster("h100:4/4"), seq_len=16, global_batch=96, precision="fp32")
+    entries = explain(Priced.of(job, Choice(layout, 96 // (ACCUMULATION * layout.data_ranks))))
+    sent = {entry.what: float(entry.inputs["S"]) for entry in entries if "S" in entry.inputs}  # type: ignore[arg-type]
+    times = {"gradients, reduce-scatter, dense": ACCUMULATION if layout.zero > 1 else 1}
+    return round(sum(n * times.get(what, 1) for what, n in sent.items() if what.endswith(("scatter, dense", "to-all"))))
+
+
+SENT = {"zero 0": (0, 1), "zero 1": (1, 0), "zero 2": (ACCUMULATION, 0), "zero 3, hybrid": (ACCUMULATION, 1)}
+"""How often a step reduce-scatters all gradients, and how often it sums this rank's shards over replicas."""
+
+
+@pytest.mark.parametrize("name", rest_prove(SENT, "zero 3, hybrid"))
+def test_gradients_in_bf16_send_two_bytes_an_element(name: str):
+    layout = ROUNDED[name]
+    scattered, over_replicas = SENT[name]
+    shard = N_PARAMETERS // layout.dp_shard
+    for sent in run_ranks(sent_in_a_step, 4, layout):
+        assert "allreduce" not in sent
+        assert "reduce_scatter_base" not in sent
+        assert sent["alltoall_base"] == 2 * (scattered * N_PARAMETERS + over_replicas * shard)
+    assert sent_by_plan(layout) == sent["alltoall_base"]
+
+
+REFUSED = {
+    "one data rank": ({"tp": 2}, {}, "needs more than one rank of dp_replicate x dp_shard x cp"),
+    "float64": ({"dp_shard": 2}, {"compute": "fp64"}, "set precision.compute to 'fp32' or 'bf16'"),
+    "a misspelt kind": ({"dp_shard": 2, "compress_gradients": "bf61"}, {}, "bf16"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compressed_is_refused_with_the_way_out(name: str):
+    layout, precision, way_out = REFUSED[name]
+    run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
+    with pytest.raises((ConfigError, LayoutError), match=way_out):
+        parse(run | {"layout": BF16 | layout, "precision": precision})
+
+
+def test_plan_compresses_only_when_asked():
+    assert KEYS["compress_gradients"].searched(Layout(dp_shard=2)) == ("none",)
