@@ -247,12 +247,14 @@ class Layout(NumberedRanks):
         "none",
         help="how gradients travel between the ranks that sum them: none: in the type in which they accumulate; bf16: "
         "rounded to bf16, and summed in the former type where they arrive; int8, int4: as integers with a scale for "
-        "each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209)",
+        "each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: those of matrices as products of "
+        "rank R, with zero 0 (arXiv 1905.13727)",
         words=lambda layout, sizes: compression.WORDS[layout.compress_gradients],
         choices=lambda: compression.GRADIENTS,
         used=_over_data,
         needs="more than one rank of dp_replicate x dp_shard x cp",
-        in_turn=compression.GRADIENTS[1:],
+        in_turn=("bf16", "powersgd-2", "int8", "powersgd-1", "int4"),
+        not_priced=lambda: compression.POWERSGD,
         planned=lambda layout: ("none",),  # the others change the numbers of the training
     )
     compress_weights: str = _key(

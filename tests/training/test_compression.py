@@ -13,6 +13,7 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import KEYS, Layout
+from shardwright.model.modules import end_rows, rows
 from shardwright.planner.choice import Choice
 from shardwright.planner.explain import explain
 from shardwright.planner.search import Priced
@@ -20,6 +21,7 @@ from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.traffic import Traffic
+from tests.training.bugs.bug import EXPERTS
 from tests.training.test_memory_and_traffic import ACCUMULATION, EVEN
 from tests.training.worlds import RATE, SPEC, build, case, local_batch
 
@@ -63,6 +65,45 @@ def test_so_they_are_with_fewer_digits(name: str, dtype: str, verifier: Verifier
     verified(verifier, ROUNDED[name], dtype)
 
 
+WEIGHTS, INT8 = {"compress_weights": "int8"}, {"compress_gradients": "int8"}
+AS_INTEGERS = {
+    "gradients, zero 1": Layout(dp_shard=4, zero=1, **INT8),
+    "gradients, two hops": Layout(dp_shard=4, zero=2, node_ranks=2, **INT8),
+    "gradients and weights, two hops": Layout(dp_shard=4, zero=3, node_ranks=2, **INT8, **WEIGHTS),
+    "gradients, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=3, **INT8),
+    "gradients, tp": Layout(tp=2, dp_shard=2, zero=3, **INT8),
+    "4 bits": Layout(dp_shard=2, zero=3, compress_gradients="int4"),
+    "weights, zero 1": Layout(dp_shard=4, zero=1, **WEIGHTS),
+    "weights, zero 3": Layout(dp_shard=2, zero=3, **WEIGHTS),
+    "weights, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2, **WEIGHTS),
+    "weights, tp": Layout(tp=2, dp_shard=2, zero=3, **WEIGHTS),
+    "weights, cp": Layout(cp=2, zero=3, **WEIGHTS),
+    "weights, pipeline": Layout(pp=2, dp_shard=2, zero=3, zero_pp_gather="microbatch", **WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("name", rest_prove(AS_INTEGERS, "gradients and weights, two hops"))
+def test_integers_train_as_one_process_that_uses_the_weights_that_arrive(name: str, verifier: Verifier):
+    verified(verifier, AS_INTEGERS[name])
+
+
+@pytest.mark.prove
+def test_weights_of_experts_travel_too(verifier: Verifier):
+    for layout in (Layout(dp_shard=4, zero=3, ep=2, **WEIGHTS), Layout(dp_shard=2, zero=3, ep=2, **WEIGHTS, **INT8)):
+        given = replace(case(layout, 3, spec=replace(WIDE, moe=EXPERTS)), seq_len=12)
+        report = verifier.parity(given, layout)
+        assert report.equal, (layout, report.differing or report.worst)
+
+
+@pytest.mark.prove
+def test_weights_as_integers_are_exact_to_rounding(verifier: Verifier):
+    layout = AS_INTEGERS["weights, zero 3"]
+    report = verifier.parity(replace(case(layout, 3, spec=WIDE), seq_len=12), layout)
+    assert report.worst_error < 1e-12
+    plain = verifier.parity(replace(case(layout, 3, spec=WIDE), seq_len=12), replace(layout, compress_weights="none"))
+    assert plain.equal
+
+
 def sent_in_a_step(layout: Layout) -> dict[str, int]:
     """Bytes of the larger side of each kind of collective of a step, in fp32."""
     trainer = build(layout, torch.float32, EVEN)
@@ -85,6 +126,25 @@ SENT = {"zero 0": (0, 1), "zero 1": (1, 0), "zero 2": (ACCUMULATION, 0), "zero 3
 """How often a step reduce-scatters all gradients, and how often it sums this rank's shards over replicas."""
 
 
+def bytes_of_a_shard(n_ranks: int, bits: int) -> int:
+    """Bytes in which a rank's shard of all parameters of EVEN travels: its vectors in fp32, and of its matrices an
+    integer for each element and a scale for each row, as no row has more than one block."""
+    vectors = sum(row.numel for _, row in rows(EVEN).items() if len(row.shape) == 1)
+    n_rows = sum(row.numel // row.shape[-1] for _, row in rows(EVEN).items() if len(row.shape) > 1)
+    return (4 * vectors + (N_PARAMETERS - vectors) * bits // 8 + 4 * n_rows) // n_ranks
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_send_a_byte_or_half_and_a_scale_for_each_block(bits: int):
+    layout = Layout(dp_shard=4, zero=3, node_ranks=2, compress_gradients=f"int{bits}", **WEIGHTS)
+    ends = sum(row.numel // row.shape[-1] * (4 + row.shape[-1]) if len(row.shape) > 1 else 4 * row.numel
+               for row in end_rows(EVEN))  # fmt: skip
+    for sent in run_ranks(sent_in_a_step, 4, layout):
+        # Inside a node a rank sends the parts of all 4 ranks, between two nodes those of 2.
+        assert sent["alltoall_base"] == ACCUMULATION * (4 + 2) * bytes_of_a_shard(4, bits)
+        assert sent["allgather_base"] == ACCUMULATION * (2 * 4 * bytes_of_a_shard(4, 8) - ends)
+
+
 @pytest.mark.parametrize("name", rest_prove(SENT, "zero 3, hybrid"))
 def test_gradients_in_bf16_send_two_bytes_an_element(name: str):
     layout = ROUNDED[name]
@@ -100,6 +160,10 @@ def test_gradients_in_bf16_send_two_bytes_an_element(name: str):
 REFUSED = {
     "one data rank": ({"tp": 2}, {}, "needs more than one rank of dp_replicate x dp_shard x cp"),
     "float64": ({"dp_shard": 2}, {"compute": "fp64"}, "set precision.compute to 'fp32' or 'bf16'"),
+    "integers without ZeRO": ({"dp_replicate": 2, **INT8}, {}, "compress_gradients='bf16', which every stage can have"),
+    "weights that are not gathered": ({"dp_replicate": 2, **WEIGHTS}, {}, "zero=1, 2 or 3, where parameters are gath"),
+    "uneven nodes": ({"dp_shard": 4, "node_ranks": 3, **INT8}, {}, "valid: 1, 2, 4"),
+    "nodes of nothing": ({"dp_shard": 4, "node_ranks": 2}, {}, "needs compress_gradients='int8' or 'int4'"),
     "a misspelt kind": ({"dp_shard": 2, "compress_gradients": "bf61"}, {}, "bf16"),
 }
 

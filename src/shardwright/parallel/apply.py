@@ -1,6 +1,6 @@
 """Applies every kind of parallelism of a layout to a model, in one fixed order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.compression import powersgd_rank
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
 from shardwright.model.recompute import recompute_parts
@@ -26,6 +29,7 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
+from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
@@ -89,8 +93,10 @@ def apply(
         materialise(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
+    products = _products(spec, layout, mesh, named, seed, sharded)
     engines: list[DataEngine] = [*shards] or [
-        Replicated(part.parameters(), groups.tokens, compression.gradients) for part in parts
+        _replicated(parameters, groups, compression, products[i] if products else None)
+        for i, parameters in enumerate(named)
     ]
     stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
     runner: Runner
@@ -101,7 +107,37 @@ def apply(
     else:
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0])
-    return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
+    return model
+
+
+def _products(
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: DeviceMesh,
+    named: Sequence[dict[str, nn.Parameter]],
+    seed: int,
+    sharded: bool,
+) -> list[PowerSGD]:
+    """What sums the gradients of the matrices of each part as products; none where they are summed as they are.
+
+    Raises LayoutError where FSDP2 holds the parameters.
+    """
+    rank = powersgd_rank(layout)
+    if rank and sharded:
+        raise LayoutError(
+            f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in the type of the parameters; set "
+            f"precision.compute='fp32', or compress_gradients='bf16'"
+        )
+    return [PowerSGD(parameters, spec, rank, mesh["replicas"], seed) for parameters in named] if rank else []
+
+
+def _replicated(
+    named: dict[str, nn.Parameter], groups: Groups, compression: Compression, products: PowerSGD | None
+) -> Replicated:
+    others = [parameter for name, parameter in named.items() if products is None or name not in products]
+    return Replicated(others, groups.tokens, compression.gradients, products)
 
 
 def _parts(

@@ -47,6 +47,7 @@ from shardwright.parallel import collectives
 from shardwright.parallel.collectives import Sent
 from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
+from shardwright.parallel.powersgd import PowerSGD
 from shardwright.units import in_groups
 
 BUCKET_BYTES = 25 * 2**20
@@ -84,11 +85,15 @@ class Replicated:
     last backward pass of a step each bucket is all-reduced as soon as it is complete."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, codec: Codec | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        codec: Codec | None = None,
+        products: PowerSGD | None = None,
     ) -> None:
         """`parameters` are plain tensors that have storage. Without a group nothing is reduced. `codec`: how gradients
-        travel, if not in their own type."""
-        self.group = group
+        travel, if not in their own type. `products` sums those of other parameters, after the last backward pass."""
+        self.group, self.products = group, products
         self.start_sum = collectives.start_sum if codec is None else partial(start_sum_of_vector, codec=codec)
         # Freed gradients would make the next step accumulate in new tensors and copy those into the buckets: P more.
         self.keeps_gradients = group is not None
@@ -125,6 +130,8 @@ class Replicated:
             work.wait()
         self._works.clear()
         self._missing = []
+        if self.products is not None:
+            self.products.sum()
 
     def release(self) -> None:
         pass

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwright.compression import powersgd_rank
 from shardwright.config import OptimizerSection, RunConfig, Scope
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
@@ -100,6 +101,9 @@ class Case:
     integer_weights: tuple[int, bool] | None = None
     """Whether matmuls use weights as they arrive with `layout.compress_weights`: over how many ranks of tp columns are
     sharded, and whether those of experts travel; None: weights as they are."""
+
+    powersgd_rank: int = 0
+    """The rank of the products that gradients of matrices are replaced by; 0: they are not."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -190,6 +194,7 @@ class Case:
 
 def with_choices_of(layout: Layout, case: Case) -> Case:
     """The case with the choices of a layout that change what one process computes, too."""
+    case = replace(case, powersgd_rank=powersgd_rank(layout))
     if layout.compress_weights == "none":
         return case
     experts = layout.expert_dp_shard > 1 or layout.ep * layout.tp == 1

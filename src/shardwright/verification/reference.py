@@ -18,6 +18,7 @@ from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
+from shardwright.verification.products import Products
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
 
@@ -31,6 +32,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
+        products = Products(parameters, case) if case.powersgd_rank else None
         if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
@@ -44,6 +46,8 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
             recorder.scalar(Quantity("loss", training, step + 1), loss.detach())
             if ahead is not None:
                 recorder.scalar(Quantity("mtp loss", training, step + 1), ahead.detach())
+            if products is not None:
+                products.replace_gradients()
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)

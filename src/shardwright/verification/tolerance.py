@@ -161,7 +161,8 @@ def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolera
 
     An element is rounded `compression.gradient_roundings` times, each by `HALF_STEP` of its size; the sum of so many
     is allowed for a gradient, times `_COMPRESSED`. Some of that reaches a norm, a loss and the
-    parameters. Steps of Adam, which divides by the size of a gradient, let it grow in the steps after.
+    parameters. Steps of Adam, which divides by the size of a gradient, let it grow in the steps after; so do weights that
+    travel as integers, where an element between two of them arrives as the other one.
     """
     if not gradient_roundings(layout):
         return tolerance
@@ -171,10 +172,11 @@ def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolera
         kind, training, step = quantity
         before_any = kind == "initial" or (step == 1 and kind in ("loss", "mtp loss"))
         added = 0.0 if before_any else bound * (_SHARE.get(_number(quantity), 1.0))
-        if training != PLAIN_SGD and (step > 1 or _number(quantity) == "loss"):
+        after_a_step = step > 1 or _number(quantity) == "loss"
+        if after_a_step and (training != PLAIN_SGD or layout.compress_weights != "none"):
             added *= _GROWN
-            if kind == "parameter":
-                added = max(added, math.sqrt(_NOISE) * _all_steps(case))
+        if training != PLAIN_SGD and kind == "parameter":
+            added = max(added, math.sqrt(_NOISE) * _all_steps(case))
         return min(MOST, tolerance.limit(quantity, name) + added)
 
     reason = (

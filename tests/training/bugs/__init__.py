@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from tests.training.bugs import (
     chunked_loss,
+    compression,
     data,
     documents,
     dtype,
@@ -37,17 +38,27 @@ FAMILIES: dict[str, Mapping[str, AnyBug]] = {
     | muon.SCALE
     | mtp.SCALE
     | optimizers.SCALE,
-    "missing or double reduction": reduction.BUGS | elsewhere.REDUCTION | mtp.REDUCTION | optimizers.REDUCTION,
-    "wrong shard": shard.BUGS | elsewhere.SHARD | generation.SHARD | muon.SHARD | mtp.SHARD | optimizers.SHARD,
+    "missing or double reduction": reduction.BUGS
+    | elsewhere.REDUCTION
+    | mtp.REDUCTION
+    | optimizers.REDUCTION
+    | compression.REDUCTION,
+    "wrong shard": shard.BUGS
+    | elsewhere.SHARD
+    | generation.SHARD
+    | muon.SHARD
+    | mtp.SHARD
+    | optimizers.SHARD
+    | compression.SHARD,
     "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE,
-    "wrong dtype": dtype.BUGS | optimizers.DTYPE,
+    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE | compression.STALE,
+    "wrong dtype": dtype.BUGS | optimizers.DTYPE | compression.DTYPE,
     "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
     "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
     "wrong recomputation": recompute.BUGS,
     "wrong chunks of the loss": chunked_loss.BUGS,
     "wrong weights from files": hugging_face.BUGS,
-    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME,
+    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME | compression.RESUME,
 }
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
 
