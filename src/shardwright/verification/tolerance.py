@@ -160,9 +160,9 @@ def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolera
     """The same, and what the rounding of compressed gradients adds (`layout.compress_gradients`).
 
     An element is rounded `compression.gradient_roundings` times, each by `HALF_STEP` of its size; the sum of so many
-    is allowed for a gradient, times `_COMPRESSED`. Some of that reaches a norm, a loss and the
-    parameters. Steps of Adam, which divides by the size of a gradient, let it grow in the steps after; so do weights that
-    travel as integers, where an element between two of them arrives as the other one.
+    is allowed for a gradient, times `_COMPRESSED`. Some of that reaches a norm, a loss and the parameters. Steps of
+    Adam, which divides by the size of a gradient, let it grow in the steps after; so do weights that travel as
+    integers, where an element between two of them arrives as the other one.
     """
     if not gradient_roundings(layout):
         return tolerance
