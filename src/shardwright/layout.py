@@ -253,7 +253,7 @@ class Layout(NumberedRanks):
         choices=lambda: compression.GRADIENTS,
         used=_over_data,
         needs="more than one rank of dp_replicate x dp_shard x cp",
-        in_turn=("bf16", "powersgd-2", "int8", "powersgd-1", "int4"),
+        in_turn=("bf16", "int8"),
         not_priced=lambda: compression.POWERSGD,
         planned=lambda layout: ("none",),  # the others change the numbers of the training
     )

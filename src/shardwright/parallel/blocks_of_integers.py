@@ -39,9 +39,9 @@ class Integers:
                 vectors.append(x_nP)
                 continue
             x_nBE = _in_blocks(x_nP, part.columns)
-            scale_nB = (x_nBE.abs().amax(-1) / self.largest).float()
+            scale_nB = (x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).float()
             divisor_nB1 = torch.where(scale_nB == 0, 1.0, scale_nB)[..., None]
-            scales.append(scale_nB)
+            scales.append(torch.where(scale_nB.isfinite(), scale_nB, torch.nan))
             integers.append((x_nBE / divisor_nB1).round().to(torch.int8).flatten(1))
         sent = [torch.cat(vectors, 1).contiguous().view(torch.uint8)] if vectors else []
         if integers:
@@ -68,8 +68,8 @@ class Integers:
                 found.append(next(vectors_n))
                 continue
             scale_nB = next(scales_nB)
-            x_nBE = next(integers_n).view(*scale_nB.shape, -1).to(dtype) * scale_nB[..., None].to(dtype)
-            found.append(_out_of_blocks(x_nBE, part))
+            x_nBE = next(integers_n).view(*scale_nB.shape, -1) * scale_nB[..., None].to(_wide(dtype))
+            found.append(_out_of_blocks(x_nBE.to(dtype), part))
         return torch.cat(found, 1)
 
     def _packed(self, integers_nX: Tensor) -> Tensor:
@@ -84,6 +84,11 @@ class Integers:
             return packed.view(torch.int8)
         pairs = torch.stack([packed % 16, packed // 16], -1).flatten(1)[:, :n_elements]
         return pairs.to(torch.int8) - self.largest
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of products with scales."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _shape(part: Part) -> tuple[int, int]:

@@ -57,8 +57,9 @@ class Compression:
 
     def apply(self, module: FSDPModule, prefix: str) -> None:
         """Replace the collectives of a group of parameters of FSDP2."""
-        (group,) = module._get_fsdp_state()._fsdp_param_groups
-        parts = [Part.of(parameter.padded_sharded_param_size) for parameter in group.fsdp_params]
+        # A stage in the middle of a pipeline has no parameters but those of its blocks: then there is no group here.
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        parts = [Part.of(each.padded_sharded_param_size) for group in groups for each in group.fsdp_params]
         collective: Any
         if self.gradients is not None:
             collective = _ReduceScatter(self.gradients, self.hops[prefix], parts)

@@ -38,13 +38,26 @@ class Products:
                 for expert in range(len(stacked)):
                     basis = self.bases[name][part * len(stacked) + expert]
                     whole = stacked[expert, rows] + errors[expert, rows]
-                    left, _ = torch.linalg.qr(whole @ basis)
-                    basis.copy_(whole.T @ left)
-                    stacked[expert, rows] = left @ basis.T
-                    errors[expert, rows] = whole - left @ basis.T
+                    left = orthonormal(whole @ basis)
+                    product = left @ (left.T @ whole)
+                    stacked[expert, rows], errors[expert, rows] = product, whole - product
+                    used = left.norm(dim=0) > 0  # a basis that gave no direction stays
+                    basis[:, used] = whole.T @ left[:, used]
 
     def _outputs(self, name: str) -> list[Tensor]:
         """For each logical matrix of a parameter which of its rows it has."""
         row = self.rows[name]
         of_head = torch.cat([torch.full((n,), part) for part, (_, n) in enumerate(row.parts)]).repeat(row.heads)
         return [(of_head == part).nonzero().flatten() for part in range(len(row.parts))]
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Orthonormal columns by Gram and Schmidt; zeros for one of which less than 1e-10 is left."""
+    found = torch.zeros_like(matrix)
+    for number, column in enumerate(matrix.unbind(1)):
+        rest = column.clone()
+        for other in (*found.unbind(1), *found.unbind(1)):
+            rest -= other * (other @ rest)
+        if rest.norm() > 1e-10 * column.norm():
+            found[:, number] = rest / rest.norm()
+    return found

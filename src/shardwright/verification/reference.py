@@ -108,10 +108,10 @@ def _as_integers(weight: Tensor, columns: int) -> Tensor:
     for shard in range(0, weight.shape[-1], columns):
         for block in range(shard, shard + columns, -(-columns // n_blocks)):
             end = min(block + -(-columns // n_blocks), shard + columns)
-            elements = weight[..., block:end]
+            elements = weight[..., block:end].to(torch.promote_types(weight.dtype, torch.float32))
             scale = (elements.abs().max(-1, keepdim=True).values / 127).float()
             integers = torch.nan_to_num((elements / scale).round())  # 0 / 0 where all are zero
-            found[..., block:end] = integers * scale.to(weight.dtype)
+            found[..., block:end] = integers * scale
     return found
 
 

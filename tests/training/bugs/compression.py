@@ -96,8 +96,8 @@ DTYPE: dict[str, AnyBug] = {
     "scales of blocks are rounded to bf16": Bug(
         Mutation(
             f"{_INTEGERS}.encode",
-            "(x_nBE.abs().amax(-1) / self.largest).float()",
-            "(x_nBE.abs().amax(-1) / self.largest).bfloat16().float()",
+            "(x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).float()",
+            "(x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).bfloat16().float()",
         ),
         _WEIGHTS,
     ),
@@ -106,7 +106,9 @@ DTYPE: dict[str, AnyBug] = {
     ),
     "a block with an infinite element arrives as zeros": UnitBug(
         Mutation(
-            f"{_INTEGERS}.decode", "scale_nB[..., None].to(dtype)", "scale_nB[..., None].to(dtype).nan_to_num(0, 0)"
+            f"{_INTEGERS}.decode",
+            "scale_nB[..., None].to(_wide(dtype))",
+            "scale_nB[..., None].to(_wide(dtype)).nan_to_num()",
         ),
         "tests/parallel/test_compression.py:test_what_is_no_number_arrives_as_none",
         (float("inf"),),
