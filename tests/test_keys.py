@@ -103,6 +103,8 @@ def test_the_matrix_of_verify_varies_every_key_or_says_why_not():
         varied = {getattr(each, name) for each in found} - {None}
         if key.unverified:
             assert {getattr(each, name) for each in found} == {key.default_in(each) for each in found}, name
+        elif key.in_turn:
+            assert varied == {*key.in_turn, key.default}, name
         elif key.choices is not None:
             assert varied == set(key.choices()), name
         else:

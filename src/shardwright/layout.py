@@ -266,7 +266,7 @@ class Layout(NumberedRanks):
             + ("as they are" if layout.compress_weights == "none" else "as integers of 8 bits")
         ),
         choices=lambda: ("none", "int8"),
-        used=lambda layout: (layout.dp_shard * layout.cp > 1) & (layout.zero > 0),
+        used=lambda layout: (layout.dp_shard * layout.cp > 1) & (layout.zero != 0),
         needs="dp_shard x cp above 1 and zero=1, 2 or 3, where parameters are gathered",
         in_turn=("none", "int8"),
         planned=lambda layout: ("none",),  # the other changes the numbers of the training
