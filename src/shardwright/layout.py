@@ -279,7 +279,7 @@ class Layout(NumberedRanks):
         used=lambda layout: layout.compress_gradients in compression.INTEGERS,
         needs="compress_gradients='int8' or 'int4'",
         group="compress_gradients",
-        in_turn=(2, 1),
+        in_turn=(1, 2),
     )
     stage_layers: tuple[int, ...] | None = _key(
         None,

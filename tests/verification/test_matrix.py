@@ -11,7 +11,7 @@ import pytest
 from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
 from shardwright.errors import LayoutError
-from shardwright.layout import CP_METHODS, Layout
+from shardwright.layout import CP_METHODS, KEYS, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
