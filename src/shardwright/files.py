@@ -8,15 +8,45 @@ import os
 import re
 import shutil
 import socket
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from shardwright.errors import InputError
-from shardwright.units import format_bytes
+from shardwright.units import MiB, format_bytes
 
+LONGEST_TEXT = 16 * MiB
+"""The longest file that is read whole as text: a run file, a table of hardware."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The folders this process is writing. The pid in a folder's name alone may be that of an earlier process.
 _in_use: set[Path] = set()
+
+
+def read_text(path: Path) -> str:
+    """A file of UTF-8 text. Raises OSError, and ValueError with a reason for what is no such text or is longer than
+    `LONGEST_TEXT`, as a device can be."""
+    with path.open("rb") as file:
+        content = file.read(LONGEST_TEXT + 1)
+    if len(content) > LONGEST_TEXT:
+        raise ValueError(f"longer than {format_bytes(LONGEST_TEXT)}")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """A TOML document. Raises ValueError with a reason for what is none."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("tables or lists are nested too deeply") from None
+    except ValueError:
+        raise ValueError(f"an integer has more than {sys.get_int_max_str_digits()} digits") from None
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -92,7 +122,15 @@ def publish_folder(fresh: Path, final: Path, aside: Path) -> None:
         raise
     _sync(final.parent)
     if replacing:
-        shutil.rmtree(aside)
+        remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with what is in it, or a file or link that stands in the place of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def clear_leftover(path: Path, replaced: Path | None = None) -> None:
@@ -132,13 +170,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_LOCK = ".lock"
+LOCK = ".lock"
 
 
 def problem_of_owner(folder: Path) -> str | None:
     """What is wrong with starting a run in a folder that another process owns (`sole_owner`); None if none does."""
     try:
-        with (folder / _LOCK).open() as file:
+        with (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _used_by(folder)
@@ -148,7 +186,7 @@ def problem_of_owner(folder: Path) -> str | None:
 
 
 def _used_by(folder: Path) -> str:
-    owner = (folder / _LOCK).read_text().strip()
+    owner = (folder / LOCK).read_text().strip()
     return (
         f"{folder} is in use by {owner or 'another process'}; wait for it to end, or name another folder with "
         f"--set out=..."
@@ -162,7 +200,7 @@ def sole_owner(folder: Path) -> Iterator[None]:
     Raises InputError, naming the process, if another one owns it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -22,8 +22,10 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shardwright.errors import InputError
+from shardwright.files import LOCK
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
 """In a folder that `shardwright import` wrote: the section [model] of its weights."""
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
@@ -35,9 +37,19 @@ Record = dict[str, Any]
 T = TypeVar("T")
 
 
+def wrong_kinds(out: Path) -> list[str]:
+    """What is in a folder in the place of a file or folder of a run, and cannot be."""
+    folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES)]
+    files = [out / name for name in (RUN_FILE, METRICS, LOCK)]
+    found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
+    found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
+    way_out = "move it away, or name another folder with --set out=..."
+    return [f"{problem}; {way_out}" for problem in found]
+
+
 def timeline_path(out: Path, rank: int) -> Path:
     """The file of rank `rank` of `pp`, of the run whose folder is `out`."""
-    return out / "timeline" / f"rank-{rank}.jsonl"
+    return out / TIMELINES / f"rank-{rank}.jsonl"
 
 
 def checkpoint_name(step: int) -> str:

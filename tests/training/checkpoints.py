@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.training.checkpoint.manifest import Progress
+from shardwright.training.checkpoint.manifest import DataRecord, Progress
 from shardwright.training.checkpoint.state import load, named_tensors, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.step import Trainer
@@ -20,7 +20,14 @@ from tests.mutation import Mutation, mutated
 from tests.training.worlds import RATE, SEED, SPEC, build, local_batch, whole
 
 ONE, ZERO_3 = Layout(), Layout(dp_shard=2, zero=3)
-DATA = {"fingerprint": "f" * 64, "seq_len": 10, "sequences": "packed"}
+DATA = DataRecord(
+    seq_len=10,
+    sequences="packed",
+    mixture={
+        "sources": [{"name": "book", "fingerprint": "f" * 64}],
+        "stages": [{"from_step": 0, "from_sample": 0, "weights": [1]}],
+    },
+)
 Logical = dict[str, Tensor]
 
 

@@ -196,8 +196,9 @@ def test_a_checkpoint_of_another_model_seed_or_data_is_refused_and_says_why(save
     assert "it is of another model: d_ffn=40, and this run has 48" in complaint(spec=replace(SPEC, d_ffn=48))
     assert "n_layers=2, and this run has 3" in complaint(spec=replace(SPEC, n_layers=3))
     assert f"seed={SEED} and this run has seed=6, so samples would repeat; set seed={SEED}" in complaint(seed=6)
-    other = complaint(data=DATA | {"fingerprint": "0" * 64})
-    assert "samples of fingerprint=ffffffffffff..., and this run cuts them with fingerprint=000000000000" in other
+    exchanged = DATA["mixture"] | {"sources": [{"name": "tale", "fingerprint": "0" * 64}]}
+    other = complaint(data=DATA | {"mixture": exchanged})
+    assert "source 1 was 'book' with tokens of fingerprint ffffffffffff..., and 'tale' (000000000000...)" in other
     assert "of seq_len=10, and this run cuts them with seq_len=20" in complaint(data=DATA | {"seq_len": 20})
     assert "sequences='documents'" in complaint(data=DATA | {"sequences": "documents"})
     dtype = complaint(dtype=torch.float64)

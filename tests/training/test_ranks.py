@@ -49,6 +49,8 @@ def test_a_batch_script_or_a_step_of_one_task_is_no_rank():
     ("environment", "words"),
     [
         ({"RANK": "0"}, "but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "but not MASTER_ADDR"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999; ports go to 65535"),
         ({k: v for k, v in TORCHRUN.items() if k != "RANK"}, "but not RANK; start with torchrun"),
         (TORCHRUN | {"RANK": "one"}, "RANK='one', which is no rank or count"),
         (TORCHRUN | {"RANK": "8"}, "RANK=8 and WORLD_SIZE=8; ranks go from 0 to WORLD_SIZE - 1 = 7"),

@@ -5,7 +5,6 @@ import functools
 import inspect
 import json
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from shardwright import extensions
 from shardwright.errors import InputError, LayoutError, ShardwrightError, nearest
+from shardwright.files import parse_toml
 from shardwright.layout import KEYS, Layout
 
 console = Console(highlight=False)
@@ -61,6 +61,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**given: Any) -> None:
         try:
+            _within_64_bits(given)
             if options is None:
                 function(**given)
             else:
@@ -68,6 +69,11 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         except ShardwrightError as error:
             fail(error)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            fail(InputError(f"{error.filename}: {error.strerror}"))
+            raise typer.Exit(InputError.exit_code) from None
         except KeyboardInterrupt:
             error_console.print("interrupted")
             raise typer.Exit(130) from None
@@ -77,6 +83,21 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
     vars(run)["__signature__"] = takes  # what typer makes options from
     return run
+
+
+LONGEST_NUMBER = 18
+"""Digits of a whole number that 64 bits hold."""
+
+
+def _within_64_bits(given: Mapping[str, Any]) -> None:
+    """Raises InputError for options whose numbers have more digits than 64 bits hold."""
+    wrong = [
+        f"--{name.replace('_', '-')}: a number of at most {LONGEST_NUMBER} digits is needed"
+        for name, value in given.items()
+        if isinstance(value, int | float) and abs(value) >= 10**LONGEST_NUMBER
+    ]
+    if wrong:
+        raise InputError(*wrong)
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -139,12 +160,12 @@ def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
         elif name not in keys:
             what = "means nothing here" if name in KEYS else "there is no such key of the layout"
             problems.append(f"--layout {item}: {what}; {nearest(name, keys)}")
-        elif keys[name].type is int and not value.isdecimal():
-            problems.append(f"--layout {item}: a whole number is needed")
+        elif keys[name].type is int and not (value.isdecimal() and len(value) <= LONGEST_NUMBER):
+            problems.append(f"--layout {item}: a whole number of at most {LONGEST_NUMBER} digits is needed")
         elif keys[name].type is bool and value not in ("true", "false"):
             problems.append(f"--layout {item}: true or false is needed")
         else:
-            values[name] = tomllib.loads(f"value = {value}")["value"] if keys[name].type in (int, bool) else value
+            values[name] = parse_toml(f"value = {value}")["value"] if keys[name].type in (int, bool) else value
     if problems:
         raise LayoutError(*problems)
     return Layout(**values)

@@ -129,6 +129,8 @@ def generate(options: Options) -> None:
 def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
     """The prompts, and what is wrong with how they are given."""
     given = list(options.prompt or ())
+    if any("\udc80" <= char <= "\udcff" for text in given for char in text):
+        return (), ["--prompt: the bytes given are not UTF-8 text"]
     if options.prompts is None:
         return tuple(given), [] if given else ["nothing to continue; give --prompt TEXT or --prompts FILE"]
     path = options.prompts

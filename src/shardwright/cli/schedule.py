@@ -97,6 +97,10 @@ class Options:
     json: AsJson = False
 
 
+MOST_PASSES = 2**20
+"""Micro-batches through a stage that a schedule may have: a minute and some GiB."""
+
+
 @verb
 def schedule(options: Options) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
@@ -157,6 +161,12 @@ def _check(options: Options) -> Times:
     if options.limit is not None and options.name in names() and not find(options.name).searched:
         searched = ", ".join(each for each in names() if find(each).searched)
         wrong.append(f"--limit {options.limit} is for --schedule {searched}, which is built to keep it; leave it out")
+    passes = math.prod(n or 1 for n in sizes.values())
+    if passes > MOST_PASSES:
+        wrong.append(
+            f"{' x '.join(f'{option} {n}' for option, n in sizes.items() if n)} = {passes:,} micro-batches through a "
+            f"stage, and at most {MOST_PASSES:,} are built one by one; shardwright plan prices larger pipelines"
+        )
     if not 0 <= options.kept_for_weight <= 1:
         wrong.append(f"--kept-for-weight {options.kept_for_weight:g}: a share is needed, 0 to 1")
     if options.sort is not None and options.sort not in SORTS:

@@ -52,7 +52,10 @@ class Options:
     matrix: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="every valid layout of N ranks for this model, instead of the run file's own"
+            metavar="N",
+            min=1,
+            max=64,
+            help="every valid layout of N ranks for this model, instead of the run file's own",
         ),
     ] = None
     fuzz: Annotated[
@@ -88,7 +91,12 @@ class Options:
     ] = False
     timeout_s: Annotated[
         float | None,
-        typer.Option("--timeout", min=1, help="seconds a layout may take; if not given, 300, and with --full a day"),
+        typer.Option(
+            "--timeout",
+            min=1,
+            max=7 * _DAY_S,
+            help="seconds a layout may take; if not given, 300, and with --full a day",
+        ),
     ] = None
     json: AsJson = False
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from shardwright import extensions
 from shardwright.config.run_config import RunConfig, broken_rules
 from shardwright.config.sections import RENAMED
 from shardwright.errors import ConfigError, near_path, nearest
+from shardwright.files import parse_toml, read_text
 from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
 
@@ -26,18 +26,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with every problem of the file and of the overrides at once.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        table = parse_toml(read_text(Path(path)))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file{near_path(path, '*.toml')}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; a run file is TOML, like those in examples/") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); a run file is TOML") from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return parse(table, overrides, source=str(path), folder=Path(path).parent)
 
@@ -52,6 +48,9 @@ def parse(
     problems: list[str] = []
     for override in overrides:
         problems += _apply(table, override)
+    problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
+    if problems:
+        raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     problems += extensions.load_named(table, folder)
     try:
         config = RunConfig.model_validate(table)
@@ -64,6 +63,16 @@ def parse(
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
+
+
+def _beyond_64_bits(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, the first digits) of every integer in a table that no 64 bits hold."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        yield key, f"{value:.3e}" if abs(value) < 10**300 else f"{str(value)[:6]}..."
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from _beyond_64_bits(inner, f"{key}.{name}" if key else str(name))
 
 
 def _valid_part(table: dict[str, Any], error: ValidationError) -> dict[str, Any]:
@@ -86,8 +95,8 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
     if not equals:
         return [f"--set {override}: write key=value, such as --set layout.dp_shard=2"]
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         value = text
         if re.search(r",\s*\w[\w.]*=", text):
             return [f"--set {override}: one key is set at a time; give each a --set of its own"]
@@ -104,6 +113,10 @@ def _apply(table: dict[str, Any], override: str) -> list[str]:
 
 INSTEAD = {"model.from": "preset", "model.preset": "from"}
 """Keys of which one takes the place of the other: what `--set` gives replaces both of the file."""
+
+
+LONGEST_SHOWN = 200
+"""Characters of a value that an error repeats."""
 
 
 def _sentence(entry: Any) -> str:
@@ -123,7 +136,9 @@ def _sentence(entry: Any) -> str:
         return f"{key}: missing, and there is no default; it is {it}"
     if entry["type"] in ("model_type", "model_attributes_type"):
         return f"{key}={entry['input']!r}: this is a section, written [{key}]"
-    said = f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"
+    given = repr(entry["input"])
+    given = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}..."
+    said = f"{key}={given}: {entry['msg'][0].lower() + entry['msg'][1:]}"
     if entry["type"] == "literal_error":
         hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))
         return f"{said}; {hint}" if not hint.startswith("valid") else said

@@ -1,7 +1,6 @@
 """The sections of the run file as frozen, documented models: each key with its type, default and description."""
 
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from shardwright import extensions
 from shardwright.errors import ConfigError
+from shardwright.files import parse_toml, read_text
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.keys import Key as LayoutKey
 from shardwright.layout import KEYS as LAYOUT_KEYS
@@ -168,7 +168,7 @@ def spec_of_folder(path: Path) -> ModelSpec:
     for name in (MODEL_FILE, RUN_FILE):
         if (path / name).is_file():
             try:
-                table = tomllib.loads((path / name).read_text(encoding="utf-8"))
+                table = parse_toml(read_text(path / name))
                 if problems := extensions.load_named(table, path):
                     raise ConfigError(*problems)
                 return ModelSection.model_validate(table.get("model", {})).spec()

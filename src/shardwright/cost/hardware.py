@@ -10,7 +10,6 @@ FLOPs and seconds. A figure belongs to an accelerator or to a network, never to 
 """
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwright.errors import InputError, nearest
+from shardwright.files import parse_toml, read_text
 from shardwright.units import GiB, MiB
 
 PACKAGED = Path(__file__).with_name("hardware.toml")
@@ -296,10 +296,10 @@ def _packaged() -> HardwareFile:
 def _read(path: Path, below: HardwareFile) -> HardwareFile:
     """A file merged into another. Raises InputError with all its problems at once."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(read_text(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     try:
         file = HardwareFile.model_validate(table)

@@ -121,9 +121,13 @@ def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
     for entry in entries:
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError as error:  # such as a link to itself
+            raise DataError(f"{entry.path}: cannot be read: {error.strerror}") from None
+        if is_folder:
             yield from _walk(Path(entry.path), seen)
-        elif entry.is_file():
+        elif is_file:
             yield Path(entry.path)
 
 

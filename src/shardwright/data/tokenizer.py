@@ -15,6 +15,7 @@ from shardwright.units import MiB
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
 SMALLEST_BPE = 256 + 1
+LARGEST_BPE = 2**22
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int = 256 
     """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) of the first `sample_bytes` of `texts`.
 
     Its alphabet is the 256 bytes, so any text comes back exactly; `<|endoftext|>`, id 0, is the separator.
-    A small corpus may give fewer tokens than `vocab_size`. Raises DataError for vocab_size below 257.
+    A small corpus may give fewer tokens than `vocab_size`. Raises DataError for vocab_size below 257 or
+    above `LARGEST_BPE`.
     """
     if vocab_size < SMALLEST_BPE:
         raise DataError(f"vocab_size={vocab_size} is below {SMALLEST_BPE} = 256 bytes + 1 separator")
+    if vocab_size > LARGEST_BPE:
+        raise DataError(f"vocab_size={vocab_size} is above {LARGEST_BPE:,}, more than any model has")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

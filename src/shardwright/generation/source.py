@@ -23,7 +23,7 @@ from shardwright.parallel.initialise import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import read_manifest
-from shardwright.training.sources import MIXTURE, ends_of_text
+from shardwright.training.sources import ends_of_text
 from shardwright.training.weights import Weights, fill, open_weights
 
 
@@ -109,7 +109,8 @@ def _text_of_data(checkpoint: Path) -> Text:
     folder = tokenizer_folder(section)
     try:
         data = DataManifest.read(folder, check_files=False)
-        if data.fingerprint != read_manifest(checkpoint).data[MIXTURE]["sources"][0]["fingerprint"]:
+        trained_on = read_manifest(checkpoint).data
+        if trained_on is not None and data.fingerprint != trained_on["mixture"]["sources"][0]["fingerprint"]:
             raise DataError(f"{folder} holds other data now than the run was trained on")
     except DataError as error:
         way_out = "the tokenizer of a run is that of its data: prepare that folder again as it was"

@@ -51,7 +51,9 @@ def running_mean(values: Sequence[float]) -> list[float]:
 
 
 def first_to_last(values: Sequence[float]) -> str:
-    return f"{values[0]:.3g} to {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
+    """`6.58 to 3.60`: three digits of each, zeros at the end included."""
+    ends = [values[0], values[-1]] if len(values) > 1 else [values[0]]
+    return " to ".join(f"{value:#.3g}".rstrip(".") for value in ends)
 
 
 def choose_scale(ax: "Axes", values: Sequence[float]) -> bool:

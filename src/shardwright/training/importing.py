@@ -22,7 +22,14 @@ from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_id
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
 from shardwright.hugging_face.writer import Entry, write_safetensors
 from shardwright.run_folder import MODEL_FILE
-from shardwright.training.checkpoint.manifest import Manifest, Progress, ShardRecord, TensorRecord
+from shardwright.training.checkpoint.manifest import (
+    Manifest,
+    Progress,
+    ShardRecord,
+    TensorRecord,
+    key_of,
+    sha256_of_text,
+)
 from shardwright.training.checkpoint.storage import sha256_of
 from shardwright.training.weights import MODEL
 from shardwright.units import GiB, in_groups
@@ -61,7 +68,7 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
             def make(entry: Entry, file: str = file) -> Tensor:
                 block = by_key[entry.name]
                 tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
-                record = ShardRecord(block.offsets, entry.shape, file, entry.name, sha256_of(tensor))
+                record = ShardRecord(block.offsets, entry.shape, file, sha256_of(tensor))
                 records[block.name].append(record)
                 not_finite[block.name] += tensor.numel() - int(tensor.isfinite().sum())
                 return tensor
@@ -74,19 +81,20 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
             if n
         ]:
             raise InputError(*problems)
+        lines = [f"{key} = {as_toml(value)}" for key, value in table_of(weights.spec).items()]
+        text = "\n".join([f"# written by `shardwright import {source}`", "[model]", *lines]) + "\n"
+        (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
         manifest = Manifest(
             progress=Progress(step=0, samples=0, seed=0),
             model=table_of(weights.spec),
-            data={},
+            data=None,
             world_size=1,
             tensors={
                 MODEL + name: TensorRecord(weights.shapes[name], weights.dtypes[name], tuple(shards))
                 for name, shards in sorted(records.items())
             },
+            files={MODEL_FILE: sha256_of_text(text)},
         )
-        lines = [f"{key} = {as_toml(value)}" for key, value in table_of(weights.spec).items()]
-        text = "\n".join([f"# written by `shardwright import {source}`", "[model]", *lines]) + "\n"
-        (fresh / MODEL_FILE).write_text(text, encoding="utf-8")
         copy_tokenizer(weights.path, fresh)
         write_token_ids(fresh, token_ids(weights.path))
         manifest.write(fresh)
@@ -114,8 +122,11 @@ def _blocks(weights: HuggingFaceWeights) -> Iterator[Block]:
         rows = max(1, BLOCK_BYTES // row_bytes)
         for begin in range(0, shape[0], rows):
             offsets = (begin,) + (0,) * (len(shape) - 1)
-            key = MODEL + name + (f"@{begin}" if begin else "")
-            yield Block(name, offsets, Entry(key, whole.dtype, (min(rows, shape[0] - begin), *shape[1:])))
+            yield Block(
+                name,
+                offsets,
+                Entry(key_of(MODEL + name, offsets), whole.dtype, (min(rows, shape[0] - begin), *shape[1:])),
+            )
 
 
 def folder_of(source: str) -> Path:

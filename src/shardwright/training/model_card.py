@@ -9,7 +9,6 @@ from shardwright.config.mixture import sources_of
 from shardwright.hugging_face.architecture import Architecture
 from shardwright.report.words import learning_rate_in_words
 from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, read_metrics
-from shardwright.training.sources import MIXTURE
 from shardwright.training.weights import CheckpointWeights, Weights
 from shardwright.units import format_count
 
@@ -64,7 +63,7 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
     yield "steps", f"{progress.step:,} of {config.steps:,}"
     yield "tokens seen", format_count(progress.samples * config.batch.seq_len)
     yield "batch", f"{config.batch.global_batch:,} sequences of {config.batch.seq_len:,} tokens"
-    saved = weights.manifest.data.get(MIXTURE, {}).get("sources", [])
+    saved = weights.manifest.data["mixture"]["sources"] if weights.manifest.data is not None else []
     for source, kept in zip(sources_of(config.data), saved, strict=False):
         yield "data", f"`{source.path}`, fingerprint `{kept['fingerprint'][:16]}`"
     if config.init.weights is not None:

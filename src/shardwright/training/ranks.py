@@ -13,6 +13,7 @@ Keys lie under run id and restart count: restarted workers must not read what th
 import gc
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from shardwright.errors import InputError
 from shardwright.training.launch import LISTEN_FD
 
 COLLECTIVE_TIMEOUT_S = 600
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
     Raises InputError for an environment that is half set, or set to what cannot be.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in environment]
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(k)]
         if missing:
             raise InputError(
                 f"the environment gives part of a rank but not {', '.join(missing)}; start with torchrun, "
@@ -51,6 +53,8 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
             )
         rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+        if _number(environment, "MASTER_PORT") > LAST_PORT:
+            raise InputError(f"the environment has MASTER_PORT={environment['MASTER_PORT']}; ports go to {LAST_PORT}")
         return _checked(Place(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
     # A batch script has SLURM_PROCID=0 too; only the tasks of a step, which srun starts, have a step's node
     # list.
@@ -150,6 +154,13 @@ def _store(place: Place) -> dist.Store:
     address, port = meeting_point(environment)
     # torchrun's agent may already serve the store; our launcher has bound the port for rank 0 to listen on.
     serves = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise InputError(
+            f"MASTER_ADDR={address!r} is no address or name of a machine that is known here ({error.strerror}); it "
+            f"must be that of the machine of rank 0"
+        ) from None
     bound = int(environment[LISTEN_FD]) if serves and LISTEN_FD in environment else None
     try:
         with _without_stderr():  # the errors below say what PyTorch's stack traces of C++ say there at each try

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from shardwright.config import RunConfig
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
@@ -14,9 +12,7 @@ from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import Samples, open_sources
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
-from shardwright.training.checkpoint.manifest import Manifest, Progress
-
-MIXTURE = "mixture"
+from shardwright.training.checkpoint.manifest import DataRecord, Manifest, MixtureRecord, Progress, StageRecord
 
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
@@ -90,29 +86,36 @@ class Sources:
         """Tokens that the attention of a token goes over, for the FLOPs of step `step`."""
         return self.mean(step, self._attended)
 
-    def described(self, stages: Sequence[Mixture | Stage]) -> dict[str, Any]:
+    def described(self, stages: Sequence[Mixture | Stage]) -> DataRecord:
         """What makes sample number n the sample it is, for the manifest of a checkpoint: `stages` are those that had
-        begun by then, or all when a run asks whether it can go on from one."""
+        begun by then, or all when a run asks whether it can go on from one, which does not depend on `from_sample`."""
         return {
             "seq_len": self.config.batch.seq_len,
             "sequences": self.config.data.sequences,
-            MIXTURE: {
+            "mixture": {
                 "sources": [
                     {"name": name, "fingerprint": fingerprint}
                     for name, fingerprint in zip(self.names, self.fingerprints, strict=True)
                 ],
-                "stages": [asdict(stage) for stage in stages],
+                "stages": [
+                    StageRecord(
+                        from_step=each.from_step,
+                        from_sample=each.from_sample if isinstance(each, Stage) else 0,
+                        weights=list(each.weights),
+                    )
+                    for each in stages
+                ],
             },
         }
 
 
 def past_stages(manifest: Manifest) -> list[Stage]:
     """The stages that had begun when a checkpoint was saved."""
-    stages = manifest.data[MIXTURE]["stages"]
+    stages = manifest.data["mixture"]["stages"] if manifest.data is not None else []
     return [Stage(each["from_step"], each["from_sample"], tuple(each["weights"])) for each in stages]
 
 
-def past_problems(saved: dict[str, Any], here: dict[str, Any], step: int) -> list[str]:
+def past_problems(saved: MixtureRecord, here: MixtureRecord, step: int) -> list[str]:
     """Why a run with the sources and stages of `here` cannot go on from a checkpoint after `step` steps on those of
     `saved`: a later stage may be added, what was trained on may not change."""
     before, now = saved["stages"], [each for each in here["stages"] if each["from_step"] < step]
@@ -143,7 +146,7 @@ def past_problems(saved: dict[str, Any], here: dict[str, Any], step: int) -> lis
     return found
 
 
-def _matched(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any] | None]:
+def _matched(before: list[StageRecord], now: list[StageRecord]) -> list[StageRecord | None]:
     """Of each stage of a checkpoint the one of this run that begins at the same step."""
     by_step = {each["from_step"]: each for each in now}
     return [by_step.get(was["from_step"]) for was in before]
@@ -157,7 +160,7 @@ def _trimmed(weights: Sequence[int]) -> list[int]:
     return kept
 
 
-def _weights(stage: dict[str, Any], described: dict[str, Any]) -> str:
+def _weights(stage: StageRecord, described: MixtureRecord) -> str:
     """`web 7 : code 3`."""
     pairs = zip(described["sources"], stage["weights"], strict=False)
     return " : ".join(f"{source['name']} {weight}" for source, weight in pairs if weight)

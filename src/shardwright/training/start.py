@@ -17,7 +17,16 @@ from shardwright.model.modules import rows
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
-from shardwright.run_folder import CHECKPOINTS, LOGS, METRICS, Started, checkpoint_name, published, read_metrics
+from shardwright.run_folder import (
+    CHECKPOINTS,
+    LOGS,
+    METRICS,
+    Started,
+    checkpoint_name,
+    published,
+    read_metrics,
+    wrong_kinds,
+)
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras
@@ -28,6 +37,8 @@ from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
 
 _LOST_PEER_WAIT_S = 3.0
+RANKS_PER_CORE = 16
+"""Processes a core that are started on a machine without GPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +67,8 @@ def start(config: RunConfig, quiet: bool = False) -> Ended:
             raise _of_one_rank(error, place, in_training) from None
         if isinstance(error, ShardwrightError | KeyboardInterrupt):
             raise
+        if isinstance(error, OSError) and error.filename is not None and not in_training:
+            raise InputError(f"{error.filename}: {error.strerror}") from None
         raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{formatted(error)}") from None
 
 
@@ -132,10 +145,17 @@ def _tell_torchrun(text: str) -> None:
 def _machine_problems(config: RunConfig) -> list[str]:
     """Why this machine alone cannot run every rank: too few GPUs, or where there is none, too little memory."""
     world_size = config.layout.layout().world_size
+    cores = os.cpu_count() or 1
     n_gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     if n_gpus:
         few = f"the layout has {world_size} ranks and this machine {n_gpus} GPUs; start it with torchrun or srun on "
         return [f"{few}several machines, or lower the degrees of layout.*"] if world_size > n_gpus else []
+    if world_size > RANKS_PER_CORE * cores:
+        return [
+            f"{world_size} ranks on the {cores} cores of this machine are {world_size / cores:.0f} processes a core, "
+            f"and at most {RANKS_PER_CORE} are started; start them on several machines with torchrun or srun, or look "
+            f"at the layout here with shardwright plan"
+        ]
     spec, element = config.model.spec(), 8 if config.precision.compute == "fp64" else 4
     n_parameters, n_states = spec.n_parameters, config.optimizer.kind.n_elements(rows(spec).values())
     state_bytes = 2 if config.optimizer.state_dtype == "bf16" else element
@@ -161,12 +181,13 @@ def _check(config: RunConfig, alone: bool) -> None:
     except InputError as error:
         problems += error.problems
     out = Path(config.out)
-    saved = published(out / CHECKPOINTS)
+    problems += (wrong := wrong_kinds(out))
+    saved = [] if wrong else published(out / CHECKPOINTS)
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
     if alone and (in_use := problem_of_owner(out)):  # else rank 0 of this run may own it already
         problems.append(in_use)
-    elif config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
+    elif not wrong and config.checkpoint.resume == "no" and (saved or (out / METRICS).exists()):
         problems.append(
             f"{out} already holds a run"
             + (f", saved up to {saved[-1].name}" if saved else "")

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.config import spec_of_folder
-from shardwright.errors import CheckpointError
+from shardwright.config import spec_of_folder, table_of
+from shardwright.errors import CheckpointError, DamagedError
 from shardwright.hugging_face.files import is_folder_of_transformers
 from shardwright.hugging_face.reader import open_weights as open_folder_of_transformers
 from shardwright.model.init import Box, whole
@@ -64,7 +64,8 @@ class CheckpointWeights:
         has_moments = prefix == MODEL and moments > 0
         self.optimizer = CheckpointWeights(path, manifest, spec, OPTIMIZER) if has_moments else None
         self.left_out = {f"{moments} tensors of the optimizer": self.WHY_NO_MOMENTS} if has_moments else {}
-        self._last: tuple[ShardRecord, Tensor] | None = None
+        self._prefix = prefix
+        self._last: tuple[str, ShardRecord, Tensor] | None = None
 
     def read(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """As `Weights.read`. Raises DamagedError if a bit of a shard has changed."""
@@ -78,15 +79,15 @@ class CheckpointWeights:
             if all(low < high for low, high in spans):
                 there = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, shard.offsets, strict=True))
                 here = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, offsets, strict=True))
-                box[here] = self._shard(shard)[there]
+                box[here] = self._shard(name, shard)[there]
         return box
 
-    def _shard(self, record: ShardRecord) -> Tensor:
-        """A shard; the last one is kept, as a tensor is often read box after box."""
-        if self._last is None or self._last[0] != record:
+    def _shard(self, name: str, record: ShardRecord) -> Tensor:
+        """A shard of a tensor; the last one is kept, as a tensor is often read box after box."""
+        if self._last is None or self._last[:2] != (name, record):
             self._last = None
-            self._last = record, read_shard(self.path, record)
-        return self._last[1]
+            self._last = name, record, read_shard(self.path, self._prefix + name, self.dtypes[name], record)
+        return self._last[2]
 
     def describe(self) -> str:
         """One line: what it is."""
@@ -104,12 +105,28 @@ def open_weights(path: str | Path) -> Weights:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; give {WHAT}")
     if (folder / FILE_NAME).is_file():
-        return CheckpointWeights(folder, read_manifest(folder), spec_of_folder(folder))
+        return weights_of_checkpoint(folder)
     if saved := published(folder / CHECKPOINTS):
         return open_weights(saved[-1])
     if is_folder_of_transformers(folder):
         return open_folder_of_transformers(folder)
     raise CheckpointError(f"{folder} holds no weights; give {WHAT}")
+
+
+def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
+    """The weights of a checkpoint, or of a folder that `shardwright import` wrote.
+
+    Raises CheckpointError for one that is not there, is damaged, or whose run file and manifest name different models.
+    """
+    manifest, spec = read_manifest(folder), spec_of_folder(folder)
+    read = table_of(spec)
+    if differing := [key for key, value in manifest.model.items() if value != read.get(key)]:
+        raise DamagedError(
+            f"{folder}: its run file has {differing[0]}={read.get(differing[0])!r}, and its {FILE_NAME} has "
+            f"{manifest.model[differing[0]]!r}: either the presets are those of another version of shardwright, "
+            f"or one file is of another checkpoint"
+        )
+    return CheckpointWeights(folder, manifest, spec)
 
 
 WHAT = "a folder of transformers, one that `shardwright import` wrote, a checkpoint, or a run that has one"

@@ -1,49 +1,98 @@
 """manifest.json of a checkpoint: what is in it, where, and how to tell that it is undamaged.
 
-It ends with its own sha256, since a flipped digit in `samples` would be as bad as one in a weight.
+It ends with its own sha256, since a flipped digit in `samples` would be as bad as one in a weight. A manifest that was
+written wrongly has the right sha256 too, so types, bounds and shards are checked besides.
 """
 
 import hashlib
+import itertools
 import json
-import math
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from shardwright.errors import CheckpointError, DamagedError
 
-FORMAT = 2
+FORMAT = 3
 FILE_NAME = "manifest.json"
 
+_exact = with_config(ConfigDict(strict=True, extra="forbid"))
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
+"""A file in the folder of the checkpoint itself: no path."""
 
+
+def _a_type_of_torch(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no type of torch")
+    return name
+
+
+def _not_all_zero(weights: list[int]) -> list[int]:
+    if not any(weights):
+        raise ValueError("no source has a weight")
+    return weights
+
+
+@_exact
 @dataclass(frozen=True)
 class ShardRecord:
-    """A box of a tensor: where it begins in the whole, its shape, the file and key it is stored under, its
-    sha256."""
+    """A box of a tensor: where it begins in the whole, its shape, the file it is stored in, its sha256."""
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    key: str
-    sha256: str
+    offsets: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    file: FileName
+    sha256: Sha256
 
 
+@_exact
 @dataclass(frozen=True)
 class TensorRecord:
     """A whole tensor as the model knows it, and the shards that make it up; `dtype` by torch's name."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[Count, ...]
+    dtype: Annotated[str, AfterValidator(_a_type_of_torch)]
     shards: tuple[ShardRecord, ...]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shards have as many elements as the tensor; PyTorch would leave a gap as it was."""
-        return sum(math.prod(shard.shape) for shard in self.shards) == math.prod(self.shape)
+        """Whether the shards cover the tensor, each element once; PyTorch would leave a gap as it was.
+
+        The corners of a box count +1 and -1 in turn. Boxes cover the whole once if and only if their corners add up to
+        those of the whole: the sum is the mixed derivative of the number of boxes over each element.
+        """
+        if any(len(shard.offsets) != len(self.shape) or len(shard.shape) != len(self.shape) for shard in self.shards):
+            return False
+        boxes = ((shard.offsets, shard.shape) for shard in self.shards)
+        return _corners(boxes) == _corners([((0,) * len(self.shape), self.shape)])
 
 
+def _corners(boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[tuple[int, ...], int]:
+    """Corner -> the sum of its signs over boxes (offsets, shape), zeros left out; a sign for each upper end."""
+    sums: Counter[tuple[int, ...]] = Counter()
+    for offsets, shape in boxes:
+        spans = [((at, 1), (at + n, -1)) for at, n in zip(offsets, shape, strict=True)]
+        for corner in itertools.product(*spans):
+            sign = 1
+            for _, each in corner:
+                sign *= each
+            sums[tuple(at for at, _ in corner)] += sign
+    return {corner: total for corner, total in sums.items() if total}
+
+
+def key_of(name: str, offsets: Sequence[int]) -> str:
+    """The name of a shard in its file: that of the tensor, with @OFFSETS unless it begins where the tensor does."""
+    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
+
+
+@_exact
 @dataclass(frozen=True)
 class Progress:
     """Where a run stood: optimizer steps taken and samples consumed.
@@ -52,22 +101,58 @@ class Progress:
     seed and of these numbers.
     """
 
-    step: int
-    samples: int
-    seed: int
+    step: Count
+    samples: Count
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 
+@_exact
+class SourceRecord(TypedDict):
+    """A source of samples, and the fingerprint of its tokens."""
+
+    name: str
+    fingerprint: str
+
+
+@_exact
+class StageRecord(TypedDict):
+    """A `data.mixture.Stage`."""
+
+    from_step: Count
+    from_sample: Count
+    weights: Annotated[list[Count], AfterValidator(_not_all_zero)]
+
+
+@_exact
+class MixtureRecord(TypedDict):
+    """The sources of a run and the stages that had begun."""
+
+    sources: list[SourceRecord]
+    stages: list[StageRecord]
+
+
+@_exact
+class DataRecord(TypedDict):
+    """What makes sample number n the sample it is."""
+
+    seq_len: Count
+    sequences: str
+    mixture: MixtureRecord
+
+
+@_exact
 @dataclass(frozen=True)
 class Manifest:
     """The whole of a checkpoint but the bytes."""
 
     progress: Progress
     model: dict[str, Any]
-    data: dict[str, Any]
-    """What makes sample number n the sample it is: `seq_len`, `sequences`, and `mixture`: the fingerprints of the
-    sources and the stages that had begun."""
-    world_size: int
+    data: DataRecord | None
+    """None where the weights were imported."""
+    world_size: Annotated[int, Field(ge=1, lt=2**31)]
     tensors: dict[str, TensorRecord]
+    files: dict[FileName, Sha256] = field(default_factory=dict)
+    """The other files of the checkpoint that are read: the run file."""
 
     def write(self, folder: Path) -> None:
         """Write FOLDER/manifest.json."""
@@ -75,29 +160,62 @@ class Manifest:
         (folder / FILE_NAME).write_text(json.dumps(table | {"sha256": _sha256_of(table)}, indent=1) + "\n")
 
 
+def sha256_of_text(text: str) -> str:
+    """Hex digest of a text file's bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedError when there is none or it is not as it was written, CheckpointError for a foreign
-    one."""
+    """Raises DamagedError when there is none, or it or a file of `files` is not as it was written; CheckpointError for
+    a foreign one."""
     path = folder / FILE_NAME
-    if not folder.is_dir():
+    if not folder.exists():
         raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
+    table = _table_of(folder)
+    if table.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} is of another version of shardwright; this one reads format {FORMAT}")
+    try:
+        manifest = _MANIFEST.validate_json(json.dumps(table))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DamagedError(f"{path} is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    for name, tensor in manifest.tensors.items():
+        if not tensor.is_whole:
+            raise DamagedError(f"{path} is damaged: the shards of {name} do not cover each of its elements once")
+    for name, sha256 in manifest.files.items():
+        try:
+            found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        except OSError as error:
+            raise DamagedError(f"{folder / name} cannot be read: {error.strerror}") from None
+        if found != sha256:
+            raise DamagedError(f"{folder / name} is damaged: it does not have the sha256 that the manifest gives")
+    return manifest
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def _table_of(folder: Path) -> dict[str, Any]:
+    """What a manifest holds, if it is as it was written."""
+    path = folder / FILE_NAME
     try:
         table = json.loads(path.read_bytes())
+        if isinstance(table, dict) and table.pop("sha256", None) == _sha256_of(table):
+            return table
     except FileNotFoundError:
         raise DamagedError(f"{folder} is not a whole checkpoint: it has no {FILE_NAME}") from None
+    except NotADirectoryError:
+        raise DamagedError(f"{folder} is a file, and a checkpoint is a folder") from None
+    except IsADirectoryError:
+        raise DamagedError(f"{path} is damaged: it is a folder") from None
     except OSError as error:
+        # Not damage: the next try may succeed.
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
-    if not isinstance(table, dict) or table.pop("sha256", None) != _sha256_of(table):
-        raise DamagedError(f"{path} is damaged: its content does not have the sha256 that it ends with")
-    if table.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} is of another version of shardwright; this one reads format {FORMAT}")
-    manifest = TypeAdapter(Manifest).validate_python(table)
-    for name, tensor in manifest.tensors.items():
-        if not tensor.is_whole:
-            raise DamagedError(f"{path} does not have every shard of {name}")
-    return manifest
+    except RecursionError:
+        raise DamagedError(f"{path} is damaged: it is nested too deeply") from None
+    raise DamagedError(f"{path} is damaged: its content does not have the sha256 that it ends with")
 
 
 def _sha256_of(table: dict[str, Any]) -> str:

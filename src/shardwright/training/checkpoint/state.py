@@ -3,7 +3,6 @@
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +13,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.run_folder import RUN_FILE
-from shardwright.training.checkpoint.manifest import Manifest, Progress, TensorRecord, read_manifest
+from shardwright.training.checkpoint.manifest import (
+    DataRecord,
+    Manifest,
+    Progress,
+    TensorRecord,
+    read_manifest,
+    sha256_of_text,
+)
 from shardwright.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import named_state
-from shardwright.training.sources import MIXTURE, past_problems
+from shardwright.training.sources import past_problems
 from shardwright.training.step import Trainer
 
 
@@ -39,7 +45,7 @@ def checkpoint_bytes(trainer: Trainer) -> int:
     return held * trainer.model.spec.n_parameters // here
 
 
-def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dict[str, Any], run_toml: str) -> Path:
+def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: DataRecord, run_toml: str) -> Path:
     """Write and publish a checkpoint; every rank calls this, and it is there once this returns.
 
     Raises CheckpointError on every rank if any rank could not write; what was published before stays.
@@ -54,6 +60,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dic
             data=data,
             world_size=dist.get_world_size(),
             tensors=records,
+            files={RUN_FILE: sha256_of_text(run_toml)},
         )
         manifest.write(partial)
         (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
@@ -74,7 +81,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: dic
     return store.path_of(progress.step)
 
 
-def load(folder: Path, trainer: Trainer, data: dict[str, Any] | None) -> Progress:
+def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Progress:
     """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this.
 
     Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
@@ -115,7 +122,7 @@ def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> N
 
 
 def _differences(
-    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: dict[str, Any] | None
+    manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:
     """Why a run cannot go on from a checkpoint; a wrong type or shape is never converted."""
     ours = dataclasses.asdict(trainer.model.spec)
@@ -131,14 +138,8 @@ def _differences(
             f"it was trained with seed={manifest.progress.seed} and this run has seed={trainer.seed}, so "
             f"samples would repeat; set seed={manifest.progress.seed}"
         )
-    for key, here in (data or {}).items():
-        if key == MIXTURE:
-            found += past_problems(manifest.data[key], here, manifest.progress.step)
-        elif here != (saved := manifest.data.get(key)):
-            found.append(
-                f"it was trained on samples of {key}={_short(saved)}, and this run cuts them with {key}="
-                f"{_short(here)}, so it cannot go on with each sample once; give the data and sizes it was trained with"
-            )
+    if data is not None:
+        found += _other_samples(manifest, data)
     differing = []
     for name in sorted(tensors.keys() | manifest.tensors.keys()):
         saved, here = manifest.tensors.get(name), tensors.get(name)
@@ -159,14 +160,27 @@ def _differences(
     return found + differing
 
 
+def _other_samples(manifest: Manifest, data: DataRecord) -> list[str]:
+    """Why samples of `data` are not those that a checkpoint was trained on."""
+    saved = manifest.data
+    if saved is None:
+        return ["it holds weights that were imported, and no run has trained them"]
+    found = [
+        f"it was trained on samples of {key}={there!r}, and this run cuts them with {key}={here!r}, so it cannot go on "
+        f"with each sample once; give the data and sizes it was trained with"
+        for key, there, here in (
+            ("seq_len", saved["seq_len"], data["seq_len"]),
+            ("sequences", saved["sequences"], data["sequences"]),
+        )
+        if there != here
+    ]
+    return found + past_problems(saved["mixture"], data["mixture"], manifest.progress.step)
+
+
 _A_NEW_RUN = (
     "only the same run goes on from a checkpoint; a new run with these weights, and with other data, sequences or "
     "optimizer, takes --set init.weights=PATH, a new --set out=... and no --resume"
 )
-
-
-def _short(value: Any) -> str:
-    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 16 else repr(value)
 
 
 def _first_cause(error: CheckpointException, doing: str) -> BaseException:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwright.errors import CheckpointError, DamagedError
-from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, TensorRecord
+from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, TensorRecord, key_of
 
 
 def sha256_of(tensor: Tensor) -> str:
@@ -85,11 +85,10 @@ class SafetensorsWriter(_AsPlanned, StorageWriter):
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
             offsets = tuple(item.tensor_data.chunk.offsets)
-            key = item.index.fqn if not any(offsets) else f"{item.index.fqn}@{','.join(map(str, offsets))}"
             resolved = planner.resolve_data(item)
             assert isinstance(resolved, Tensor)
-            tensors[key] = tensor = resolved.detach().cpu().contiguous()
-            record = ShardRecord(offsets, tuple(tensor.shape), self.file, key, sha256_of(tensor))
+            tensors[key_of(item.index.fqn, offsets)] = tensor = resolved.detach().cpu().contiguous()
+            record = ShardRecord(offsets, tuple(tensor.shape), self.file, sha256_of(tensor))
             results.append(WriteResult(item.index, tensor.nbytes, record))
         path = self.folder / self.file
         # safetensors makes its files readable by their owner alone, whatever the umask says.
@@ -148,10 +147,9 @@ class SafetensorsReader(_AsPlanned, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted = defaultdict(list)
         for item in plan.items:
-            index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
-            wanted[self._records[index]].append(item)
-        for record, items in sorted(wanted.items(), key=lambda pair: (pair[0].file, pair[0].key)):
-            shard = read_shard(self.folder, record)
+            wanted[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)].append(item)
+        for index, items in sorted(wanted.items(), key=lambda pair: (self._records[pair[0]].file, pair[0].fqn)):
+            shard = read_shard(self.folder, index.fqn, self.manifest.tensors[index.fqn].dtype, self._records[index])
             for item in items:
                 part = shard
                 for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -164,22 +162,26 @@ class SafetensorsReader(_AsPlanned, StorageReader):
         return done
 
 
-def read_shard(folder: Path, record: ShardRecord) -> Tensor:
-    """One shard from its file. Raises DamagedError, naming file and tensor, if a single bit of it has
-    changed."""
-    path = folder / record.file
+def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tensor:
+    """One shard of the tensor `name` of type `dtype` from its file. Raises DamagedError, naming file and tensor, if a
+    single bit of it has changed."""
+    path, key = folder / record.file, key_of(name, record.offsets)
     try:
         with safe_open(path, framework="pt") as file:
-            shard: Tensor = file.get_tensor(record.key)
+            shard: Tensor = file.get_tensor(key)
     except FileNotFoundError:
-        raise DamagedError(f"{path} is missing; it should hold {record.key}") from None
+        raise DamagedError(f"{path} is missing; it should hold {key}") from None
     except OSError as error:
         # Not damage: the next try may succeed, and passing over it would in the end delete a good checkpoint.
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     except (SafetensorError, ValueError) as error:
-        raise DamagedError(f"{path} is damaged and cannot be read (looking for {record.key}): {error}") from None
-    if tuple(shard.shape) != record.shape or sha256_of(shard) != record.sha256:
+        raise DamagedError(f"{path} is damaged and cannot be read (looking for {key}): {error}") from None
+    found = str(shard.dtype).removeprefix("torch."), tuple(shard.shape)
+    if found != (dtype, record.shape):
         raise DamagedError(
-            f"{path} is damaged: the bytes of {record.key} do not have the sha256 that the manifest gives"
+            f"{path} is damaged: {key} is {found[0]} {list(found[1])} there, and the manifest says {dtype} "
+            f"{list(record.shape)}"
         )
+    if sha256_of(shard) != record.sha256:
+        raise DamagedError(f"{path} is damaged: the bytes of {key} do not have the sha256 that the manifest gives")
     return shard

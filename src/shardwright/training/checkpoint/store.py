@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from shardwright.errors import CheckpointError
-from shardwright.files import clear_leftover, publish_folder
+from shardwright.files import clear_leftover, publish_folder, remove
 from shardwright.run_folder import checkpoint_name, published
 from shardwright.units import format_bytes
 
@@ -50,7 +50,7 @@ class CheckpointStore:
         published = self.published()
         here = published.index(final)
         for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
-            shutil.rmtree(path)
+            remove(path)
 
     def sweep(self) -> None:
         """Delete what processes that were killed left half-written, and put back what they had moved

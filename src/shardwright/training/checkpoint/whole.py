@@ -4,12 +4,10 @@ from pathlib import Path
 
 import torch
 
-from shardwright.config import load as load_run_file
 from shardwright.errors import CheckpointError
 from shardwright.model.transformer import Transformer
-from shardwright.run_folder import CHECKPOINTS, RUN_FILE, published
-from shardwright.training.checkpoint.manifest import read_manifest
-from shardwright.training.checkpoint.state import read_into
+from shardwright.run_folder import CHECKPOINTS, published
+from shardwright.training.weights import fill, weights_of_checkpoint
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
@@ -27,10 +25,9 @@ def restore(checkpoint: Path) -> Transformer:
 
     Raises CheckpointError for one that is not there or damaged.
     """
-    manifest = read_manifest(checkpoint)
+    weights = weights_of_checkpoint(checkpoint)
     with torch.device("meta"):
-        model = Transformer(load_run_file(checkpoint / RUN_FILE).model.spec())
-    dtype = manifest.tensors["model/embedding.weight"].dtype
-    model = model.to(getattr(torch, dtype)).to_empty(device="cpu").eval()
-    read_into(checkpoint, manifest, {f"model/{name}": p.data for name, p in model.named_parameters()})
+        model = Transformer(weights.spec).to(getattr(torch, weights.dtypes["embedding.weight"]))
+    model = model.to_empty(device="cpu").eval()
+    fill(model.named_parameters(), weights.spec, weights)
     return model
