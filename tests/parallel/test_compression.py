@@ -12,7 +12,6 @@ from shardwright.parallel.blocks_of_integers import Integers
 from shardwright.parallel.compression import Part, Rounded, reduce_scatter, start_sum_of_vector
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
-from tests.training.bugs.compression import HOPS
 
 N, K = 4, 37
 
@@ -147,6 +146,25 @@ def test_a_sum_in_two_hops_is_rounded_once_in_each(bits: int, *bugs: Mutation):
         bound_K = torch.stack([half_K for _, half_K in (*arrived, *nodes)]).sum(0)
         error_K = (twice - everyone[:, rank].sum(0)).abs()
         assert bool((error_K <= bound_K * (1 + 1e-5) + 1e-6).all())
+
+
+_REDUCE_SCATTER = "shardwright.parallel.compression:reduce_scatter"
+HOPS: dict[str, Mutation] = {
+    "sums of integers take the parts of another node": Mutation(
+        _REDUCE_SCATTER, "x_nK.view(-1, m, k).transpose(0, 1)", "x_nK.view(m, -1, k)"
+    ),
+    "what goes between nodes has not been summed in them": Mutation(
+        _REDUCE_SCATTER,
+        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k).sum(0)",
+        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k)[0]",
+    ),
+    "sums of integers are rounded to bf16": Mutation(
+        _REDUCE_SCATTER,
+        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k).sum(0)",
+        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k).sum(0).bfloat16().to(kept_K.dtype)",
+    ),
+}
+"""Each is put in and seen by a test of its own, on ranks of two nodes."""
 
 
 @pytest.mark.parametrize("bug", HOPS)

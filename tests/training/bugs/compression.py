@@ -2,6 +2,7 @@
 
 from shardwright.layout import Layout
 from tests.mutation import Mutation
+from tests.parallel.test_compression import HOPS
 from tests.training.bugs.bug import LATENT, STATE, AnyBug, Bug, ResumeBug, UnitBug
 
 _INTEGERS = "shardwright.parallel.blocks_of_integers:Integers"
@@ -12,22 +13,6 @@ _THIN = [Layout(dp_replicate=2, compress_gradients="powersgd-2")]
 _FORMULA = "tests/parallel/test_compression.py:test_integers_arrive_within_half_a_scale_of_their_block"
 _SHOWN = "tests/parallel/test_compression.py:test_a_sum_shows_the_bug"
 
-HOPS: dict[str, Mutation] = {
-    "sums of integers take the parts of another node": Mutation(
-        f"{_SUMS}:reduce_scatter", "x_nK.view(-1, m, k).transpose(0, 1)", "x_nK.view(m, -1, k)"
-    ),
-    "what goes between nodes has not been summed in them": Mutation(
-        f"{_SUMS}:reduce_scatter",
-        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k).sum(0)",
-        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k)[0]",
-    ),
-    "sums of integers are rounded to bf16": Mutation(
-        f"{_SUMS}:reduce_scatter",
-        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k).sum(0)",
-        "codec.decode(received, parts, kept_K.dtype).view(m, -1, k).sum(0).bfloat16().to(kept_K.dtype)",
-    ),
-}
-"""Each is put in and seen by a test of its own, on ranks of two nodes."""
 SHARD: dict[str, AnyBug] = {
     "PowerSGD splits stacked matrices at other rows": Bug(
         Mutation(
