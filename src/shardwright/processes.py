@@ -4,11 +4,13 @@
 rank as a `Worker` and wait in `results`. In the process of a rank, `Link` is the other end of the worker's connection.
 """
 
+import errno
 import os
 import pickle
 import queue
 import signal
 import subprocess
+import termios
 import threading
 import time
 import traceback
@@ -32,6 +34,8 @@ PROCESS_BYTES = 0.3 * GiB
 """Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
 STACKS_SHOWN = 8
 """Of ranks that hang, so many tell where they stand: the others mostly stand in the same places."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ask a run to end: Ctrl-C, the end of a job's time, the loss of the terminal, Ctrl-\\."""
 _LOST_PEER = (
     "connection closed",
     "connection reset",
@@ -98,7 +102,7 @@ class Failure:
     text: str = ""
     error: ShardwrightError | None = None
     lost_peer: bool = False  # another rank's end is the cause
-    interrupted: bool = False  # SIGINT or SIGTERM ended it
+    interrupted: bool = False  # one of STOPPING ended it
 
 
 class Link:
@@ -148,13 +152,30 @@ def threads_of_a_rank(world_size: int) -> int:
 
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have `handler` called for SIGINT and SIGTERM while inside."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Have `handler` called for the signals of STOPPING while inside, but for SIGHUP where it is ignored (nohup)."""
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_dead_terminal()
+        handler(number, frame)
+
+    heard = [each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def leave_dead_terminal() -> None:
+    """Send stdout and stderr nowhere where their terminal is gone: each write to it would be an OSError."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def formatted(error: BaseException) -> str:
@@ -180,7 +201,7 @@ def results(
 
     Where one fails, its error is raised: a ShardwrightError as it is, all else as a WorkerError that names the rank
     and says what it told, or how it died. Raises WorkerError with their stacks for ranks that are not done within
-    `timeout_s`, and KeyboardInterrupt for ranks that SIGINT or SIGTERM has ended if `is_asked()`, that is, if this
+    `timeout_s`, and KeyboardInterrupt for ranks that a signal of STOPPING has ended if `is_asked()`, that is, if this
     process has sent it to them on request. Ends no process: that is `end`'s.
     """
     told: dict[int, Any] = {}
@@ -277,7 +298,7 @@ def _silent_death(worker: Worker) -> Failure:
         text = f"left with code {code} without a word"
     if last := _last_words(worker.log) if worker.log else []:
         text = "\n".join([text, "the end of its output:", *last])
-    return Failure(seen_s, text, interrupted=-code in (signal.SIGINT, signal.SIGTERM))
+    return Failure(seen_s, text, interrupted=-code in STOPPING)
 
 
 def _last_words(log: Path) -> list[str]:

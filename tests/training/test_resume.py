@@ -4,12 +4,15 @@ Every test lets the real `shardwright train` run with real workers (runs.py), en
 compares what the resumed run writes with a run that was left alone. Dropout is on in all of them.
 """
 
+import fcntl
 import functools
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from pathlib import Path
@@ -149,7 +152,9 @@ def slowly(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", rest_prove([signal.SIGINT, signal.SIGTERM], signal.SIGINT), ids=lambda number: number.name
+    "number",
+    rest_prove([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], signal.SIGINT),
+    ids=lambda number: number.name,
 )
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file, uninterrupted):
     with training(run_file, fault=slowly) as run:
@@ -166,6 +171,32 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file
     assert f"{number.name}: finishing the step" in run.stderr
     train(run_file, "--resume")
     same_run(run_file, uninterrupted)
+
+
+@prove
+def test_a_terminal_that_goes_away_ends_the_run_saved(run_file):
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardwright", "train", str(run_file), "--set", "steps=2000"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    try:
+        until = time.monotonic() + 120
+        while process.poll() is None and len(trajectory(run_file)) < 2 and time.monotonic() < until:
+            if select.select([ours], [], [], 0.05)[0]:
+                os.read(ours, 2**16)
+        os.close(ours)
+        assert process.wait(120) == 75
+    finally:
+        process.kill()
+    stopped = len(trajectory(run_file))
+    assert 2 <= stopped < 2000
+    assert checkpoints(run_file)[-1] == f"step-{stopped:08d}"
 
 
 def test_a_second_ctrl_c_leaves_at_once(run_file):

@@ -30,8 +30,8 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> bool:
     """Run every rank of a run file's layout on this machine, to their end. Returns whether a signal stopped them.
 
     Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. When one fails, the
-    others are ended and its own error is raised: InputError as such, all else as WorkerError. SIGINT and
-    SIGTERM are handed to the workers, which finish the step and save; KeyboardInterrupt is raised where
+    others are ended and its own error is raised: InputError as such, all else as WorkerError. Signals of
+    `processes.STOPPING` are handed to the workers, which finish the step and save; KeyboardInterrupt is raised where
     there was nothing to save yet, and by a second SIGINT.
     """
     log_dir.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,44 @@
 """What rank 0 prints during a run: a live progress bar on a terminal, else plain lines. Other ranks print nothing."""
 
+import errno
 import sys
 import time
+from collections.abc import Callable
+from typing import IO, Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from shardwright.processes import leave_dead_terminal
 from shardwright.run_folder import Record
 from shardwright.training.metrics import line
 from shardwright.units import format_seconds
+
+T = TypeVar("T")
+
+
+class _Stdout:
+    """stdout; a run goes on when the terminal goes away while it prints, before SIGHUP is heard."""
+
+    def write(self, text: str) -> int:
+        """Write, or drop the text with the terminal that is gone."""
+        return self._or_leave(lambda: sys.stdout.write(text), len(text))
+
+    def flush(self) -> None:
+        """As `write`."""
+        self._or_leave(sys.stdout.flush, None)
+
+    def _or_leave(self, act: Callable[[], T], otherwise: T) -> T:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            leave_dead_terminal()
+            return otherwise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 class Screen(Progress):
@@ -22,7 +52,7 @@ class Screen(Progress):
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            console=Console(highlight=False, soft_wrap=True, emoji=False, quiet=silent),
+            console=Console(file=cast(IO[str], _Stdout()), highlight=False, soft_wrap=True, emoji=False, quiet=silent),
             disable=silent or not sys.stdout.isatty(),
         )
         self.steps = steps

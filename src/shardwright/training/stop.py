@@ -42,7 +42,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """While inside, SIGINT and SIGTERM ask for a stop; a second SIGINT interrupts at once.
+        """While inside, the signals of `processes.STOPPING` ask for a stop; a second SIGINT interrupts at once.
 
         A Ctrl-C under torchrun comes twice, from the terminal and from torchrun: together they count as one.
         """
