@@ -72,8 +72,8 @@ BUGS: dict[str, AnyBug] = {
     "a box of a checkpoint is read from the first rows of its shards": UnitBug(
         Mutation(
             "shardwright.training.weights:CheckpointWeights.read",
-            "box[here] = self._shard(shard)[there]",
-            "box[here] = self._shard(shard)[tuple(slice(0, each.stop - each.start) for each in there)]",
+            "box[here] = self._shard(name, shard)[there]",
+            "box[here] = self._shard(name, shard)[tuple(slice(0, each.stop - each.start) for each in there)]",
         ),
         BOXES,
         ("deepseek-v3",),
