@@ -167,6 +167,7 @@ HOPS: dict[str, Mutation] = {
 """Each is put in and seen by a test of its own, on ranks of two nodes."""
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("bug", HOPS)
 def test_a_sum_shows_the_bug(bug: str):
     with pytest.raises(AssertionError):
