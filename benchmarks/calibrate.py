@@ -1,16 +1,17 @@
 """Fit what no data sheet says to measured runs, and write it to src/shardwright/cost/calibration.toml.
 
-    python benchmarks/calibrate.py [RUNS.csv] [--left-out]
+    python benchmarks/calibrate.py [RUNS.csv] [--steps 4] [--again]     --again: start from the constants there are
 
-One number for each accelerator and each software stack, for all sources together, by least squares on the logarithm of
-predicted / measured, robust against rows that nothing explains. A source counts as much as its rows, up to 20, and a
-constant stays near its first guess unless rows speak against it. With --left-out every source is left out once, too;
-that takes some minutes a source.
+One number for each die and format, and for each kind of software, for all families of runs together: Gauss-Newton on
+the logarithm of predicted / measured, robust against rows that nothing explains. A family counts as much as its rows,
+up to 20, and a constant stays near its first guess unless rows speak against it. Then every family is left out once;
+these fits start from the common one, with its derivatives. No constant may depend on the rows of one family alone: such
+a constant is printed as an error.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -18,19 +19,30 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
+from scipy.optimize import linprog
 
-from shardwright.cost.calibration import PACKAGED, Calibration
-from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds
+from shardwright.cost.calibration import CALIBRATED, PACKAGED, Calibration
+from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
+from shardwright.planner.interval import COVERED, TERMS, features
 from shardwright.planner.measured_run import Run
 from shardwright.planner.runs import read_runs
 
+Floats = NDArray[np.float64]
 MOST_ROWS = 20
-"""Rows of a source that count; a longer table has each row count for less."""
+"""Rows of a family that count; a longer one has each row count for less."""
+FITTED_ROWS = 30
+"""Rows of a source that the derivatives are taken from, evenly over the table."""
 ROBUST = 0.1
 """Error (of the logarithm) from which on a row pulls less than in proportion."""
 PRIOR = 0.05
 """What a constant that is one spread away from its guess counts, in the logarithm of one row."""
+LEFT_OUT_STEPS = 3
+STEP = 1e-3
+"""Change of a constant's logarithm for its derivative."""
+PAGE = Path(__file__).parents[1] / "docs/cost-model.md"
+BEGIN, END = "<!-- constants -->", "<!-- end of constants -->"
+MATTERS = 0.02
+"""Derivative from which on a constant matters to a row: percent of time for each percent of it."""
 
 
 @dataclass(frozen=True)
@@ -48,122 +60,207 @@ def _one(*place: str, guess: float, low: float, high: float, spread: float = 1.3
     return Constant(guess, low, high, (place,), spread)
 
 
-def _places(table: str, *names: str) -> tuple[tuple[str, ...], ...]:
-    """One number for accelerators of one die."""
-    return tuple((table, name) for name in names)
-
-
+EAGER = ("fsdp", "nanotron")
+"""Stacks of eager PyTorch kernels."""
 CONSTANTS: dict[str, Constant] = {
-    "products on A100": Constant(0.93, 0.5, 1.1, _places("product_share", "a100-80gb", "a100-40gb", "a800"), 1.2),
-    "products on H100": Constant(0.8, 0.5, 1.1, _places("product_share", "h100", "h800"), 1.2),
-    "products on H100 of 500 W": _one("product_share", "h100-96gb", guess=0.8, low=0.5, high=1.1, spread=1.2),
-    "products on H200": _one("product_share", "h200", guess=0.8, low=0.5, high=1.1, spread=1.2),
-    "products on B200": Constant(0.7, 0.4, 1.1, _places("product_share", "b200", "gb200"), 1.2),
-    "attention on A100": Constant(0.48, 0.2, 1.0, _places("flash_share", "a100-80gb", "a100-40gb", "a800")),
-    "attention on H100": Constant(0.35, 0.2, 1.0, _places("flash_share", "h100", "h800")),
-    "attention on H100 of 500 W": _one("flash_share", "h100-96gb", guess=0.42, low=0.2, high=1.0),
-    "attention on H200": _one("flash_share", "h200", guess=0.42, low=0.2, high=1.0),
-    "attention on B200": Constant(0.41, 0.2, 1.0, _places("flash_share", "b200", "gb200")),
-    "ramp of a product": _one("ramp_k", guess=110.0, low=60.0, high=250.0),
+    "matmuls, A100": _one("product_share", "a100-80gb", "bf16", guess=0.93, low=0.5, high=1.0, spread=1.2),
+    "matmuls, H100": _one("product_share", "h100", "bf16", guess=0.85, low=0.5, high=1.0, spread=1.2),
+    "matmuls, H100, fp8": _one("product_share", "h100", "fp8", guess=0.85, low=0.5, high=1.0, spread=1.2),
+    "matmuls, B200": _one("product_share", "b200", "bf16", guess=0.8, low=0.5, high=1.0, spread=1.2),
+    "matmuls, B200, fp8": _one("product_share", "b200", "fp8", guess=0.8, low=0.5, high=1.0, spread=1.2),
+    "attention, A100": _one("flash_share", "a100-80gb", guess=0.55, low=0.2, high=1.0),
+    "attention, H100": _one("flash_share", "h100", guess=0.42, low=0.2, high=1.0),
+    "attention, B200": _one("flash_share", "b200", guess=0.42, low=0.2, high=1.0),
+    "ramp of a matmul": _one("ramp_k", guess=110.0, low=60.0, high=250.0),
     "partial waves": _one("partial_wave", guess=0.4, low=0.1, high=1.0),
     "width of a head": _one("flash_width", guess=16.0, low=8.0, high=64.0),
+    "length of attention": _one("flash_length", guess=500.0, low=100.0, high=2000.0),
     "bandwidth of kernels": _one("memory_share", guess=0.9, low=0.6, high=1.0, spread=1.1),
     "score forward": _one("score_bytes", guess=18.0, low=13.0, high=26.0),
     "score backward": _one("score_bytes_backward", guess=18.0, low=13.0, high=26.0),
     "stragglers": _one("straggler_share", guess=0.007, low=0.001, high=0.02, spread=1.5),
-    "eager kernels": _one("stacks", "fsdp", "kernel_share", guess=0.6, low=0.4, high=1.0),
+    "launches with experts": _one("expert_launches", guess=2.0, low=1.0, high=8.0, spread=1.5),
+    "eager kernels": Constant(0.6, 0.4, 1.0, tuple(("stacks", name, "kernel_share") for name in EAGER)),
     "interference": Constant(
         0.3,
         0.05,
         0.6,
-        tuple(("stacks", name, "interference") for name in ("fsdp", "fsdp-compiled")),
+        tuple(("stacks", name, "interference") for name in (*EAGER, "fsdp-compiled")),
     ),
+    "interference, Megatron-Core": _one("stacks", "megatron-core", "interference", guess=0.2, low=0.02, high=0.6),
+    "tuned matmuls": _one("stacks", "megatron-core", "matmul_gain", guess=1.05, low=0.9, high=1.3, spread=1.1),
+    "tuned attention": _one("stacks", "megatron-core", "flash_gain", guess=1.9, low=1.2, high=2.6, spread=1.2),
     "launch": _one("stacks", "megatron", "launch_s", guess=0.75e-3, low=0.2e-3, high=2e-3),
     "launch backward": _one("stacks", "megatron", "launch_backward", guess=2.2, low=1.2, high=3.0),
     "step": _one("stacks", "megatron", "step_s", guess=8e-3, low=1e-3, high=50e-3),
-    "message": Constant(0.16e-3, 0.05e-3, 0.4e-3, (("stacks", "megatron", "message_s"),)),
+    "message": _one("stacks", "megatron", "message_s", guess=0.16e-3, low=0.05e-3, high=0.4e-3),
 }
+GUESSES, LOW, HIGH, SPREADS = (
+    np.log([getattr(each, name) for each in CONSTANTS.values()]) for name in ("guess", "low", "high", "spread")
+)
 
 
-def calibration(values: Sequence[float]) -> Calibration:
-    """The constants as the model takes them; accelerators that nothing was fitted to get the mean of the others."""
+def calibration(logarithms: Floats, interval: dict[str, float] | None = None) -> Calibration:
+    """The constants as the model takes them; dies that nothing was fitted to get the mean of the others."""
     document: dict[str, Any] = {}
-    for constant, value in zip(CONSTANTS.values(), values, strict=True):
+    for constant, value in zip(CONSTANTS.values(), np.exp(logarithms), strict=True):
         for place in constant.places:
             table = document
             for key in place[:-1]:
                 table = table.setdefault(key, {})
             table[place[-1]] = float(value)
-    for name in ("product_share", "flash_share"):
-        table = document[name]
-        table["others"] = float(np.mean(list(set(table.values()))))
-    return Calibration(**document)
+    shares = document["product_share"].values()
+    document["product_share"]["others"] = {
+        name: float(np.mean([each[name] for each in shares if name in each])) for name in ("bf16", "fp8")
+    }
+    document["flash_share"]["others"] = float(np.mean(list(document["flash_share"].values())))
+    return Calibration(**document, interval=interval or {})
 
 
-def fit(runs: Sequence[Run], start: Sequence[float], rounds: int) -> list[float]:
-    """The constants that suit the runs best."""
-    counts = Counter(run.measured.source for run in runs)
-    weight = np.array(
-        [np.sqrt(min(counts[run.measured.source], MOST_ROWS) / counts[run.measured.source]) for run in runs]
-    )
-    measured = np.array([run.measured.step_time_s for run in runs])
-    constants = list(CONSTANTS.values())
-    guesses = np.log([each.guess for each in constants])
-    spreads = np.log([each.spread for each in constants])
-
-    def residuals(ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-        # Logarithms of constant / guess, plus 1, so that steps in their parts per thousand are of use.
-        found = calibration(np.exp(guesses + ratios - 1))
-        errors = np.log([step_seconds(run, found) for run in runs] / measured)
-        softened = errors / np.sqrt(1 + np.abs(errors) / ROBUST)
-        return np.concatenate([weight * softened, PRIOR * (ratios - 1) / spreads])
-
-    low, high = (np.log([getattr(each, end) for each in constants]) - guesses + 1 for end in ("low", "high"))
-    inside = np.clip(np.log(start) - guesses + 1, low + 1e-3, high - 1e-3)
-    found = least_squares(residuals, inside, bounds=(low, high), diff_step=1e-3, max_nfev=rounds)
-    return [float(value) for value in np.exp(guesses + found.x - 1)]
+def packaged() -> Floats:
+    """The logarithms of the constants in calibration.toml, of the first place of each, inside the bounds."""
+    document = asdict(CALIBRATED)
+    found = []
+    for constant in CONSTANTS.values():
+        value: Any = document
+        for key in constant.places[0]:
+            value = value.get(key, {}) if isinstance(value, dict) else value
+        found.append(np.log(value or constant.guess))
+    return np.clip(found, LOW, HIGH)
 
 
-def written(values: Sequence[float], left_out: Mapping[str, Sequence[float]]) -> str:
+class Fit:
+    """The runs that are fitted to, with the errors and derivatives at some constants."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self.families = np.array([run.measured.family for run in runs])
+        self.measured = np.log([run.measured.step_time_s for run in runs])
+        counts = Counter(self.families)
+        self.weights = np.array([min(counts[each], MOST_ROWS) / counts[each] for each in self.families])
+
+    def errors(self, at: Floats) -> Floats:
+        """ln(predicted / measured) of each run."""
+        found = calibration(at)
+        return np.log([step_seconds(run, found) for run in self.runs]) - self.measured
+
+    def derivatives(self, at: Floats, errors: Floats) -> Floats:
+        """(runs, constants): of the logarithm of each time by that of each constant, inside the bounds."""
+        columns = []
+        for column in range(len(at)):
+            step = -STEP if at[column] + STEP > HIGH[column] else STEP
+            moved = at.copy()
+            moved[column] += step
+            columns.append((self.errors(moved) - errors) / step)
+        return np.stack(columns, axis=1)
+
+    def improved(self, at: Floats, errors: Floats, derivatives: Floats, kept: NDArray[np.bool_]) -> Floats:
+        """The constants after one step of Gauss-Newton with the runs `kept`; those pulled out of a bound stay at it."""
+        weights = kept * self.weights / (1 + np.abs(errors) / ROBUST)
+        free = np.ones(len(at), dtype=bool)
+        for _ in range(len(at)):
+            matrix = derivatives[:, free]
+            prior = np.diag((PRIOR / SPREADS[free]) ** 2)
+            slope = matrix.T @ (weights * errors) + (PRIOR / SPREADS[free]) ** 2 * (at - GUESSES)[free]
+            change = np.zeros(len(at))
+            change[free] = -np.linalg.solve((matrix.T * weights) @ matrix + prior, slope)
+            outside = (at + change < LOW - 1e-9) | (at + change > HIGH + 1e-9)
+            at_bound = free & outside & ((at <= LOW + 1e-9) | (at >= HIGH - 1e-9))
+            if not at_bound.any():
+                break
+            free &= ~at_bound
+        return np.clip(at + change, LOW, HIGH)
+
+
+class LeftOut:
+    """The errors of all runs by the constants of the fits without their families, and what intervals depend on."""
+
+    def __init__(self, runs: Sequence[Run], left_out: dict[str, Floats]) -> None:
+        self.families = np.array([run.measured.family for run in runs])
+        timed_by = {family: calibration(values) for family, values in left_out.items()}
+        timed = [timed_run(run, timed_by[run.measured.family]) for run in runs]
+        self.features = np.concatenate([features(job, time) for job, time in timed])
+        predicted = np.array([float(time.total_s[0]) for _, time in timed])
+        self.errors = np.abs(np.log(predicted / np.array([run.measured.step_time_s for run in runs])))
+
+    def coefficients(self, but: str = "") -> dict[str, float]:
+        """The linear quantile regression of the errors, not negative, over all families but one."""
+        kept = self.families != but
+        counts = Counter(self.families[kept])
+        weights = np.array([min(counts[each], MOST_ROWS) / counts[each] for each in self.families[kept]])
+        x, n_terms, n = self.features[kept], len(TERMS), int(kept.sum())
+        # error = x c + above - below; the sum of COVERED above + (1 - COVERED) below is least.
+        costs = np.concatenate([np.zeros(n_terms), COVERED * weights, (1 - COVERED) * weights])
+        found = linprog(costs, A_eq=np.hstack([x, np.eye(n), -np.eye(n)]), b_eq=self.errors[kept], method="highs")
+        return dict(zip(TERMS, map(float, found.x), strict=False))
+
+
+def written(best: Floats, left_out: dict[str, Floats], errors: LeftOut) -> str:
     """The file's text."""
-    lines = [f"# Written by `python benchmarks/calibrate.py --left-out` on {date.today()}; see calibration.py.", ""]
-    lines += _tables("", calibration(values))
-    for source, those in left_out.items():
-        lines += ["", *_tables(f'left_out."{source}"', calibration(those))]
+    lines = [f"# Written by `python benchmarks/calibrate.py` on {date.today()}; see calibration.py.", ""]
+    lines += _tables("", asdict(calibration(best, errors.coefficients())))
+    for family, values in left_out.items():
+        lines += _tables(f'left_out."{family}"', asdict(calibration(values, errors.coefficients(but=family))))
     return "\n".join(lines) + "\n"
 
 
-def _tables(prefix: str, found: Calibration) -> list[str]:
-    document = asdict(found)
-    stacks = document.pop("stacks")
-    tables = {name: document.pop(name) for name in ("product_share", "flash_share")}
-    tables |= {f"stacks.{name}": values for name, values in stacks.items()}
-    lines = [f"[{prefix}]"] if prefix else []
-    lines += [f"{name} = {value:.4g}" for name, value in document.items()]
-    for name, values in tables.items():
-        lines += ["", f"[{prefix}.{name}]" if prefix else f"[{name}]"]
-        lines += [f"{key} = {value:.4g}" for key, value in values.items()]
+def _tables(prefix: str, table: dict[str, Any]) -> list[str]:
+    numbers = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    lines = [f"[{prefix}]"] if prefix and numbers else []
+    lines += [f"{key} = {value:.4g}" for key, value in numbers.items()]
+    lines += [""] if numbers else []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += _tables(f"{prefix}.{key}" if prefix else key, value)
     return lines
+
+
+def described(values: Floats, touched: Sequence[Sequence[str]]) -> str:
+    """A table of the constants for docs/cost-model.md; `touched`: the families that each rests on."""
+    lines = ["| constant | value | allowed | runs it rests on |", "| --- | --- | --- | --- |"]
+    for (name, each), value, families in zip(CONSTANTS.items(), values, touched, strict=True):
+        lines.append(f"| {name} | {value:.3g} | {each.low:g} to {each.high:g} | {', '.join(families) or 'none'} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Fit, write, and print what changed."""
-    paths = [Path(each) for each in arguments if not each.startswith("-")]
-    runs = [
-        run
-        for run in read_runs(paths[0] if paths else MEASURED_RUNS)
-        if isinstance(run, Run) and run.measured.step_time_s is not None
-    ]
-    best = fit(runs, [each.guess for each in CONSTANTS.values()], rounds=10)
-    for name, value in zip(CONSTANTS, best, strict=True):
-        print(f"{name:<28} {value:.4g}", flush=True)
-    left_out: dict[str, list[float]] = {}
-    PACKAGED.write_text(written(best, left_out), encoding="utf-8")
-    if "--left-out" in arguments:
-        for source in dict.fromkeys(run.measured.source for run in runs):
-            left_out[source] = fit([run for run in runs if run.measured.source != source], best, rounds=4)
-            print(f"without {source}", flush=True)
-            PACKAGED.write_text(written(best, left_out), encoding="utf-8")
+    steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 4
+    path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else MEASURED_RUNS
+    runs = [each for each in read_runs(path) if isinstance(each, Run) and each.measured.step_time_s is not None]
+    counts = Counter(run.measured.source for run in runs)
+    places: Counter[str] = Counter()
+    chosen = []
+    for run in runs:
+        source, n = run.measured.source, counts[run.measured.source]
+        if places[source] * FITTED_ROWS // n != (places[source] - 1) * FITTED_ROWS // n or n <= FITTED_ROWS:
+            chosen.append(run)
+        places[source] += 1
+    fit, at = Fit(chosen), packaged() if "--again" in arguments else GUESSES.copy()
+    for step in range(steps):
+        errors = fit.errors(at)
+        derivatives = fit.derivatives(at, errors)
+        at = fit.improved(at, errors, derivatives, np.ones(len(chosen), dtype=bool))
+        print(f"step {step + 1}: mean absolute error {np.abs(errors).mean():.4f} of {len(chosen)} rows", flush=True)
+    errors = fit.errors(at)
+    touched = [sorted(set(fit.families[np.abs(column) > MATTERS])) for column in derivatives.T]
+    for name, value, families in zip(CONSTANTS, np.exp(at), touched, strict=True):
+        print(f"{name:<28} {value:<10.4g} {', '.join(families)}", flush=True)
+        if len(families) == 1:
+            print(f"{'':<28} error: serves {families[0]} alone")
+    left_out = {}
+    for family in dict.fromkeys(fit.families):
+        kept, there, now = fit.families != family, at, errors
+        for _ in range(LEFT_OUT_STEPS):
+            there = fit.improved(there, now, derivatives, kept)
+            now = fit.errors(there)
+        left_out[str(family)] = there
+        mine = np.abs(np.exp(now[~kept]) - 1).mean(), np.abs(np.exp(errors[~kept]) - 1).mean()
+        print(f"{family}: {mine[1]:.1%}, left out {mine[0]:.1%}", flush=True)
+    PACKAGED.write_text(written(at, left_out, LeftOut(runs, left_out)), encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{described(np.exp(at), touched)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,19 @@ HEAD = """\
 This page is made from the docstrings. Do not edit it; run `python docs/make_api.py`. [Python](python.md) shows the
 functions in use. Names that are not on this page may change without notice.
 """
-ORDER = ("Layout", "plan", "verify", "train", "load_run", "Run", "preset", "parallelize", "DistributedModel", "extend")
+ORDER = (
+    "Layout",
+    "plan",
+    "verify",
+    "dryrun",
+    "train",
+    "load_run",
+    "Run",
+    "preset",
+    "parallelize",
+    "DistributedModel",
+    "extend",
+)
 """Functions before the classes that they return. ModelSpec and Transformer follow."""
 
 

@@ -118,8 +118,12 @@ def _by_verify(bug: Any) -> str:
     names = [FEATURES[key].format(value) for key, value in changed.items()]
     if any(layout.recompute == "full" for layout in bug.layouts):
         names.append("recomputation")
+    if any(layout.offload_optimizer != "none" for layout in bug.layouts):
+        names.append("optimizer states on a disk")
     if bug.documents:
         names.append("packed documents")
+    if bug.fp8 is not None:
+        names.append(f"`precision.fp8={bug.fp8.recipe}`")
     if bug.optimizer != "adamw":
         names.append(f"optimizer {bug.optimizer}")
     return ", ".join(ways) + _with(names)

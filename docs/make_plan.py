@@ -1,4 +1,6 @@
-"""Fills the outputs in docs/plan.md: run `python docs/make_plan.py` after a change of the planner or of its constants.
+"""Fills the outputs in docs/plan.md and docs/serving.md, after a change of the planner or of its constants.
+
+    python docs/make_plan.py
 
 After a block of `sh` with one `shardwright plan` comes a block of `text` with what it prints. Where the block ends
 with a line of dots, it holds the output before the list of others; where it begins with one, the last paragraph.
@@ -12,14 +14,14 @@ from typer.testing import CliRunner
 
 from shardwright.cli.main import app
 
-PAGE = Path(__file__).parent / "plan.md"
+PAGES = tuple(Path(__file__).parent / name for name in ("plan.md", "serving.md"))
 _SHOWN = re.compile(r"```sh\n(shardwright plan [^`]*)```\n\n```text\n(.*?)```\n", re.DOTALL)
 _CUT = "...\n"
 
 
-def page() -> str:
-    """The page with fresh outputs."""
-    return _SHOWN.sub(_fresh, PAGE.read_text(encoding="utf-8"))
+def page(path: Path) -> str:
+    """A page with fresh outputs."""
+    return _SHOWN.sub(_fresh, path.read_text(encoding="utf-8"))
 
 
 def _fresh(block: re.Match[str]) -> str:
@@ -36,4 +38,5 @@ def _fresh(block: re.Match[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for each in PAGES:
+        each.write_text(page(each), encoding="utf-8")

@@ -102,7 +102,9 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("steps=0", "steps=0: input should be greater than or equal to 1"),
         ("steps=ten", "steps='ten': input should be a valid integer"),
         ("batch.global_batch=8.5", "batch.global_batch=8.5: input should be a valid integer"),
-        ("precision.compute=fp16", "precision.compute='fp16': input should be 'fp32', 'bf16' or 'fp64'"),
+        ("precision.compute=int8", "precision.compute='int8': input should be 'fp32', 'bf16', 'fp16' or 'fp64'"),
+        ("precision.compute=fp8", "did you mean 'precision.fp8'?"),
+        ("precision.fp8_skip_layers=1", "go with precision.fp8, which is 'none'"),
         ("layout=4", "layout=4: this is a section, written [layout]"),
         ("layout.zero=5", "layout.zero=5: not one of the choices; valid: 0, 1, 2, 3"),
         ("model.preset=lama-3.1-8b", "llama-3.1-8b"),
@@ -254,14 +256,16 @@ def test_sequence_parallel_is_on_with_tp_unless_it_is_set():
 
 
 def test_a_type_that_is_not_supported_is_no_misspelling_of_another(tmp_path: Path):
-    problems = refused(tmp_path, SMALLEST, "precision.compute=fp8")
+    problems = refused(tmp_path, SMALLEST, "precision.compute=fp4")
     assert len(problems) == 1
-    assert "precision.compute='fp8': input should be 'fp32', 'bf16' or 'fp64'; fp8 is not supported" in problems[0]
+    assert (
+        "precision.compute='fp4': input should be 'fp32', 'bf16', 'fp16' or 'fp64'; fp4 is not supported" in problems[0]
+    )
     assert "did you mean" not in problems[0]
 
 
 def test_another_name_of_the_field_stands_for_a_key_or_a_value_that_there_is():
-    values = {*schedules(), *CP_METHODS, *OPTIMIZERS, "wsd", "fp16", "float32", "float64", "bfloat16"}
+    values = {*schedules(), *CP_METHODS, *OPTIMIZERS, "wsd", "fp16", "float16", "float32", "float64", "bfloat16"}
     values |= {"fp32", "bf16", "fp64", "validation", "evaluation"}
     paths = {key.path for key in keys()}
     valid = values | paths | {path.partition(".")[0] for path in paths}

@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from shardwright import DistributedModel, Layout
-from shardwright.cli.main import app
+from shardwright.cli.main import OF_TWO_WORDS, app
 from shardwright.config import parse
 from shardwright.reference import keys
 
@@ -68,6 +68,9 @@ def command_lines(text: str) -> Iterator[list[str]]:
 def walk(arguments: list[str]) -> tuple[Any, list[str]]:
     """The command that arguments name, and what is left for it; raises for a verb that is not there."""
     command: Any = typer.main.get_command(app)
+    if " ".join(arguments[:2]) in OF_TWO_WORDS:
+        _, found, rest = command.resolve_command(None, arguments)
+        return found, rest
     while arguments and hasattr(command, "commands") and not arguments[0].startswith("-"):
         assert arguments[0] in command.commands, (
             f"{arguments[0]!r} is no verb; there are: {', '.join(command.commands)}"

@@ -15,7 +15,7 @@ from shardwright.layout import Layout
 
 if TYPE_CHECKING:
     from shardwright.api.distributed import DistributedModel, parallelize
-    from shardwright.api.verbs import Run, extend, load_run, plan, preset, train, verify
+    from shardwright.api.verbs import Run, dryrun, extend, load_run, plan, preset, train, verify
     from shardwright.model.spec import ModelSpec
     from shardwright.model.transformer import Transformer
 
@@ -26,6 +26,7 @@ __all__ = [
     "ModelSpec",
     "Run",
     "Transformer",
+    "dryrun",
     "extend",
     "load_run",
     "parallelize",
@@ -38,6 +39,7 @@ _FROM = {
     "DistributedModel": "api.distributed",
     "ModelSpec": "model.spec",
     "Run": "api.verbs",
+    "dryrun": "api.verbs",
     "extend": "api.verbs",
     "Transformer": "model.transformer",
     "load_run": "api.verbs",

@@ -36,6 +36,7 @@ from shardwright.schedule.registry import Kind, find, names
 
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "disk")
 AUTO = "auto"
 """In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
 RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
@@ -232,6 +233,17 @@ class Layout(NumberedRanks):
         in_turn=(5,),
         planned=lambda layout: (0, 4096),  # with fewer the sum of the head's gradients is moved more often
         runner_up=True,
+    )
+    offload_optimizer: str = _key(
+        "none",
+        help="where the states of the optimizer are: none: in the memory of the device; disk: in files of "
+        "offload_path, of which some chunks at a time are read, updated and written",
+        words=lambda layout, sizes: (
+            "optimizer states are on a disk" if layout.offload_optimizer == "disk" else "optimizer states are in memory"
+        ),
+        choices=lambda: OFFLOAD,
+        in_turn=("disk",),
+        planned=lambda layout: (layout.offload_optimizer,),  # searched where it is fixed, and where nothing fits
     )
     zero_pp_gather: str = _key(
         "step",

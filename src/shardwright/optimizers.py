@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwright import extensions
+from shardwright.units import MiB
 
 if TYPE_CHECKING:
     from shardwright.model.modules import Row
+
+
+OFFLOAD_CHUNK_BYTES = 8 * MiB
+"""Bytes of optimizer states on a disk that are read, updated and written together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,21 @@ class OptimizerKind:
     def by_element(self) -> bool:
         """Whether the update of an element depends on that element alone, in every parameter."""
         return self.matrix_state is None and self.means is None
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether its states can be on a disk: it has some, and its step can be taken for a part of the elements."""
+        return self.by_element and bool(self.state)
+
+    def offload_problems(self, where: str) -> Iterable[str]:
+        """Why its states cannot be where `layout.offload_optimizer` says."""
+        if where != "none" and not self.can_offload:
+            why = "it keeps no state of each element" if self.by_element else "it updates whole matrices"
+            able = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.can_offload)
+            yield (
+                f"layout.offload_optimizer={where!r} with optimizer.name={self.name!r}: {why}, and only states that "
+                f"are updated a part at a time can be there; valid: offload_optimizer='none', or one of {able}"
+            )
 
     def shapes(self, row: "Row") -> dict[str, tuple[int, ...]]:
         """The shape of each state of a parameter, by name."""

@@ -5,6 +5,7 @@ metrics.jsonl               a JSON object for each start (`Started`), each logge
                             (`Evaluated`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
+offload/                    empty: where files of the optimizer's states are, which have no names
 logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks
 tensorboard/                events, if the run file asks for them
 report.html curves.png timeline.svg     what `shardwright report` writes unless it is given other places
@@ -25,6 +26,7 @@ from shardwright.errors import InputError
 from shardwright.files import LOCK
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+OFFLOADED = "offload"
 TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
 """In a folder that `shardwright import` wrote: the section [model] of its weights."""
@@ -93,7 +95,8 @@ class Logged:
     since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
     record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
     sources, `mtp_loss` the mean loss of the modules of multi-token prediction without its weight, which
-    `loss` does not contain; the rest is said of a model with experts alone."""
+    `loss` does not contain, `loss_scale` that of the next step (fp16 alone) and `skipped_steps` how many steps of the
+    run were skipped, of which `grad_norm` is not finite; the rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -117,6 +120,8 @@ class Logged:
     z_loss: float | None = None
     expert_sent_bytes: float | None = None
     mtp_loss: float | None = None
+    loss_scale: float | None = None
+    skipped_steps: int = 0
     epochs: dict[str, float] | None = None
     time: str | None = None
 

@@ -1,5 +1,6 @@
 """Bytes, seconds and counts as people read them, and items in groups of so many bytes. GiB is 2**30 bytes, GB 1e9."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -14,6 +15,15 @@ def format_bytes(n_bytes: float) -> str:
         if abs(n_bytes) >= size:
             return f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes / size:.0f} {unit}"
     return f"{n_bytes:.0f} B"
+
+
+def parsed_bytes(text: str) -> float | None:
+    """`80GiB`, `80 GB` -> bytes; None for what is no number above 0 with a unit."""
+    form = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)
+    if form is None:
+        return None
+    base = 1024.0 if form[3] else 1000.0
+    return float(form[1]) * base ** ("KMGT".index(form[2].upper()) + 1) or None
 
 
 def format_count(n: float) -> str:

@@ -171,6 +171,7 @@ def refusals(layout: Layout) -> list[str]:
         lambda: parallelize(DEEP, Layout(tp=3)),
         lambda: parallelize(DEEP, Layout(dp_shard=8)),
         lambda: parallelize("lama"),
+        lambda: parallelize(DEEP, Layout(dp_shard=2, offload_optimizer="disk")),
     ):
         with pytest.raises((InputError, LayoutError)) as error:
             call()
@@ -189,6 +190,7 @@ def test_what_cannot_be_is_refused_with_the_number_the_rule_and_the_way_out():
             ("tp=3",),
             ("needs 8 ranks", "2 processes were started"),
             ("'lama'", "llama"),
+            ("layout.offload_optimizer='disk'", "leave it out"),
         ],
         strict=True,
     ):

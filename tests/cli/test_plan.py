@@ -88,11 +88,12 @@ def test_explaining_the_best_layout_comes_to_what_the_search_said(told: Any):
     assert "tokens of a step = global_batch * s = 128 * 8192 = 1048576 tokens" in shown.output
 
 
-def test_one_sequence_is_one_and_the_peak_of_fp32_is_that_of_tf32_and_every_part_is_shown():
+def test_one_sequence_is_one_and_the_peak_is_that_of_the_format_and_every_part_is_shown():
     asked = (*SMALL[:2], "--cluster", "h100:1/1", "--global-batch", 1, "--seq-len", 128, "--precision", "fp32")
     result = plan(*asked, columns=400)
     assert "1 sequence of 128 tokens a step" in result.output
-    assert "peak 494 TFLOP/s in TF32" in result.output
+    assert "peak 67 TFLOP/s" in result.output
+    assert "peak 494 TFLOP/s" in plan(*asked[:-1], "tf32", columns=400).output
     parts = document(*asked)["best"][0]["time_s"]
     assert all(kind in result.output for kind, seconds in parts.items() if seconds > 1e-6)
 
@@ -281,7 +282,7 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--write", "run.txt"], ["--write run.txt", "*.toml"]),
         ([*SMALL, "--overwrite"], ["--overwrite goes with --write"]),
         ([*SMALL, "--html", "no/such/plan.html"], ["no folder no/such", "make it first"]),
-        ([*SMALL, "--precision", "fp16", "--write", "run.toml"], ["fp16", "fp32 or bf16"]),
+        ([*SMALL, "--precision", "mxfp8", "--write", "run.toml"], ["mxfp8", "fp32 or tf32 or bf16 or fp16 or fp8"]),
         ([*SMALL, "--explain", "tp=2", "--html", "a.html"], ["--html", "--explain", "leave one out"]),
         ([*SMALL, "--explain", "pp=4,pp_schedule=auto,dp_shard=2"], ["pp_schedule=auto", "no price"]),
         ([*SMALL, "--explain", "tpp=8"], ["tpp=8", "did you mean 'tp'?"]),

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.cost.collectives import Placement, all_gather, all_reduce, all_to_all, point_to_point, reduce_scatter
+from shardwright.cost.collectives import (
+    Placement,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_by_node,
+    point_to_point,
+    reduce_scatter,
+)
 from shardwright.cost.hardware import Cluster, Link, accelerator, cluster
 from shardwright.layout import Layout
 from shardwright.units import GiB, MiB
@@ -224,3 +232,13 @@ def test_arrays_are_priced_as_their_elements_are(collective):
     each = [float(collective(where, *one)) for one in zip(n_bytes, size, stride, strict=True)]
     assert collective(where, n_bytes, size, stride) == pytest.approx(each)
     assert collective(where, n_bytes[:, None], 8, stride).shape == (4, 4)
+
+
+def test_a_token_with_several_experts_on_a_node_crosses_to_it_once():
+    # 4 nodes of 8, 8 copies of each token: a node gets a token with probability 1 - (3/4)^8 = 0.8999, so 3 nodes get
+    # 2.6997 copies, where an ordinary all-to-all sends 8 x 24/32 = 6 across.
+    slow = plain(32, 8, across=1e9)
+    ordinary, by_node = all_to_all(slow, 8e9, 32), all_to_all_by_node(slow, 8e9, 32, top_k=8)
+    assert float(ordinary) == pytest.approx(6.0)
+    assert float(by_node) == pytest.approx(2.6997, rel=1e-4)
+    assert float(all_to_all_by_node(slow, 8e9, 32, top_k=1)) == pytest.approx(float(ordinary))

@@ -1,20 +1,26 @@
 """The matmuls that are priced are those of the model, whatever the layout; and a matmul is slower than its peak."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.cost.blocks import blocks
+from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.flops import executed_flops, model_flops
-from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls
+from shardwright.cost.layer import layer
+from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.stack import STACKS
 from shardwright.model.presets import PRESETS
 from tests.cost.jobs import candidates, job
 
 
 @pytest.mark.parametrize("name", ["gpt-175b", "llama-3.1-70b", "qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b"])
-@pytest.mark.parametrize("cut", [{}, {"tp": 4}, {"tp": 2, "cp": 2, "ep": 4, "dp_shard": 2}])
+@pytest.mark.parametrize(
+    "cut", [{}, {"tp": 4}, {"tp": 4, "sequence_parallel": False}, {"tp": 2, "cp": 2, "ep": 4, "dp_shard": 2}]
+)
 def test_the_matmuls_of_all_ranks_are_twice_the_matrices_a_token_meets(name: str, cut: dict[str, int]):
     the_job, of = job(name), candidates(**cut)
     spec = the_job.model
@@ -24,10 +30,10 @@ def test_the_matmuls_of_all_ranks_are_twice_the_matrices_a_token_meets(name: str
         for each in layer_matmuls(the_job, of, block, tokens):
             flops += len(layers) * float(np.ravel(each.flops)[0])
     tp, cp = int(of.tp[0]), int(of.cp[0])
-    # What every rank of tp does over again: what latent attention makes narrow vectors with.
+    # What latent attention makes narrow vectors with: without token shards every rank of tp does it over again.
     latent = spec.latent_attention
     again = 0
-    if latent is not None:
+    if latent is not None and not of.sequence_parallel[0]:
         again = spec.n_layers * spec.d_model * (latent.q_rank + latent.kv_rank + latent.rope_dim) * (tp - 1)
     assert flops * tp * cp == pytest.approx(2 * (spec.n_matmul_parameters + again) * the_job.seq_len)
 
@@ -80,3 +86,50 @@ def test_causal_flops_are_fewer_by_half_of_the_square(name: str):
     found = model_flops(the_job)
     square = 6 * spec.n_layers * spec.n_heads * (spec.qk_dim + spec.head_dim) * the_job.seq_len
     assert float(found.full) - float(found.causal) == pytest.approx(square / 2)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        # Peak x measured share x what lasts in training, of fp8 for narrower formats, x the rate of the format.
+        ("bf16", 2250e12 * 0.776 * 0.5),
+        ("fp8", 4500e12 * 0.763 * 0.25),
+        ("fp8-row", 4500e12 * 0.763 * 0.25 * 0.79),
+        ("nvfp4", 9000e12 * 0.763 * 0.25),
+        ("tf32", 1125e12 * 0.77 * 0.5),
+        ("fp32", 80e12 * 0.9 * 0.5),
+    ],
+)
+def test_a_rate_is_that_of_the_die_and_the_format(precision: str, expected: float):
+    shares = {"b200": {"bf16": 0.5, "fp8": 0.25}, "others": {"bf16": 0.1}}
+    by = replace(CALIBRATED, product_share=shares)
+    on_b200 = job(on="b200:8", precision=precision, calibration=by)
+    assert reached_flops_per_s(on_b200, precision) == pytest.approx(expected)
+    tuned = replace(on_b200, stack=replace(on_b200.stack, speed=replace(on_b200.stack.speed, matmul_gain=1.1)))
+    assert reached_flops_per_s(tuned, precision) == pytest.approx(1.1 * expected)
+
+
+def test_attention_is_faster_on_longer_sequences_and_wider_heads():
+    def rate(seq_len: int, head_dim: int) -> float:
+        the_job = job(replace(PRESETS["llama-3.1-8b"], head_dim=head_dim), seq_len=seq_len, global_batch=8)
+        of = candidates()
+        (block,) = blocks(the_job.model)
+        seconds = float(np.ravel(layer(the_job, of, block).forward["attention"])[0])
+        return 4 * seq_len**2 * 32 * head_dim * (0.5 + 64 / seq_len) / seconds
+
+    by = CALIBRATED
+    length, width = by.flash_length, by.flash_width
+    assert rate(8192, 128) / rate(1024, 128) == pytest.approx((1024 + length) / 1024 * 8192 / (8192 + length))
+    assert rate(4096, 128) / rate(4096, 64) == pytest.approx((64 + width) / 64 * 128 / (128 + width))
+
+
+def test_casts_move_the_bytes_of_the_recipe():
+    (block,) = blocks(job().model)
+    of = candidates()
+    moved = {}
+    for precision in ("bf16", "fp8", "mxfp8", "nvfp4"):
+        passes = layer(job(on="b200:64", precision=precision), of, block)
+        moved[precision] = float(np.ravel(passes.forward["element-wise"])[0])
+    casts = {name: moved[name] - moved["bf16"] for name in moved}
+    assert casts["fp8"] / casts["mxfp8"] == pytest.approx(5 / 4.06)
+    assert casts["nvfp4"] / casts["fp8"] == pytest.approx(5.13 / 5)

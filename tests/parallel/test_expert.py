@@ -182,10 +182,10 @@ def watching() -> Iterator[Watched]:
     seen = Watched([], [])
     inside = False
 
-    def read(rows_2n: Tensor) -> list[list[int]]:
+    def read(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
         nonlocal inside
         inside = True
-        rows = read_counts(rows_2n)
+        rows = read_counts(rows_2n, n_rows)
         inside = False
         seen.rows.append(sum(rows[0]))
         return rows

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shardwright.config import parse
+from shardwright.cost.formats import TRAINED
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import COLUMNS, Candidates, Job
 from shardwright.errors import InputError, LayoutError
@@ -101,6 +102,15 @@ def test_a_sequence_beyond_the_models_range_is_written_with_the_range_that_train
 
 
 def test_a_precision_that_train_does_not_have_is_not_written():
-    asked = Job(model=PRESETS["debug"], cluster=cluster("h100:8"), global_batch=8, seq_len=128, precision="fp16")
-    with pytest.raises(InputError, match="fp32 or bf16"):
+    asked = Job(model=PRESETS["debug"], cluster=cluster("b200:8"), global_batch=8, seq_len=128, precision="mxfp8")
+    with pytest.raises(InputError, match="fp32 or tf32 or bf16 or fp16 or fp8"):
         run_file(asked, "debug", Choice(Layout(dp_shard=8, zero=3), 1), "shardwright plan")
+
+
+@pytest.mark.parametrize("precision", TRAINED)
+def test_a_precision_is_written_with_the_keys_that_plan_for_it(precision: str):
+    model = resolve("llama-3.2-1b")
+    asked = Job(model=model, cluster=cluster("h100:8"), global_batch=8, seq_len=128, precision=precision)
+    section = written(asked, "llama-3.2-1b", Choice(Layout(dp_shard=8, zero=3), 1)).precision
+    assert section.planned == precision
+    assert {key: getattr(section, key) for key in TRAINED[precision]} == TRAINED[precision]

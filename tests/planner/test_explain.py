@@ -131,7 +131,7 @@ def test_all_to_alls_ulysses_recomputation_and_hidden_messages_show_their_number
     shown = {entry.what for case in CASES for entry in explain(priced(*case))}
     assert {
         "tokens of experts, all-to-all",
-        "queries, keys, values and results, all-to-all",
+        "queries, keys and values, all-to-all",
         "recomputation, I",
         "launch, F",
         "gradients of inputs, exposed",

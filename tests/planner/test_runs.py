@@ -135,7 +135,7 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
     [
         (DENSE, {"usable": "no", "why_not": "two jobs on the machine"}, "two jobs on the machine"),
         (DENSE, {"accelerator": "v100"}, "accelerator=v100 has no figures in hardware.toml"),
-        (DENSE, {"precision": "nvfp4"}, "precision=nvfp4 has no price; priced: fp32, bf16"),
+        (DENSE, {"precision": "nvfp4"}, "no figures for nvfp4 on a100-80gb; valid: "),
         (DENSE, {"precision": "fp8-tensor"}, "no figures for fp8 on a100-80gb; valid: "),
         (DENSE, {"recompute": "partial:4"}, "recompute=partial:4 has no price"),
         (DENSE, {"offload": "activations:2"}, "offload=activations:2 has no price"),
@@ -173,13 +173,12 @@ def test_a_module_for_a_second_token_is_priced_as_the_layer_and_the_head_that_it
 
 
 def test_what_is_priced_as_something_else_is_said(tmp_path: Path):
-    change = {"stack": "nanotron", "precision": "fp8-row", "accelerator": "h100", "note": "a note"}
+    change = {"stack": "other", "precision": "fp8-row", "accelerator": "h100", "note": "a note"}
     (row,) = read_runs(write(tmp_path / "runs.csv", DENSE | change))
     assert isinstance(row, Run)
     assert row.assumed == (
         "a note",
-        "precision=fp8-row priced as one scale a tensor",
-        "stack nanotron priced as megatron-core",
+        "stack other priced as megatron-core",
     )
 
 
@@ -205,3 +204,16 @@ def test_a_table_from_a_spreadsheet_is_read_with_its_lines_counted(tmp_path: Pat
     blanks = header.replace(",", " , ")
     path.write_text("\n".join([blanks, first, "", *others]), encoding="utf-8-sig")
     assert [row.row for row in read_runs(path)] == [2, 4, 6, 7]
+
+
+def test_parts_that_megatron_recomputes_are_those_of_a_layout(tmp_path: Path):
+    plain, again = (
+        read_runs(write(tmp_path / "runs.csv", EXPERTS | {"recompute": recompute}))[0]
+        for recompute in ("none", "selective:mla_up_proj")
+    )
+    assert isinstance(plain, Run)
+    assert isinstance(again, Run)
+    assert again.candidates.shared.recompute_modules == ("mla_up",)
+    assert again.predicted_peak_gib() < plain.predicted_peak_gib()
+    more = step_time(again.job, again.candidates).total_s / step_time(plain.job, plain.candidates).total_s
+    assert 1 < more < 1.1

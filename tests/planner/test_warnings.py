@@ -31,7 +31,7 @@ def test_a_good_layout_is_left_in_peace(text: str):
     [
         (GOOD, "tp=16", ["tp=16", "nodes of 8", "% of the step", "divisor of 8"]),
         (replace(GOOD, global_batch=8), "pp=8,dp_shard=2,zero=1", ["pp=8 has 4 micro-batches", "are idle for"]),
-        (replace(GOOD, precision="fp16"), SHARDED, ["fp16 without loss scaling", "bf16"]),
+        (replace(GOOD, precision="fp16"), SHARDED, ["precision fp16", "by the loss scale", "bf16"]),
         (replace(GOOD, stack=MEGATRON), SHARDED, ["seq_len=8192 without flash attention", "megatron"]),
         (replace(GOOD, precision="fp32"), SHARDED, ["fp32", "flash attention"]),
         (replace(GOOD, seq_len=262144), "cp=16,zero=1", ["seq_len=262144", "rotary range of 131072"]),

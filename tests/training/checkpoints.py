@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.parallel.norm import as_part
 from shardwright.training.checkpoint.manifest import DataRecord, Progress
-from shardwright.training.checkpoint.state import load, named_tensors, save
+from shardwright.training.checkpoint.state import load, named_tensors, save, stored_tensors
 from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.offload.states import StoredTensor
 from shardwright.training.step import Trainer
 from tests.mutation import Mutation, mutated
 from tests.training.worlds import RATE, SEED, SPEC, build, local_batch, whole
@@ -33,7 +36,17 @@ Logical = dict[str, Tensor]
 
 def logical(trainer: Trainer) -> Logical:
     """Every tensor of the training state, whole."""
-    return {name: whole(tensor) for name, tensor in named_tensors(trainer).items()}
+    stored = stored_tensors(trainer)
+    return {name: whole(with_values(tensor, stored.get(name))) for name, tensor in named_tensors(trainer).items()}
+
+
+def with_values(tensor: Tensor, stored: StoredTensor | None) -> Tensor:
+    """A tensor, or what of it is on a disk, in memory."""
+    if stored is None:
+        return tensor
+    if isinstance(tensor, DTensor):
+        return as_part(stored.read(), tensor, tensor.device_mesh, tensor.placements)
+    return stored.read()
 
 
 def take_step(trainer: Trainer, layout: Layout, step: int) -> None:

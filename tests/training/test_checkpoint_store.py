@@ -1,14 +1,15 @@
 """Proves what happens to the folder of checkpoints: full disks, `keep_last`, sweeping, publishing by a rename."""
 
+import errno
 import os
 import shutil
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwright.errors import CheckpointError
 from shardwright.training.checkpoint import state, storage
@@ -28,7 +29,7 @@ def save_on_a_full_disk(folder: Path, free_bytes: int | None) -> str:
     if free_bytes is not None:
         shutil.disk_usage = lambda path: types.SimpleNamespace(free=free_bytes)  # type: ignore[assignment]
     elif dist.get_rank() == 1:
-        storage.save_file = write_half
+        storage.write_safetensors = write_half
     with pytest.raises(CheckpointError) as caught:
         save(store, trainer, Progress(2, 24, SEED), DATA, "")
     dist.barrier()
@@ -36,10 +37,10 @@ def save_on_a_full_disk(folder: Path, free_bytes: int | None) -> str:
     return str(caught.value)
 
 
-def write_half(tensors: dict[str, Tensor], path: Path) -> None:
-    """What safetensors does and raises when the disk is full (seen on a tmpfs)."""
+def write_half(path: Path, *_: Any) -> None:
+    """What Python does and raises when the disk is full."""
     path.write_bytes(b"half")
-    raise storage.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_disk_without_room_for_the_next_checkpoint_is_noticed_before_anything_is_written(tmp_path):

@@ -3,20 +3,20 @@ sends what the formulas and the planner say, and that what cannot be compressed 
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwright.compression import gradient_roundings
 from shardwright.config import parse
+from shardwright.cost.collectives import all_to_all
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Job
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.traffic import of_step
 from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import KEYS, Layout
 from shardwright.model.modules import end_rows, rows
-from shardwright.planner.choice import Choice
-from shardwright.planner.explain import explain
-from shardwright.planner.search import Priced
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -116,10 +116,8 @@ def sent_in_a_step(layout: Layout) -> dict[str, int]:
 def sent_by_plan(layout: Layout) -> int:
     """The bytes of a step's compressed sums by the formulas of `plan --explain`."""
     job = Job(model=EVEN, cluster=cluster("h100:4/4"), seq_len=16, global_batch=96, precision="fp32")
-    entries = explain(Priced.of(job, Choice(layout, 96 // (ACCUMULATION * layout.data_ranks))))
-    sent = {entry.what: float(entry.inputs["S"]) for entry in entries if "S" in entry.inputs}  # type: ignore[arg-type]
-    times = {"gradients, reduce-scatter, dense": ACCUMULATION if layout.zero > 1 else 1}
-    return round(sum(n * times.get(what, 1) for what, n in sent.items() if what.endswith(("scatter, dense", "to-all"))))
+    messages = of_step(job, Candidates.of(layout, 96 // (ACCUMULATION * layout.data_ranks)), 0)
+    return round(sum(float(np.sum(each.n_bytes * each.calls)) for each in messages if each.collective is all_to_all))
 
 
 SENT = {"zero 0": (0, 1), "zero 1": (1, 0), "zero 2": (ACCUMULATION, 0), "zero 3, hybrid": (ACCUMULATION, 1)}

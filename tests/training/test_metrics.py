@@ -228,6 +228,9 @@ def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: p
     ("name", "flops_per_s"),
     [
         ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
@@ -241,6 +244,12 @@ def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: p
 )
 def test_a_peak_is_that_of_the_device_or_not_known(name: str, flops_per_s: float | None):
     assert peak_of_name(name, torch.bfloat16) == flops_per_s
+
+
+def test_the_peak_of_fp32_is_that_outside_tensor_cores_unless_tf32_is_on():
+    assert peak_of_name("NVIDIA H200", torch.float32) == 67e12
+    assert peak_of_name("NVIDIA H200", torch.float32, tf32=True) == 494.5e12
+    assert peak_of_name("NVIDIA H200", torch.float64) is None
 
 
 def test_a_cpu_has_no_known_peak():

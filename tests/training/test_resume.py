@@ -62,16 +62,16 @@ def killed_in_the_middle_of_a_shard(rank: int) -> None:
     """Rank 1 dies when half of its second file is written."""
     from shardwright.training.checkpoint import storage
 
-    save_file, calls = storage.save_file, []
+    write, calls = storage.write_safetensors, []
 
-    def save_half(tensors, path):
-        save_file(tensors, path)
+    def write_half(path, entries, make):
+        write(path, entries, make)
         calls.append(path)
         if rank == 1 and len(calls) == 2:
             os.truncate(path, path.stat().st_size // 2)
             kill_itself()
 
-    storage.save_file = save_half
+    storage.write_safetensors = write_half
 
 
 def killed_between_shards_and_manifest(rank: int) -> None:

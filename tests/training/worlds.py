@@ -44,6 +44,8 @@ SPEC = ModelSpec(
 GLOBAL_BATCH, SEQ_LEN, STEPS, SEED, RATE = 24, 10, 3, 5, 2e-3
 OPTIMIZER = OptimizerSection(lr=RATE, weight_decay=0.1)
 CASE = Case(SPEC, SEQ_LEN, GLOBAL_BATCH, seed=SEED, optimizer=OPTIMIZER, steps=STEPS)
+EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32)  # splits over two ranks of tp or cp
+LONG = replace(CASE, spec=EVEN, seq_len=12)  # and so does the sequence
 NO_SUM_OF_COPIES = Mutation("shardwright.parallel.model:sum_replica_gradients", "parts and group is not None", "False")
 """Known bug 11: gradients of norms on token shards are not summed. docs/verify_with_bug.py shows it without pytest."""
 

@@ -182,6 +182,11 @@ def parallelize(
     spec = model.spec if isinstance(model, Transformer) else resolve(model) if isinstance(model, str) else model
     layout = layout or Layout()
     wrong = [*spec.problems(), *split_problems(spec, layout, seq_len or spec.max_seq_len)]
+    if layout.offload_optimizer != "none":
+        wrong.append(
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: the optimizer of a loop of your own keeps its "
+            f"states itself; leave it out (`train` and `verify` have it)"
+        )
     if wrong:
         raise LayoutError(*wrong)
     place = _place()

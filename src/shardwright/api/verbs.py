@@ -1,4 +1,4 @@
-"""The verbs of the command as functions: `plan`, `verify`, `train` and `load_run`."""
+"""The verbs of the command as functions: `plan`, `verify`, `dryrun`, `train` and `load_run`."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -14,6 +14,7 @@ from shardwright.run_folder import CHECKPOINTS, published
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
+    from shardwright.dry_run.run import DryRun
     from shardwright.model.transformer import Transformer
     from shardwright.planner.search import Plan
     from shardwright.report.run_record import RunRecord
@@ -93,8 +94,8 @@ def verify(
     gradient and every parameter of a few steps, and what several ranks hold, bit for bit.
 
     `model`: a ModelSpec or the name of a preset, reduced to test size unless `full`. `against`: another layout, in the
-    place of one process. `dtype`: "float64", "float32", or "bfloat16". Ranks are processes of this machine's CPU; a
-    layout of more ranks than it can hold is reduced to fewer ranks of each axis.
+    place of one process. `dtype`: "float64", "float32", "bfloat16" or "float16". Ranks are processes of this machine's
+    CPU; a layout of more ranks than it can hold is reduced to fewer ranks of each axis.
 
     Returns a Report: `equal`, `worst_error`, `rows`, a comparison each, and where the layout is not equal, `culprit`:
     the smallest layout that still differs. Raises LayoutError where the layout does not fit the model
@@ -121,6 +122,42 @@ def verify(
             reports = [verifier.parity(*pair) for pair in pairs]
             report = next((each for each in reports if not each.equal), reports[0])
         return report if report.equal else replace(report, culprit=find_culprit(verifier, report))
+
+
+def dryrun(
+    run: str | Path | Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    device_memory: str,
+    rank: int | None = 0,
+    steps: int = 2,
+    imbalance: float = 1.0,
+    count_as: str = "gpu",
+    remedies: bool = False,
+) -> "DryRun":
+    """Run the training program of a run file as `rank` of its world, on fake tensors, without a GPU, data or memory for
+    the weights.
+
+    `run`, `changes`: as of `train`. `device_memory`: of a rank's device, such as "80GiB". `rank`: with None one rank of
+    each class that can differ, which have to agree on their messages. `steps`: the last is reported. `imbalance`: rows
+    of experts that the first rank of ep gets, over the mean. `count_as`: "gpu", with the kernels and the allocator of
+    a GPU, or "cpu". `remedies`: where it does not fit, try changes.
+
+    Returns a DryRun: `fits`, `fullest`, `records`, one a rank with its `peak`, `curve`, `largest` tensors, `messages`
+    and `flops`, and `disagreements`. Raises ConfigError with every problem of the run file, LayoutError for a rank
+    outside of the world, InputError for a size or a choice that is not valid.
+    """
+    from shardwright.config import as_toml, load, parse
+    from shardwright.dry_run.run import how_of
+    from shardwright.verification.ranks import start_server
+
+    how = how_of(device_memory, count_as, steps, imbalance)
+    start_server()
+    from shardwright.dry_run.run import dry_run
+
+    overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
+    config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
+    return dry_run(config, how, rank, remedies)
 
 
 def train(

@@ -4,6 +4,7 @@ import functools
 import inspect
 import keyword
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -25,6 +26,7 @@ VERBS = {
     "plan": "Find the fastest layout that fits, without a GPU, and say why.",
     "train": "Train a model as a run file says.",
     "verify": "Prove that a layout computes what one process computes.",
+    "dryrun": "Run the real training program as any rank of any world, without a GPU.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
@@ -35,6 +37,10 @@ VERBS = {
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
 
+OF_TWO_WORDS = ("plan serve", "plan evaluate-serving")
+"""Verbs of two words with options of their own, whose first word is a verb too. The module has an underscore between
+words."""
+
 RENAMED = {"sample": "generate"}
 """Old names of verbs, and what they are called now."""
 
@@ -43,7 +49,7 @@ RENAMED = {"sample": "generate"}
 def _command(name: str) -> Any:
     """A module holds an `app` where its verb has verbs of its own, else a function of the verb's name. A name that is a
     word of Python's has an underscore after it."""
-    python = f"{name}_" if keyword.iskeyword(name) else name
+    python = f"{name}_" if keyword.iskeyword(name) else re.sub("[ -]", "_", name)
     module = import_module(f"shardwright.cli.{python}")
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     if isinstance(inner := getattr(module, "app", None), typer.Typer):
@@ -100,6 +106,8 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in RENAMED:
             ctx.fail(f"{args[0]} is called {RENAMED[args[0]]} now; see shardwright {RENAMED[args[0]]} --help")
+        if (two := " ".join(args[:2])) in OF_TWO_WORDS:
+            return two, _command(two), args[2:]
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         return name, self.commands[name], rest

@@ -39,6 +39,8 @@ def plan(options: Options) -> None:
 
     shardwright plan evaluate runs.csv
 
+    Two other modes have options of their own: plan serve --help, how to serve a model; plan evaluate-serving --help.
+
     Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """
     load_extensions(options.extension)
@@ -198,6 +200,7 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     """The run file that was planned, with this layout. Its run starts anew in a folder of its own: `out` is a new one
     beside the old, named after the file, and checkpoint.resume is left out."""
     from shardwright.config import parse, resolved_toml
+    from shardwright.planner.run_file import precision_keys
 
     layout = choice.settings()
     table = config.model_dump(exclude_unset=True)
@@ -205,7 +208,9 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
     table["batch"]["micro_batch"] = layout.pop("micro_batch")
     table["layout"] = layout
-    table["precision"] = table.get("precision", {}) | {"compute": job.precision}
+    if config.precision.planned != job.precision:
+        table["precision"] = precision_keys(job)
+    table["precision"] = table.get("precision", {}) | {"compile": job.compiled}
     table.get("checkpoint", {}).pop("resume", None)
     remark = (
         f"# Written by `{command}`.\n"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
+from shardwright.cost.formats import FORMATS
 from shardwright.errors import ConfigError, InputError, nearest
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.planner.choice import Choice
     from shardwright.planner.fixed import Fixed
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+PRECISIONS = tuple(FORMATS)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def ask(options: Options) -> Asked:
     if target is not None and model is None and (config := _read(target, wrong)) is not None:
         global_batch = config.batch.global_batch if global_batch is None else global_batch
         seq_len = config.batch.seq_len if seq_len is None else seq_len
-        precision = config.precision.compute if precision is None else precision
+        precision = config.precision.planned if precision is None else precision
     precision = (precision or "bf16").lower()
     if target is None and model is None:
         wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run file")
@@ -132,18 +133,16 @@ def ask(options: Options) -> Asked:
     wrong += wrong_sizes(sizes, needed=sizes if target is None else ())
     document_tokens = _document_tokens(options, config, seq_len, wrong)
     if precision not in PRECISIONS:
-        what = "precision.compute=" if config is not None and config.precision.compute == precision else "--precision "
+        what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
+    from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
-    from shardwright.planner.run_file import PRECISIONS as WRITTEN
 
-    if options.write is not None and precision in PRECISIONS and precision not in WRITTEN:
-        wrong.append(f"--write with --precision {precision}: train computes in {' or '.join(WRITTEN)}")
     spec = found = explained = fixed = None
     try:
         explained = None if options.explain is None else read(options.explain)
@@ -164,7 +163,7 @@ def ask(options: Options) -> Asked:
         found = None if cluster is None else find_cluster(cluster, options.hardware)
     except InputError as error:
         wrong += error.problems
-    if found is not None and precision in PRECISIONS and precision not in found.accelerator.flops_per_s:
+    if found is not None and precision in PRECISIONS and FORMATS[precision].peak not in found.accelerator.flops_per_s:
         has = ", ".join(found.accelerator.flops_per_s)
         wrong.append(f"--precision {precision}: the peak of {found.accelerator.name} in it is not known; known: {has}")
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
@@ -179,6 +178,7 @@ def ask(options: Options) -> Asked:
         optimizer="adamw" if config is None else config.optimizer.name,
         narrow_states=config is not None and config.optimizer.state_dtype == "bf16",
         document_tokens=document_tokens,
+        stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )
     return Asked(job, name, config, explained, fixed)
 

@@ -8,6 +8,7 @@ from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
 from shardwright.planner.search import Plan, Priced
+from shardwright.planner.tie import simplest
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
@@ -21,7 +22,8 @@ def print_job(job: Job, name: str) -> None:
     console.print(
         f"[bold]{name}[/], {format_count(job.model.n_parameters)} parameters, on [bold]{job.cluster.name}[/]: "
         f"{job.global_batch:,} {'sequence' if job.global_batch == 1 else 'sequences'} of {job.seq_len:,} "
-        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}{_within(job)}",
+        f"{'token' if job.seq_len == 1 else 'tokens'} a step, {job.precision}, "
+        f"{'compiled' if job.compiled else 'eager'}{_within(job)}",
         soft_wrap=True,
     )
 
@@ -50,6 +52,10 @@ def print_plan(
         _print_top(plan)
     if equal := left_out(plan.best, plan.equals):
         say(equal)
+    others = [*plan.best, *(each.priced for each in alternatives if each.priced is not None)]
+    if (simple := simplest(best, others)) is not None:
+        slower = simple.step_s / best.step_s - 1
+        console.print(f"\n[bold]simpler, and within the interval[/] (+{slower:.1%}): {simple.choice}", soft_wrap=True)
     rows = merged(alternatives)
     if rows:
         console.print("\n[bold]Why not another[/]")
@@ -124,9 +130,9 @@ def _print_speed(priced: Priced) -> None:
         f"{format_count(told.tokens_per_s_per_accelerator)} on each accelerator",
         soft_wrap=True,
     )
-    peak = f"{job.cluster.accelerator.flops_per_s[job.precision] / 1e12:,.0f} TFLOP/s"
-    if job.precision == "fp32" and "TF32" in job.cluster.accelerator.sources.get("tflops", ""):
-        peak += " in TF32"
+    low, high = map(format_seconds, told.interval_s)
+    console.print(f"four of five measured runs lie within what would be {low} to {high} here", soft_wrap=True)
+    peak = f"{job.peak_flops_per_s / 1e12:,.0f} TFLOP/s"
     again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""
     console.print(
         f"MFU {told.mfu_full:.1%} with the full square of attention, {told.mfu_causal:.1%} with its causal half{again} "

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, console, print_json, say, verb
-from shardwright.config import load
+from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, say, verb
+from shardwright.config import RunConfig, load
+from shardwright.errors import InputError
 from shardwright.reference import keys
+from shardwright.units import GiB, format_bytes
 
 
 @verb
@@ -22,6 +24,13 @@ def train(
             "--resume",
             help="go on from the last good checkpoint of this run, as --set checkpoint.resume=auto does; from that of "
             "another run: --set checkpoint.resume=PATH",
+        ),
+    ] = False,
+    dryrun_first: Annotated[
+        bool,
+        typer.Option(
+            "--dryrun-first",
+            help="before the ranks start, run the fullest of them dry, and refuse a run that does not fit its memory",
         ),
     ] = False,
     list_keys: Annotated[
@@ -51,11 +60,40 @@ def train(
     from shardwright.training.start import start
 
     extra = ['checkpoint.resume="auto"'] if resume else []
-    ended = start(load(run_file, [*(overrides or []), *extra]), quiet=json)
+    config = load(run_file, [*(overrides or []), *extra])
+    if dryrun_first:
+        _refuse_what_does_not_fit(config)
+    ended = start(config, quiet=json)
     if json and ended.summary is not None:
         print_json({**ended.summary, "stopped": ended.stopped})
     if ended.stopped:
         raise typer.Exit(os.EX_TEMPFAIL)
+
+
+def _refuse_what_does_not_fit(config: RunConfig) -> None:
+    """Raises InputError for a run that needs more memory than a rank has, with what would help; and under torchrun and
+    srun, where every rank would run dry."""
+    from shardwright.dry_run.run import dry_run, fullest_by_plan, how_of, needed_bytes
+    from shardwright.training.ranks import Place, pick_device, place_from_environment
+    from shardwright.training.settle import memory_of
+
+    if place_from_environment() is not None:
+        raise InputError(
+            "--dryrun-first goes with ranks that are started here; before torchrun or srun, run shardwright dryrun once"
+        )
+    device = pick_device(config.device, Place())
+    memory_bytes = memory_of(device, config.layout.layout().world_size)
+    if config.memory_gib is not None:
+        memory_bytes = config.memory_gib * GiB
+    how = how_of(memory_bytes, "gpu" if device.type == "cuda" else "cpu", steps=2, imbalance=1.0)
+    found = dry_run(config, how, fullest_by_plan(config))
+    needed = f"{format_bytes(needed_bytes(found.config, found.fullest))} of the {format_bytes(how.limit_bytes)}"
+    if not found.fits:
+        ways = [f"it fits with {each.change} ({format_bytes(each.needed_bytes)})" for each in found.remedies or ()]
+        raise InputError(
+            f"rank {found.fullest.rank} needs {needed} that it may; " + ("; or ".join(ways) or "no change was found")
+        )
+    error_console.print(f"dry run: rank {found.fullest.rank} needs {needed} that it may")
 
 
 def _print_keys(json: bool) -> None:

@@ -45,8 +45,8 @@ class Options:
     dtype: Annotated[
         str,
         typer.Option(
-            help="float64, float32, or bfloat16 (matmuls in bfloat16, weights and sums in float32); float64 tells a "
-            "bug from rounding best"
+            help="float64, float32, or bfloat16 or float16 (matmuls in it, weights and sums in float32); float64 tells "
+            "a bug from rounding best"
         ),
     ] = "float64"
     matrix: Annotated[
@@ -182,10 +182,14 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: Options) -> Non
 
 def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
     """What is trained with each layout of so many ranks."""
+    from shardwright.model.number_formats import replica_problems
     from shardwright.verification.case import cut_each
     from shardwright.verification.matrix import layouts
 
     chosen, true = layouts(config.model.spec(), world_size, config.batch.seq_len), _true_case(config, options)
+    chosen = [each for each in chosen if not [*replica_problems(true.spec, each, true.fp8)]]
+    if not config.optimizer.kind.can_offload:
+        chosen = [each.changed(offload_optimizer="none") for each in chosen]
     if options.full:
         chosen = [each for each in chosen if true.shares(each)]
     if not chosen:

@@ -24,8 +24,11 @@ def sizes(config: "RunConfig", case: "Case") -> str:
     if case.attention == "document":
         restarted = ", positions restarted" * (case.positions == "document")
         sizes += f", attention within documents{restarted}"
-    if config.precision.compute == "bf16" and case.dtype != "bfloat16":
-        sizes += ", not the bf16 of precision.compute, which --dtype bfloat16 takes"
+    if case.fp8 is not None:
+        sizes += f", fp8 {case.fp8.recipe}"
+    narrow = {"bf16": "bfloat16", "fp16": "float16"}.get(config.precision.compute, case.dtype)
+    if case.dtype != narrow and case.fp8 is None:
+        sizes += f", not the {config.precision.compute} of precision.compute, which --dtype {narrow} takes"
     return sizes if spec == whole else f"reduced to {sizes} (--full for the true sizes)"
 
 

@@ -7,6 +7,7 @@ back as a run file with every default filled in; it is saved with each run.
 """
 
 from shardwright.config.optimizer import OptimizerSection
+from shardwright.config.precision import PrecisionSection
 from shardwright.config.reading import as_toml, flat, keys_named, load, model_of, parse, resolved_toml
 from shardwright.config.run_config import RunConfig
 from shardwright.config.sections import (
@@ -21,6 +22,7 @@ from shardwright.config.sections import (
 __all__ = [
     "MODEL_TABLES",
     "OptimizerSection",
+    "PrecisionSection",
     "RunConfig",
     "ScheduleSection",
     "Scope",

@@ -7,8 +7,10 @@ from pydantic import (
     Field,
 )
 
+from shardwright.compression import POWERSGD
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
+from shardwright.config.precision import PrecisionSection
 from shardwright.config.sections import (
     BatchSection,
     CheckpointSection,
@@ -20,15 +22,16 @@ from shardwright.config.sections import (
     ModelSection,
     NotNegative,
     Positive,
-    PrecisionSection,
     ScheduleSection,
     Section,
 )
 from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import AUTO, accumulation
+from shardwright.layout import AUTO, Layout, accumulation
 from shardwright.model.modules import FAMILIES
+from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems as split_problems
+from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
 
 
@@ -43,6 +46,11 @@ class RunConfig(Section):
         None,
         description="GiB that a rank has, for layout.recompute='auto'; if not given, those of its GPU, or on CPU those "
         "of the machine over its ranks",
+    )
+    offload_path: str | None = Field(
+        None,
+        description="folder, best on a local disk, for the files of layout.offload_optimizer='disk', which have no "
+        "names and end with the run; if not given, OUT/offload",
     )
     extensions: list[str] = Field(
         [],
@@ -104,12 +112,9 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             found += error.problems
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
-    precision = valid.get("precision")
-    if layout and precision and precision.compute == "fp64" and layout.compress_gradients != "none":
-        found.append(
-            f"layout.compress_gradients={layout.compress_gradients!r} rounds gradients to fewer digits than "
-            f"precision.compute='fp64' is for; leave it out, or set precision.compute to 'fp32' or 'bf16'"
-        )
+            found += _fp8_problems(spec, layout, batch, valid.get("precision"))
+    if layout and (precision := valid.get("precision")):
+        found += _compression_problems(layout, precision)
     how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
     if how == AUTO and layers is not None:
         found = [problem for problem in found if "recompute_layers" not in problem]
@@ -117,6 +122,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
             f"layout.recompute_layers={layers} is decided by layout.recompute={AUTO!r}; leave it out, or set recompute "
             f"to 'selective' or 'full'"
         )
+    if layout and (section := valid.get("optimizer")):
+        found += section.kind.offload_problems(layout.offload_optimizer)
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if lr_schedule:
@@ -130,6 +137,34 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if data:
         found += _document_problems(data, None if spec_problems else spec)
     return found
+
+
+def _fp8_problems(
+    spec: ModelSpec, layout: Layout, batch: BatchSection, precision: PrecisionSection | None
+) -> Iterator[str]:
+    fp8 = None if precision is None else precision.fp8_settings
+    if fp8 is not None and tp_divides(spec, layout.tp):
+        yield from fp8_problems(spec, layout, fp8, batch.micro_batch * batch.seq_len // layout.cp)
+
+
+def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterator[str]:
+    """Types of matmuls that a layout with compressed communication cannot have."""
+    how = layout.compress_gradients
+    if precision.compute == "fp64" and how != "none":
+        yield (
+            f"layout.compress_gradients={how!r} rounds gradients to fewer digits than precision.compute='fp64' is for; "
+            f"leave it out, or set precision.compute to 'fp32' or 'bf16'"
+        )
+    elif precision.compute != "fp32" and how in POWERSGD:
+        yield (
+            f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
+            f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
+        )
+    if precision.fp8 != "none" and layout.compress_weights != "none":
+        yield (
+            f"layout.compress_weights={layout.compress_weights!r} with precision.fp8={precision.fp8!r}: weights would "
+            f"be rounded to integers and then to fp8, with scales of other blocks; set one of them to 'none'"
+        )
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:

@@ -287,17 +287,6 @@ class ScheduleSection(Section):
     final_fraction: Fraction = Field(0.1, description="final learning rate, as a fraction of the peak")
 
 
-class PrecisionSection(Section):
-    """The type of matmuls, and compilation."""
-
-    compute: Literal["fp32", "bf16", "fp64"] = Field(
-        "fp32",
-        description="type of matmuls; with bf16 the weights, the reduction of gradients and "
-        "their accumulation stay in fp32",
-    )
-    compile: bool = Field(False, description="compile each block, and the loss, with torch.compile")
-
-
 class CheckpointSection(Section):
     """When checkpoints are saved, and whether a run resumes from one."""
 

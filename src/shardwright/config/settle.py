@@ -35,7 +35,7 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
         cluster=cluster(f"h100:{layout.world_size}/{layout.world_size}"),  # memory formulas do not read what kind
         seq_len=config.batch.seq_len,
         global_batch=config.batch.global_batch,
-        precision=config.precision.compute,
+        precision=config.precision.planned,
         optimizer=config.optimizer.name,
     )
     limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)

@@ -29,6 +29,7 @@ import numpy as np
 
 from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import vocabulary_rows
@@ -157,7 +158,7 @@ def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tup
 
 
 def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
-    tokens, fp8 = candidates.tokens(job.seq_len), job.precision == "fp8"
+    tokens, fp8 = candidates.tokens(job.seq_len), FORMATS[job.precision].narrow
     outside = tokens / candidates.token_shards
     # A ring has a buffer of keys and values to read and one to receive into.
     visiting = candidates.cp if candidates.shared.cp_method == "allgather" else 2.0

@@ -31,10 +31,12 @@ class Group:
 @dataclass(frozen=True)
 class Region:
     """A tensor-parallel part of a layer, from column-parallel matmuls to the row-parallel matmul whose output is summed
-    over tp. `given`: features a token of the inputs that no region before it has gathered."""
+    over tp. `inputs`: features a token of each input that no region before it has gathered; `every_head`: of each
+    output of a replicated matmul that the heads of all ranks read."""
 
     name: str
-    given: int
+    inputs: tuple[int, ...]
+    every_head: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,19 @@ class Block:
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """The tensor-parallel regions, in the order of the forward pass."""
-        found, seen, given = [], set(), 0
+        found: list[Region] = []
+        seen: set[str] = set()
+        inputs: list[int] = []
+        every_head: list[int] = []
         for row in self.rows:
-            given += row.every_head
+            if row.every_head:
+                every_head.append(row.every_head)
             if row.split in ("column", "kv_column") and row.matmul and row.input not in seen:
                 seen.add(row.input)
-                given += row.shape[-1]
+                inputs.append(row.shape[-1])
             elif row.split == "row" and row.matmul:
-                found.append(Region(_path(row) or row.module, given))
-                given = 0
+                found.append(Region(_path(row) or row.module, tuple(inputs), tuple(every_head)))
+                inputs, every_head = [], []
         return tuple(found)
 
     @cached_property

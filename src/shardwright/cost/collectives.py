@@ -126,6 +126,29 @@ def all_to_all(
     return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
 
 
+def all_to_all_by_node(
+    cluster: Cluster,
+    n_bytes: ArrayLike,
+    size: ArrayLike,
+    stride: ArrayLike = 1,
+    what: str = "all-to-all",
+    *,
+    top_k: int,
+) -> Floats:
+    """Tokens of `top_k` copies each, `n_bytes` (S) together, to random ranks; seconds where a token crosses to a node
+    once, however many of its copies go there, and is copied inside (DeepEP, DeepSeek-V3 report, arXiv 2412.19437,
+    section 3.2.2; HybridEP).
+
+    A token goes to a given node with probability p = 1 - (1 - 1/k)^top_k, so V = S (g-1)/g inside, over which all
+    copies travel, and (k-1) p S / top_k across nodes. Ignored: routers that choose nodes before experts.
+    """
+    steps = (
+        "messages_in = g - 1; messages_across = k - 1; V = S * (g - 1) / g; "
+        "V_across = (k - 1) * (1 - (1 - 1 / k) ** top_k) * S / top_k"
+    )
+    return _one_algorithm(what, cluster, n_bytes, size, stride, steps, top_k=top_k)
+
+
 def point_to_point(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "send"
 ) -> Floats:
@@ -164,10 +187,10 @@ def _symbols(cluster: Cluster, at: Placement, n_bytes: ArrayLike) -> dict[str, A
 
 
 def _one_algorithm(
-    what: str, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike, steps: str
+    what: str, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike, steps: str, **more: float
 ) -> Floats:
     at = Placement.of(cluster, size, stride)
-    symbols = _symbols(cluster, at, n_bytes)
+    symbols = _symbols(cluster, at, n_bytes) | more
     if at.size.max() == 1:
         return np.zeros(np.broadcast_shapes(np.shape(n_bytes), at.size.shape))
     found = _links_s(what, at, steps, symbols)

@@ -1,10 +1,9 @@
-"""Seconds of the sums of gradients over data ranks and of the gathers of weights, compressed or as they are.
+"""Messages of the sums of gradients over data ranks, compressed or as they are.
 
 | gradients | a reduce-scatter of X elements is     | an all-reduce of X elements is                           |
 | --------- | ------------------------------------- | -------------------------------------------------------- |
 | none      | a reduce-scatter of g X bytes         | an all-reduce of g X bytes                               |
 | bf16      | an all-to-all of 2 X bytes            | an all-to-all and an all-gather, each of 2 X bytes       |
-
 | int8      | an all-to-all of (1 + 4/128) X bytes  | the same with (1 + 4/128) X bytes                        |
 | int4      | an all-to-all of (1/2 + 4/128) X bytes | the same with (1/2 + 4/128) X bytes                     |
 
@@ -18,12 +17,11 @@ Source: parallel/compression.py, parallel/blocks_of_integers.py.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from shardwright.compression import BLOCK
-from shardwright.cost import collectives, ledger
-from shardwright.cost.hardware import Cluster
-from shardwright.cost.job import Floats, Ints, Job
+from shardwright.cost.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from shardwright.cost.job import Ints, Job
+from shardwright.cost.message import Message, Number
 from shardwright.layout import Layout
 
 _SCALE = 4 / BLOCK
@@ -33,44 +31,41 @@ SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}
 
 @dataclass(frozen=True)
 class Sums:
-    """How gradients are summed: `element_bytes` of an element on its way, and whether it is `compressed`."""
+    """How gradients are summed: `element_bytes` of an element on its way, whether it is `compressed`, and how many
+    consecutive ranks of a group share a node, (n,) or a number."""
 
-    cluster: Cluster
     element_bytes: float
     compressed: bool
-    node_ranks: int = 1
+    node_ranks: Ints | int = 1
 
     @staticmethod
-    def of(job: Job, layout: Layout) -> "Sums":
-        """The sums of a layout."""
+    def of(job: Job, layout: Layout, node_ranks: Ints | int) -> "Sums":
+        """The sums of a layout over groups of which `node_ranks` ranks share a node."""
         given = layout.compress_gradients
         if given == "none":
-            return Sums(job.cluster, job.stack.speed.reduce_bytes, compressed=False)
-        return Sums(job.cluster, SENT_BYTES[given], compressed=True, node_ranks=layout.node_ranks)
+            return Sums(job.stack.speed.reduce_bytes, compressed=False)
+        return Sums(SENT_BYTES[given], compressed=True, node_ranks=node_ranks)
 
-    def reduce_scatter(self, n_elements: Floats | Ints, size: ArrayLike, stride: ArrayLike, what: str) -> Floats:
-        """Seconds until every rank has its shard of the sum of `n_elements`."""
-        n_bytes, n, g = n_elements * self.element_bytes, np.asarray(size), self.node_ranks
+    def reduce_scatter(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[Message]:
+        """After which every rank has its shard of the sum of `n_elements`, in each of the calls."""
+        n_bytes, n, g = np.asarray(n_elements * self.element_bytes), np.asarray(size), self.node_ranks
         if not self.compressed:
-            return collectives.reduce_scatter(self.cluster, n_bytes, n, stride, what)
-        hops = (n % g == 0) & (n > g) & (g > 1)
+            return [Message(what, reduce_scatter, n_bytes, n, stride, calls)]
+        hops = (n % g == 0) & (n > g) & (np.asarray(g) > 1)
         if not hops.any():
-            return collectives.all_to_all(self.cluster, n_bytes, n, stride, what)
-        inside, across = f"{what}, in nodes", f"{what}, between nodes"
-        steps = {
-            inside: collectives.all_to_all(self.cluster, n_bytes, np.where(hops, g, n), stride, inside),
-            across: collectives.all_to_all(
-                self.cluster, n_bytes / g, np.where(hops, n // g, 1), np.asarray(stride) * g, across
-            ),
-        }
-        return ledger.total(what, steps)
+            return [Message(what, all_to_all, n_bytes, n, stride, calls)]
+        inside, across = np.where(hops, g, n), np.where(hops, n // g, 1)
+        return [
+            Message(f"{what}, in nodes", all_to_all, n_bytes, inside, stride, calls),
+            Message(f"{what}, between nodes", all_to_all, n_bytes / g, across, stride * np.asarray(g), calls),
+        ]
 
-    def all_reduce(self, n_elements: Floats | Ints, size: ArrayLike, stride: ArrayLike, what: str) -> Floats:
-        """Seconds until every rank has the sum of `n_elements`."""
+    def all_reduce(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[Message]:
+        """After which every rank has the sum of `n_elements`, in each of the calls."""
         n_bytes = n_elements * self.element_bytes
         if not self.compressed:
-            return collectives.all_reduce(self.cluster, n_bytes, size, stride, what)
-        steps = {f"{what}, all-to-all": collectives.all_to_all, f"{what}, all-gather": collectives.all_gather}
-        return ledger.total(
-            what, {name: send(self.cluster, n_bytes, size, stride, name) for name, send in steps.items()}
-        )
+            return [Message(what, all_reduce, n_bytes, size, stride, calls)]
+        return [
+            Message(f"{what}, all-to-all", all_to_all, n_bytes, size, stride, calls),
+            Message(f"{what}, all-gather", all_gather, n_bytes, size, stride, calls),
+        ]

@@ -3,6 +3,7 @@
     accelerator("A100-80GB-SXM")        rates and memory of one accelerator
     cluster("h100:64")                  64 of them in nodes of the usual 8, with the usual network
     cluster("h100:64/4@800Gb")          in nodes of 4, each with 800 Gbit/s to the others
+    cluster("gb200:64")                 64 of one rack of 72
     cluster("mine:64", extra="my.toml") a cluster defined in a user's file
 
 Files have figures in the units of data sheets (GB/s, Gbit/s, TFLOP/s, GiB, microseconds); the functions return bytes,
@@ -51,10 +52,13 @@ class Link:
 class Accelerator:
     """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: bandwidth of its memory.
 
+    `host_bytes_per_s`: to or from the memory of the host, 0 if it is the same memory; `disk_bytes_per_s`: its equal
+    part of the disks of its node, read or written, 0 if that is not known.
+
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
-    processors over which the blocks of a kernel are distributed. `sources`: the source of each figure, by its key in
-    the file.
+    processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die.
+    `sources`: the source of each figure, by its key in the file.
     """
 
     name: str
@@ -64,6 +68,9 @@ class Accelerator:
     matmul_share: Mapping[str, float] = field(hash=False)
     memory_share: float
     multiprocessors: int
+    die: str
+    host_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -110,7 +117,8 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-ByPrecision = dict[Literal["fp32", "bf16", "fp16", "fp8"], Positive]
+Peak = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+ByPrecision = dict[Peak, Positive]
 
 
 class InsideTable(Table):
@@ -142,13 +150,24 @@ class AcceleratorTable(Table):
     memory_gb_per_s: Positive = Field(description="bandwidth of its memory, GB/s")
     memory_share: Share = Field(description="of that bandwidth, reached by a large copy")
     multiprocessors: Count = Field(description="processors over which a kernel's blocks are distributed")
+    die: str | None = Field(None, description="the accelerator with the same die, on which rates in training depend")
     tflops: ByPrecision = Field(description="peak of matmuls by precision, dense, 1e12 FLOP/s")
-    matmul_share: dict[Literal["fp32", "bf16", "fp16", "fp8"], Share] = Field(
+    matmul_share: dict[Peak, Share] = Field(
         description="of the peak, by precision, the most that a large matmul reaches"
     )
     node_size: Count = Field(description="accelerators of a node")
     network: str = Field(description="kind of network between nodes, a name of [networks]")
     gbit_per_s: Positive = Field(description="line rate of the network for each accelerator, Gbit/s")
+    part_of_node: bool | None = Field(
+        None,
+        description="whether a cluster may use a part of its nodes, such as of a rack of 72; equally many of each",
+    )
+    host_gb_per_s: Positive | None = Field(
+        None, description="link to the memory of the host, each direction, GB/s; none if it is the same memory"
+    )
+    disk_gb_per_s: Positive | None = Field(
+        None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
+    )
     inside: InsideTable = Field(description="links in a node")
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
@@ -181,6 +200,16 @@ def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
     return _accelerator(*_find("accelerator", name, known.accelerators))
 
 
+def node_size(name: str, extra: str | Path | None = None) -> int:
+    """Accelerators of the usual node of an accelerator. Raises InputError for a name that is in no file."""
+    return _find("accelerator", name, _known(extra).accelerators)[1].node_size
+
+
+def packaged_accelerators() -> list[Accelerator]:
+    """Every accelerator that comes with the package."""
+    return [_accelerator(name, table) for name, table in _packaged().accelerators.items()]
+
+
 def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     """A cluster from `NAME:COUNT`, `NAME:COUNT/NODE_SIZE` or `NAME:COUNT@GBIT_PER_S_PER_NODE`, or both, where NAME is
     an accelerator's or a cluster's.
@@ -196,6 +225,8 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     tables: dict[str, AcceleratorTable | ClusterTable] = {**known.accelerators, **known.clusters}
     name, table = _find("cluster", named, tables)
     node_size = int(form[3] or table.node_size)
+    if form[3] is None and isinstance(table, AcceleratorTable) and table.part_of_node and size:
+        node_size = evenly(size, node_size)
     if node_size < 1 or not 1 <= size <= LARGEST:
         raise InputError(f"cluster {text!r}: a cluster has 1 to {LARGEST:,} accelerators, and a node 1 or more")
     if form[4] and not 0 < float(form[4]) < 1e6:
@@ -231,6 +262,12 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     )
 
 
+def evenly(size: int, largest: int) -> int:
+    """Accelerators of each node, if `size` of them are spread evenly over as few nodes of `largest` as hold them."""
+    nodes = next(k for k in range(-(-size // largest), size + 1) if size % k == 0)
+    return size // nodes
+
+
 def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
     return Accelerator(
         name=name,
@@ -240,6 +277,9 @@ def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
         matmul_share={precision: share for precision, share in table.matmul_share.items()},
         memory_share=table.memory_share,
         multiprocessors=table.multiprocessors,
+        die=table.die or name,
+        host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
+        disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         sources=table.sources,
     )
 

@@ -4,6 +4,7 @@ The formulas of this package are numpy expressions over `Candidates`, so the sam
 thousand. Shapes: n candidates, S stages of the pipeline in the order of the forward pass, R ranks of `pp`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost.calibration import CALIBRATED, Calibration
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster
-from shardwright.cost.stack import SHARDWRIGHT, Stack
+from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
 from shardwright.layout import KEYS, RECOMPUTE, Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
@@ -26,8 +28,8 @@ Floats = NDArray[np.float64]
 class Job:
     """The training job: model, cluster, batch and software stack.
 
-    `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matmuls, "fp32", "bf16", "fp16" or "fp8"; with
-    the last three the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name
+    `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matmuls, a name in `formats.FORMATS`; with all
+    but fp32 the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name
     in `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16. `document_tokens`: with attention within
     documents, the mean length of a token's document, which is sum L^2 / sum L over documents of L tokens
     (`data.packing`); None: attention goes over sequences.
@@ -70,6 +72,16 @@ class Job:
         """Bytes of an element of one optimizer state."""
         return 2.0 if self.narrow_states else self.stack.state_bytes
 
+    def offload_problems(self, where: str) -> Iterator[str]:
+        """Why optimizer states cannot be where `layout.offload_optimizer` says, or what that costs is not known."""
+        yield from self.optimizer_kind.offload_problems(where)
+        chip = self.cluster.accelerator
+        if where == "disk" and not chip.disk_bytes_per_s:
+            yield (
+                f"layout.offload_optimizer='disk': there is no price for it, accelerators.{chip.name} has no "
+                f"disk_gb_per_s; say it in a hardware file"
+            )
+
     @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
@@ -77,13 +89,23 @@ class Job:
 
     @property
     def wide_precision(self) -> str:
-        """The precision of the matmuls that are never in fp8: those of attention and the logits."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        """The precision of the matmuls that never have fewer than 16 bits: those of attention and the logits."""
+        return FORMATS[self.precision].wide or self.precision
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the run is one of this system with `precision.compile`."""
+        return self.stack.name == SHARDWRIGHT_COMPILED.name
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """The peak of an accelerator in the format of the matmuls."""
+        return self.cluster.accelerator.flops_per_s[FORMATS[self.precision].peak]
 
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of an activation or a working weight; fp8 is used only inside matmuls."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.precision in ("fp32", "tf32") else 2
 
 
 @dataclass(frozen=True, kw_only=True)

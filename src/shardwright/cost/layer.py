@@ -11,18 +11,14 @@ import numpy as np
 from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
-from shardwright.cost.messages import context, dispatch, over_tp, tensor
+from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
 from shardwright.cost.passes import ELEMENTWISE, MATMULS, TENSOR, Passes, reached_bytes_per_s
 
-CASTS = "casts to fp8"
-CAST_BYTES = 5.0
-"""Bytes moved for each element cast to fp8: read for the maximum (2), read again (2) and written (1)."""
+CASTS = "casts of inputs"
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
-EXPERT_LAUNCHES = 1.6
-"""Number of kernels of a layer with experts relative to a dense one: it also has a router, sorting and two all-to-alls.
-"""
 BACKWARD_TRAFFIC = 1.5
 """Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
 one, and one output."""
@@ -50,9 +46,8 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
 
 
 def head(job: Job, candidates: Candidates) -> Passes:
-    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. Over tp
-    the input is all-gathered and its gradient reduce-scattered, or all-reduced without token shards. A chunked loss
-    does all of it in F."""
+    """The passes of final norm, logits and loss. The loss reads and writes the logits several times in fp32. A chunked
+    loss does all of it in F."""
     if candidates.shared.loss_chunk_tokens:
         return _chunked_head(job, candidates)
     passes = Passes("the head")
@@ -67,18 +62,15 @@ def head(job: Job, candidates: Candidates) -> Passes:
             ) for name in "FI"
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
-        given = tokens * spec.d_model * job.element_bytes
-        forward = over_tp(job, candidates, given, "input", all_gather, None)
-        backward = over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
-        passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
+        head_over_tp(passes, job, candidates, tokens)
         passes.note()
     return passes
 
 
 def _chunked_head(job: Job, candidates: Candidates) -> Passes:
     """The three matmuls and the loss of each chunk, all in F. In 16 bits each gradient of the matrix is written, read,
-    and added to a sum in fp32; I multiplies the gradients that are kept by that of the loss. Ignored: the all-reduces
-    over tp of some numbers for each token of a chunk."""
+    and added to a sum in fp32; I multiplies the gradients that are kept by that of the loss. The input is gathered over
+    tp once, as it is kept."""
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
         tokens, spec = candidates.tokens(job.seq_len), job.model
@@ -105,8 +97,9 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         )  # fmt: skip
         passes.add(ELEMENTWISE, forward, backward)
         given = tokens * spec.d_model * e
-        both = over_tp(job, candidates, given, "input", all_gather, None)
-        both |= over_tp(job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
+        both = over_tp(passes, job, candidates, given, "input", all_gather, None)
+        both |= over_tp(passes, job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
+        both |= loss_sums(passes, job, candidates, tokens, np.ceil(tokens / chunk))
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", both), 0.0)
         passes.note()
     return passes
@@ -126,15 +119,16 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
         n_bytes = tokens * h * job.element_bytes
-        forward = over_tp(job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
-        backward = over_tp(job, candidates, n_bytes, "gradients of rows", all_gather, None)
+        forward = over_tp(passes, job, candidates, n_bytes, "rows", reduce_scatter, all_reduce)
+        backward = over_tp(passes, job, candidates, n_bytes, "gradients of rows", all_gather, None)
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", forward), ledger.total(f"{TENSOR}, I", backward))
         passes.note()
     return passes
 
 
 def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
-    """Matmuls with weights, forward and for both gradients. With fp8 their inputs are cast first, from 16 bits."""
+    """Matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are cast
+    first."""
     those = list(matmuls)
     in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in those])
     seconds = (
@@ -142,7 +136,8 @@ def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
         for name, inside in zip("FIW", in_each_pass, strict=True)
     )
     passes.add(MATMULS, *seconds)
-    cast = [each for each in those if not each.precision] if job.precision == "fp8" else []
+    cast_bytes = FORMATS[job.precision].cast_bytes
+    cast = [each for each in those if not each.precision] if cast_bytes else []
     if cast:
         elements = (
             sum(each.batch * each.k * (each.m + each.n) for each in cast),
@@ -150,8 +145,8 @@ def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
         )
         moved = [
             ledger.compute(
-                f"{CASTS}, {name}", "cast_bytes * elements / element_rate", "s", "inputs of matmuls",
-                cast_bytes=CAST_BYTES, elements=n, element_rate=reached_bytes_per_s(job),
+                f"{CASTS}, {name}", "cast_bytes * elements / element_rate", "s", "cost/formats.py",
+                cast_bytes=cast_bytes, elements=n, element_rate=reached_bytes_per_s(job),
             ) for name, n in zip("FI", elements, strict=True)
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
@@ -159,9 +154,9 @@ def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
 
 def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
     """The matmuls of attention. Fused attention computes the half of the scores that is not masked, but whole blocks on
-    the diagonal, at a fraction of the peak that grows with the head width. Without it batched matmuls compute the whole
-    square, and the scores are written to memory and read between them. With cp_method "ring" the last rank of cp has
-    the most scores, 2 - 1 / cp of the mean.
+    the diagonal, at a fraction of the peak that grows with the head width and the length. Without it batched matmuls
+    compute the whole square, and the scores are written to memory and read between them. With cp_method "ring" the last
+    rank of cp has the most scores, 2 - 1 / cp of the mean.
 
     Within documents fused attention computes the scores of each document, document_tokens in place of s; for "ring"
     that share is then an upper bound. Stored scores are of the whole sequence, and masked.
@@ -180,10 +175,10 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
             **symbols,
         )
         symbols["rate_of_attention"] = ledger.compute(
-            "rate of attention", "rate * (flash_share * c / (c + c0)) * flash_gain", "FLOP/s",
-            "cost/calibration.toml, cost/speed.py", c=width, c0=fitted.flash_width,
-            rate=reached_flops_per_s(job, job.wide_precision), flash_share=fitted.flash(chip.name),
-            flash_gain=job.stack.speed.flash_gain,
+            "rate of attention", f"rate * (flash_share * c / (c + c0) * {attended} / ({attended} + s0)) * flash_gain",
+            "FLOP/s", "cost/calibration.toml, cost/speed.py", c=width, c0=fitted.flash_width, s0=fitted.flash_length,
+            rate=reached_flops_per_s(job, job.wide_precision), flash_share=fitted.flash(chip.die),
+            flash_gain=job.stack.speed.flash_gain, **{attended: n_attended},
         )  # fmt: skip
         formulas = [f"FLOPs_of_attention{times} / rate_of_attention" for times in ("", f" * {FLASH_BACKWARD}")]
     else:
@@ -285,7 +280,7 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> N
     speed = job.stack.speed
     total_f, total_i, total_w = passes.totals
     inputs: ledger.Inputs = {
-        "launch_s": speed.launch_s, "kernels": EXPERT_LAUNCHES if block.experts else 1.0,
+        "launch_s": speed.launch_s, "kernels": job.calibration.expert_launches if block.experts else 1.0,
         "again": candidates.recompute == FULL, "launch_backward": speed.launch_backward,
         "work_of_F": total_f, "work_of_I": total_i, "work_of_W": total_w,
     }  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import tp_shards
 
@@ -74,15 +75,17 @@ _FORMULA = (
 
 
 def reached_flops_per_s(job: Job, precision: str) -> float:
-    """The rate that matmuls of the best shapes reach in training."""
-    chip = job.cluster.accelerator
-    lasting = job.calibration.matmuls(chip.name)
-    rate = chip.flops_per_s[precision] * chip.matmul_share[precision] * lasting
+    """The rate that matmuls of the best shapes reach in training: the peak of the format, of which microbenchmarks
+    reach a share, of which a share lasts in training, by die and format; times the effect of the software."""
+    chip, form, gain = job.cluster.accelerator, FORMATS[precision], job.stack.speed.matmul_gain
+    lasting = job.calibration.matmuls(chip.die, form.peak)
+    peak, share = chip.flops_per_s[form.peak], chip.matmul_share[form.peak]
+    rate = peak * share * lasting * (form.rate * gain)
     if ledger.recording():
         ledger.note(
-            f"rate of matmuls in {precision}", "peak_rate * matmul_share * lasting_share", rate, "FLOP/s",
-            "cost/hardware.toml, cost/calibration.toml", "Rates", peak_rate=chip.flops_per_s[precision],
-            matmul_share=chip.matmul_share[precision], lasting_share=lasting,
+            f"rate of matmuls in {precision}", "peak_rate * matmul_share * lasting_share * (format_rate * matmul_gain)",
+            rate, "FLOP/s", "cost/hardware.toml, cost/calibration.toml, cost/formats.py", "Rates", peak_rate=peak,
+            matmul_share=share, lasting_share=lasting, format_rate=form.rate, matmul_gain=gain,
         )  # fmt: skip
     return rate
 
@@ -104,7 +107,9 @@ def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats
             yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision="fp32")
         else:
             n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
-            yield Matmul(group.name, tokens, n_in, n_out)
+            # With a replicated matrix each rank of tp computes the tokens that it holds.
+            rows = tokens / candidates.token_shards if first.split == "replicated" else tokens
+            yield Matmul(group.name, rows, n_in, n_out)
 
 
 def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:
@@ -116,6 +121,6 @@ def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:
 
 
 def head_matmul(job: Job, candidates: Candidates, tokens: Floats) -> Matmul:
-    """The matmul of the logits of a micro-batch, for the rank's shard of the vocabulary; never in fp8."""
+    """The matmul of the logits of a micro-batch, for the rank's shard of the vocabulary; always of 16 bits or more."""
     n_out = job.model.vocab_size / candidates.tp
     return Matmul("logits", tokens, job.model.d_model, n_out, precision=job.wide_precision)

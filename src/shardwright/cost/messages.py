@@ -1,18 +1,24 @@
 """Exposed communication of a layer over tp, cp and ep, in seconds: the part that does not overlap with computation."""
 
-from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block
-from shardwright.cost.collectives import all_gather, all_reduce, all_to_all, point_to_point, reduce_scatter
-from shardwright.cost.hardware import Cluster
+from shardwright.cost.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_by_node,
+    point_to_point,
+    reduce_scatter,
+)
 from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.message import Collective, Message, Number, named
 from shardwright.cost.passes import CONTEXT, EXPERT, MATMULS, TENSOR, Passes, reached_bytes_per_s
 
-Collective = Callable[[Cluster, ArrayLike, ArrayLike, ArrayLike, str], Floats]
 HIDDEN = ", exposed"
 """Suffix in the ledger of communication that overlaps with computation."""
 MERGE_BYTES = 10.0
@@ -30,79 +36,120 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: Block, token
     | on token shards         | all-gather in, reduce-scatter out  | all-gather out, reduce-scatter in, and the |
     |                         |                                    | input gathered again where it was not kept |
 
-    Inputs and outputs are tokens x d_model; the input of latent attention is its latent vectors (Korthikanti et al.,
-    arXiv 2205.05198, section 4.2.2). In the backward pass the reduction of the input's gradient overlaps with the
-    weight gradients, and the second all-gather of the input with the input gradients; the first collective of the
-    backward pass is exposed. A stack that splits matmuls and collectives into pieces overlaps all but the first piece.
+    Inputs and outputs are tokens x d_model; the inputs of latent attention are its latent vectors, and the key that all
+    heads read is gathered once (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
     """
-    speed = job.stack.speed
     result = tokens * job.model.d_model * job.element_bytes
-    zero = np.zeros(len(candidates))
-    forward, first, sums, again = zero, zero, zero, zero
-    terms: list[dict[str, Floats]] = [{}, {}, {}, {}]
+    regions = _OverTp(passes, job, candidates)
     for region in block.regions:
-        given, name = tokens * region.given * job.element_bytes, region.name
-        out = over_tp(job, candidates, result, f"result of {name}", reduce_scatter, all_reduce)
-        back = over_tp(job, candidates, result, f"gradient of the result of {name}", all_gather, None)
-        # The previous region may have gathered the input already.
-        read = over_tp(job, candidates, given, f"input of {name}", all_gather, None) if region.given else {}
-        summed = (
-            over_tp(job, candidates, given, f"gradient of the input of {name}", reduce_scatter, all_reduce)
-            if region.given
-            else {}
-        )
-        once_more = {} if job.stack.keeps_gathered else read
-        forward, first = forward + _sum(read | out), first + _sum(back)
-        sums, again = sums + _sum(summed), again + _sum(once_more)
-        terms = [sent | more for sent, more in zip(terms, (read | out, back, summed, once_more), strict=True)]
-    names = ("messages of F", "gradients of results", "gradients of inputs", "inputs gathered again")
-    for name, those, seconds in zip(names, terms, (forward, first, sums, again), strict=True):
-        ledger.total(name, those, value=seconds)
-    beside = [part[MATMULS] for part in (passes.forward, passes.backward_input, passes.weight)]
-    if speed.hides_tp:
-        forward, first = (
-            hidden(seconds, beside[0], speed.interference, seconds / candidates.tp, what=name, beside=f"{MATMULS}, F")
-            for name, seconds in zip(names, (forward, first), strict=False)
-        )
-    if speed.hides_tp or speed.hides_tp_backward:
-        sums = hidden(sums, beside[2], speed.interference, what=names[2], beside=f"{MATMULS}, W")
-    again = hidden(again, beside[1], speed.interference, what=names[3], beside=f"{MATMULS}, I")
-    exposed = [name + HIDDEN for name in names]
-    if not speed.hides_tp:
-        exposed[:2] = names[:2]
-        exposed[2] = names[2] + HIDDEN * speed.hides_tp_backward
-    ledger.total(f"{TENSOR}, F", {exposed[0]: forward})
-    backward = dict(zip(exposed[1:], (first, sums, again), strict=True))
-    passes.add(TENSOR, forward, ledger.total(f"{TENSOR}, I", backward))
+        regions.add(MESSAGES_OF_F, result, f"result of {region.name}", reduce_scatter, all_reduce)
+        regions.add(OF_RESULTS, result, f"gradient of the result of {region.name}", all_gather, None)
+        for number, features in enumerate((*region.inputs, *region.every_head)):
+            what = f"input of {region.name}" + (f" {number + 1}" if number else "")
+            regions.input(tokens * features * job.element_bytes, what, again=number < len(region.inputs))
+    regions.price()
 
 
-def _sum(terms: Mapping[str, Floats]) -> Floats:
-    return sum(terms.values(), np.asarray(0.0))
+MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN = (
+    "messages of F",
+    "gradients of results",
+    "gradients of inputs",
+    "inputs gathered again",
+)
+"""The messages over tp, by what they may overlap with."""
+
+
+class _OverTp:
+    """The messages of a part of the model over tp, and their exposed seconds.
+
+    In the backward pass the reduction of an input's gradient overlaps with the weight gradients, and the second
+    all-gather of the input with the input gradients; the first collective of the backward pass is exposed. A stack that
+    splits matmuls and collectives into pieces overlaps all but the first piece.
+    """
+
+    def __init__(self, passes: Passes, job: Job, candidates: Candidates) -> None:
+        self.passes, self.job, self.candidates = passes, job, candidates
+        self.terms: dict[str, dict[str, Floats]] = {name: {} for name in (MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN)}
+
+    def add(
+        self, when: str, n_bytes: Floats, what: str, on_shards: Collective | None, whole: Collective | None
+    ) -> None:
+        """A collective with token shards, and one without."""
+        self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole)
+
+    def input(self, n_bytes: Floats, what: str, again: bool = True) -> None:
+        """The input of column-parallel matmuls. `again`: it is not kept as gathered."""
+        self.add(MESSAGES_OF_F, n_bytes, what, all_gather, None)
+        self.add(OF_INPUTS, n_bytes, f"gradient of the {what}", reduce_scatter, all_reduce)
+        if again and not self.job.stack.keeps_gathered:
+            self.add(AGAIN, n_bytes, f"{what}, again", all_gather, None)
+
+    def price(self) -> None:
+        """Add the exposed seconds to the passes, whose matmuls have been added before."""
+        speed, passes = self.job.stack.speed, self.passes
+        sums = {
+            name: ledger.total(name, those, value=sum(those.values(), np.zeros(len(self.candidates))))
+            for name, those in self.terms.items()
+        }
+        inside = {name: part.get(MATMULS, np.zeros(1)) for name, part in passes.parts.items()}
+        hides = {
+            MESSAGES_OF_F: "F" if speed.hides_tp else "",
+            OF_RESULTS: "F" if speed.hides_tp else "",
+            OF_INPUTS: "W" if speed.hides_tp or speed.hides_tp_backward else "",
+            AGAIN: "I",
+        }
+        exposed = {}
+        for name, seconds in sums.items():
+            if beside := hides[name]:
+                least = seconds / self.candidates.tp if beside == "F" else 0.0
+                left = hidden(
+                    seconds, inside[beside], speed.interference, least, what=name, beside=f"{MATMULS}, {beside}"
+                )
+                exposed[name + HIDDEN] = left
+            else:
+                exposed[name] = seconds
+        (first, forward), *backward = exposed.items()
+        ledger.total(f"{TENSOR}, F", {first: forward})
+        passes.add(TENSOR, forward, ledger.total(f"{TENSOR}, I", dict(backward)))
+
+
+def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
+    """The messages of logits and loss over tp: the input as of any column-parallel matmul, and for each token the
+    maximum of the logits, then the sum of exponentials and the target's logit, in fp32 (Shoeybi et al., arXiv
+    1909.08053, section 3)."""
+    over = _OverTp(passes, job, candidates)
+    over.input(tokens * job.model.d_model * job.element_bytes, "input")
+    over.terms[MESSAGES_OF_F] |= loss_sums(passes, job, candidates, tokens, np.ones(len(candidates)))
+    over.price()
+
+
+def loss_sums(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, chunks: Floats) -> dict[str, Floats]:
+    """Seconds of the all-reduces of the loss over tp, by name: of one number for each token, then of two."""
+    found = {}
+    for what, n_bytes in (("maxima of logits", 4.0), ("sums of exponentials, targets", 8.0)):
+        message = Message(f"{what}, all-reduce", all_reduce, n_bytes * tokens / chunks, candidates.tp, 1, chunks)
+        found[message.what] = passes.send(job, message)
+    return found
 
 
 def over_tp(
-    job: Job, candidates: Candidates, n_bytes: Floats, what: str, on_shards: Collective, whole: Collective | None
+    passes: Passes,
+    job: Job,
+    candidates: Candidates,
+    n_bytes: Floats,
+    what: str,
+    on_shards: Collective | None,
+    whole: Collective | None,
 ) -> dict[str, Floats]:
     """Seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token shards, else
-    `whole`, which may be none."""
-
-    def seconds(collective: Collective | None) -> Floats:
-        if collective is None:
-            return np.zeros(len(candidates))
-        return collective(job.cluster, n_bytes, candidates.tp, 1, f"{what}, {named(collective)}")
-
+    `whole`; each may be none."""
     shards = candidates.sequence_parallel
-    used = whole if whole is not None and not shards.any() else on_shards
-    if shards.all() or not shards.any():
-        found = seconds(on_shards if shards.all() else whole)
-    else:
-        found = np.where(shards, seconds(on_shards), seconds(whole))
-    return {f"{what}, {named(used)}": found}
-
-
-def named(collective: Collective) -> str:
-    """`all-gather`."""
-    return collective.__name__.replace("_", "-")
+    found: dict[str, Floats] = {}
+    for collective, used in ((on_shards, shards), (whole, ~shards)):
+        if collective is not None and used.any():
+            message = Message(f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int))
+            found[message.what] = passes.send(job, message)
+    return found
 
 
 def hidden(
@@ -121,58 +168,85 @@ def hidden(
 
 
 def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """Communication of attention over cp.
+    """Communication of attention over cp, of keys and values of kv heads alone.
 
-    zigzag, ring: keys and values are sent round the ring, overlapped with attention; in the backward pass also their
-    gradients in fp32, whose last hop is exposed. The output of each hop is merged by its log-sum-exp. allgather: keys
-    and values are all-gathered before attention, their gradients reduce-scattered after it. ulysses: all-to-alls
-    reshard queries, keys, values and outputs from tokens to heads. The last two are exposed.
+    |              | forward                         | backward                                                      |
+    | ------------ | ------------------------------- | ------------------------------------------------------------- |
+    | zigzag, ring | cp - 1 hops of keys and values  | the same, and cp - 1 hops of their gradients in fp32          |
+    | allgather    | all-gather of keys and values   | the same, and an all-to-all of their gradients                |
+    | ulysses      | two all-to-alls: queries, keys  | the same two                                                  |
+    |              | and values; results             |                                                               |
+
+    Hops overlap with attention to what is there; a gradient follows its keys one hop behind, so the last hop of the
+    gradients is exposed. The output of each hop is merged by its log-sum-exp. The messages of the other two are
+    exposed. With ulysses and fewer kv heads than ranks every rank gets one head, so as many as ranks are sent.
     """
     if np.all(candidates.cp == 1):
         return
     spec, e = job.model, job.element_bytes
-    # Elements of keys and values of a rank's tokens.
-    kv = tokens * np.maximum(spec.n_kv_heads / candidates.tp, 1) * (spec.qk_dim + spec.head_dim)
+    heads, kv_heads = spec.n_heads / candidates.tp, np.maximum(spec.n_kv_heads / candidates.tp, 1)
+    value_dim = spec.qk_dim if job.stack.pads_values and spec.latent_attention else spec.head_dim
+    key_and_value = tokens * (spec.qk_dim + value_dim)
 
-    def message(collective: Collective, n_bytes: Floats, what: str) -> dict[str, Floats]:
-        return {what: collective(job.cluster, n_bytes, candidates.cp, candidates.tp, what)}
+    def send(what: str, collective: Collective, n_bytes: Floats, calls: Number = 1) -> dict[str, Floats]:
+        message = Message(what, collective, n_bytes, candidates.cp, candidates.tp, calls)
+        return {what: passes.send(job, message)}
 
     if candidates.shared.cp_method == "ulysses":
-        queries = tokens * spec.n_heads / candidates.tp * (spec.qk_dim + spec.head_dim)
-        sent = message(all_to_all, (kv + queries) * e, "queries, keys, values and results, all-to-all")
-        passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", sent), ledger.total(f"{CONTEXT}, I", sent))
+        received = heads * spec.qk_dim * tokens + np.maximum(kv_heads, candidates.cp) * key_and_value
+        sent = [
+            send(f"queries, keys and values, all-to-all{back}", all_to_all, received * e)
+            | send(f"results, all-to-all{back}", all_to_all, heads * value_dim * tokens * e)
+            for back in ("", " of gradients")
+        ]
+        passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
         return
+    kv = kv_heads * key_and_value
     if candidates.shared.cp_method == "allgather":
-        gathered = message(all_gather, kv * candidates.cp * e, "keys and values, all-gather")
-        scattered = message(reduce_scatter, kv * candidates.cp * 4.0, "gradients of keys and values, reduce-scatter")
-        backward = ledger.total(f"{CONTEXT}, I", gathered | scattered)
-        passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), backward)
+        gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e)
+        again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
+        again |= send("gradients of keys and values, all-to-all", all_to_all, kv * candidates.cp * e)
+        passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), ledger.total(f"{CONTEXT}, I", again))
         return
-    (hop,) = message(point_to_point, kv * e, "keys and values").values()
-    (hop_back,) = message(point_to_point, kv * (e + 4.0), "keys, values and gradients").values()
-    (last,) = message(point_to_point, kv * 4.0, "gradients on their way home").values()
-    home = np.where(candidates.cp > 1, last, 0.0)
+    _ring(passes, job, candidates, tokens, kv)
+
+
+def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: Floats) -> None:
+    """Hops round a ring of `kv` elements of keys and values, and of their gradients."""
+    spec, hops = job.model, candidates.cp - 1
+
+    def hop(what: str, n_bytes: Floats) -> Floats:
+        message = Message(what, point_to_point, n_bytes, candidates.cp, candidates.tp, hops)
+        passes.messages.append(message)
+        return replace(message, calls=1).seconds(job.cluster)
+
+    keys = hop("keys and values", kv * job.element_bytes)
+    passes.messages.append(replace(passes.messages[-1], what="keys and values again"))
+    sums = hop("gradients of keys and values", kv * max(job.element_bytes, 4.0))
     symbols: ledger.Inputs = {
         "cp": candidates.cp, "T": tokens, "heads": spec.n_heads, "c": spec.head_dim, "tp": candidates.tp,
-        "merge_bytes": MERGE_BYTES, "element_rate": reached_bytes_per_s(job),
-        "keys_and_values": hop, "keys_values_and_gradients": hop_back,
-        "gradients_on_their_way_home": home, "attention_F": passes.forward["attention"],
+        "merge_bytes": MERGE_BYTES, "element_rate": reached_bytes_per_s(job), "keys_and_values": keys,
+        "gradients_of_keys_and_values": sums, "attention_F": passes.forward["attention"],
         "attention_I": passes.backward_input["attention"],
     }  # fmt: skip
     symbols["merging"] = ledger.compute("merging", "merge_bytes * T * heads * c / tp / element_rate", **symbols)
     forward = ledger.compute(
         f"{CONTEXT}, F", "(cp - 1) * (max(keys_and_values - attention_F / cp, 0) + merging)", **symbols
     )
+    # The first hop has keys and values alone, the last gradients alone, and those between have both.
     backward = ledger.compute(
         f"{CONTEXT}, I",
-        "(cp - 1) * (max(keys_values_and_gradients - attention_I / cp, 0) + merging) + gradients_on_their_way_home",
+        "min(cp - 1, 1) * (max(keys_and_values - attention_I / cp, 0) + gradients_of_keys_and_values)"
+        " + max(cp - 2, 0) * max(keys_and_values + gradients_of_keys_and_values - attention_I / cp, 0)"
+        " + (cp - 1) * merging",
         **symbols,
     )
     passes.add(CONTEXT, forward, backward)
 
 
 def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:
-    """Dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model."""
+    """Dispatch and combine of experts: two all-to-alls forward, two backward, of tokens / tp x top_k x d_model, of
+    which some stacks send a token to a node once."""
     spec = job.model
     assert spec.moe is not None
     what = "tokens of experts, all-to-all"
@@ -180,7 +254,11 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
         "bytes to experts", "T / tp * top_k * h * e", "B", T=tokens, tp=candidates.tp, top_k=spec.moe.top_k,
         h=spec.d_model, e=job.element_bytes,
     )  # fmt: skip
-    once = all_to_all(job.cluster, n_bytes, candidates.ep, np.ones_like(candidates.ep), what)
+    by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
+    collective = by_node if job.stack.speed.copies_by_node else all_to_all
+    message = Message(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
+    once = passes.send(job, message)
+    passes.messages += [replace(message, what=f"{what} back", calls=3)]
     sent = {what: once, f"{what} back": once}
     ledger.total(f"{what} back", {what: once})
     passes.add(EXPERT, ledger.total(f"{EXPERT}, F", sent), ledger.total(f"{EXPERT}, I", sent))

@@ -25,7 +25,9 @@ _SYMBOLS = (
     ("peak_rate rate element_rate", "FLOP/s, B/s", "of the data sheet; what matmuls, element-wise kernels reach"),
     ("bandwidth", "B/s", "of the accelerator's memory"),
     ("matmul_share lasting_share copy_share kernel_share", "", "of the peak: the best seen, what lasts in training"),
-    ("flash_share flash_gain c0", "", "fused attention: share of the rate; of newer kernels; width for half of it"),
+    ("flash_share flash_gain c0 s0", "", "fused attention: share of the rate; of newer kernels; width, length for it"),
+    ("format_rate matmul_gain", "", "of matmuls: of a format's kernels; of a stack's relative to PyTorch's"),
+    ("calls", "", "messages one after another"),
     ("norm_bytes residual_bytes dropout_bytes heads_bytes rope_bytes activation_bytes permute_bytes loss_bytes "
      "merge_bytes cast_bytes score_bytes score_bytes_I", "B", "moved for each element; cost/speed.py"),
     ("elements", "", "of inputs of matmuls"),

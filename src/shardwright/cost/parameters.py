@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block
-from shardwright.cost.job import Ints
+from shardwright.cost.job import Candidates, Ints
 from shardwright.cost.pipeline import Stages
 from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows
 from shardwright.model.spec import ModelSpec
@@ -91,6 +91,25 @@ def of_ranks(
         matrix = np.maximum(matrix, np.maximum(block.network_numel // tp, block.expert_matmul_numel // ep))
     head = matrix_rows * model.d_model
     return Parameters(dense, expert, ends, hidden, layer_dense, layer_expert, matrix, head, of_block)
+
+
+def with_partial_gradients(model: ModelSpec, stages: Stages, candidates: Candidates) -> tuple[Ints, Ints]:
+    """Elements of the parameters that ranks of tp hold replicas of, each with a part of the gradient, (n, S): replicas
+    on all ranks of tp, and of kv heads on the ranks with the same head; as `split.tensor.summed_over`."""
+    tp, n_stages = candidates.tp, len(stages.layers)
+    shape = (len(tp), n_stages)
+    of_shards, of_heads, of_kv = (np.zeros(n_stages, np.int64) for _ in range(3))
+    by_split = {"replicated": of_shards, "per_head": of_heads, "kv_column": of_kv}
+    for block, layers in stages.of_kind.items():
+        for row in block.rows:
+            if row.trained and row.split in by_split:
+                by_split[row.split] += row.numel * layers
+    for row in end_rows(model):
+        if row.split == "replicated":
+            of_shards[_stages_of_end(model, row, n_stages)] += row.numel
+    several = (tp > 1)[:, None]
+    found = several * (of_heads + np.broadcast_to(candidates.sequence_parallel[:, None], shape) * of_shards)
+    return found, (tp > model.n_kv_heads)[:, None] * (of_kv // model.n_kv_heads)
 
 
 def means(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> tuple[Ints, Ints, Ints]:

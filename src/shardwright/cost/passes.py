@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 
 from shardwright.cost import ledger
 from shardwright.cost.job import Floats, Job
+from shardwright.cost.message import Message
 
 MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT = (
     "matmuls",
@@ -20,17 +21,24 @@ MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT = (
 
 @dataclass
 class Passes:
-    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model."""
+    """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model;
+    `messages`: what a rank sends in all three."""
 
     of: str
     forward: dict[str, Floats] = field(default_factory=dict)
     backward_input: dict[str, Floats] = field(default_factory=dict)
     weight: dict[str, Floats] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
 
     def add(self, kind: str, forward: ArrayLike, backward_input: ArrayLike, weight: ArrayLike = 0.0) -> None:
         """Add seconds of a kind."""
         for part, seconds in zip(self.parts.values(), (forward, backward_input, weight), strict=True):
             part[kind] = part.get(kind, np.zeros(())) + np.asarray(seconds, dtype=np.float64)
+
+    def send(self, job: Job, message: Message) -> Floats:
+        """Add a message; its seconds, of all calls."""
+        self.messages.append(message)
+        return message.seconds(job.cluster)
 
     @property
     def totals(self) -> tuple[Floats, Floats, Floats]:

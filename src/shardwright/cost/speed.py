@@ -5,6 +5,7 @@ inputs read and outputs written; they follow from the kernels into which an oper
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from shardwright.cost.calibration import CALIBRATED, Calibration
@@ -24,15 +25,20 @@ class Speed:
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
     and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` in
-    addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have.
+    addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
+    `copies_by_node`: tokens of experts cross to a node once (DeepEP, HybridEP).
 
-    `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of that of fused ones. `flash_gain`:
-    rate of attention relative to the kernels of 2023 and 2024 to which `flash_share` is fitted. FlashAttention-2 in
-    today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691, section 4.1), 1.4 times that;
-    later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
+    `matmul_gain`: rate of matmuls relative to PyTorch's of the same die and format (Transformer Engine and hand-tuned
+    settings choose kernels by trial). `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of
+    that of fused ones. `flash_gain`: rate of attention relative to the kernels of 2023 to which `flash_share` is
+    fitted. FlashAttention-2 in today's PyTorch reaches 335 TFLOP/s forward and backward on H100 (arXiv 2307.08691,
+    section 4.1), 1.4 times that; later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
 
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
     to it; `step_s`: overhead of a step.
+
+    `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
+    block, as FSDP does; infinite: all of a rank.
 
     `reduce_bytes`: of an element in gradient reductions, 2 if 16-bit gradients are reduced without a cast, even if they
     are accumulated in fp32; `optimizer_bytes`: moved for each parameter by Adam.
@@ -56,11 +62,14 @@ class Speed:
     blocking_sends: bool = False
     scatters_messages: bool = False
     message_s: float = 20e-6
+    copies_by_node: bool = False
     flash_gain: float = 1.0
     kernel_share: float = 1.0
+    matmul_gain: float = 1.0
     launch_s: float = 0.5e-3
     launch_backward: float = 1.7
     step_s: float = 10e-3
+    bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0
 
@@ -70,14 +79,22 @@ class Speed:
         return replace(self, **fitted)
 
 
+FLASH_2 = 1.4
+"""`flash_gain` of FlashAttention-2 as PyTorch has had it since 2024."""
 MEGATRON = Speed(
-    kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0
+    kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
 MEGATRON_CORE = Speed(
-    kind="megatron-core", hides_tp_backward=True, hides_tp=True, flash_gain=1.7, reduce_bytes=4.0
+    kind="megatron-core", hides_tp_backward=True, hides_tp=True, flash_gain=1.7, reduce_bytes=4.0, bucket_elements=4e7
 ).calibrated(CALIBRATED)
 FSDP = Speed(
     kind="fsdp", rmsnorm_bytes=20.0, rope_bytes=20.0, gated_bytes=10.0, loss_bytes=36.0, reduce_bytes=4.0
 ).calibrated(CALIBRATED)
-COMPILED = Speed(kind="fsdp-compiled", reduce_bytes=4.0).calibrated(CALIBRATED)
-SHARDWRIGHT = Speed(kind="shardwright", hides_tp_backward=True, flash_gain=1.4, reduce_bytes=4.0).calibrated(CALIBRATED)
+NANOTRON = replace(FSDP, kind="nanotron", flash_gain=FLASH_2, hides_dp=False, blocking_sends=True)
+COMPILED = Speed(kind="fsdp-compiled", flash_gain=FLASH_2, reduce_bytes=4.0).calibrated(CALIBRATED)
+SHARDWRIGHT_COMPILED = Speed(
+    kind="shardwright-compiled", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0
+).calibrated(CALIBRATED)
+SHARDWRIGHT = replace(
+    SHARDWRIGHT_COMPILED, kind="shardwright", rope_bytes=14.0, gated_bytes=10.0, loss_bytes=36.0
+).calibrated(CALIBRATED)

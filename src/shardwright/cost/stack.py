@@ -77,7 +77,7 @@ class Stack:
 SHARDWRIGHT = Stack(
     speed=speed.SHARDWRIGHT,
     name="shardwright",
-    about="this system: FSDP2, explicit collectives, fused attention",
+    about="this system: FSDP2, explicit collectives, fused attention, other kernels eager",
     gathers_master=True,
     fused_gate=False,
     keeps_outputs=True,
@@ -87,6 +87,12 @@ SHARDWRIGHT = Stack(
     selective="parts",
     logit_peak_bytes=12.0,
     logit_cut_bytes=-2.0,
+)
+SHARDWRIGHT_COMPILED = replace(
+    SHARDWRIGHT,
+    name="shardwright-compiled",
+    about="the same with precision.compile: element-wise operations of a block, and the loss, fused",
+    speed=speed.SHARDWRIGHT_COMPILED,
 )
 MEGATRON = Stack(
     speed=speed.MEGATRON,
@@ -142,15 +148,26 @@ FSDP_COMPILED_LOSS = replace(
     logit_cut_bytes=0.0,
 )
 
+NANOTRON = replace(
+    FSDP,
+    name="nanotron",
+    about="nanotron: eager kernels as FSDP's, its own tensor and pipeline parallelism without overlap",
+    speed=speed.NANOTRON,
+    gathers_master=False,
+    selective="scores",
+)
+
 STACKS = {
     stack.name: stack
     for stack in (
         SHARDWRIGHT,
+        SHARDWRIGHT_COMPILED,
         MEGATRON,
         MEGATRON_CORE,
         MEGATRON_CORE_FUSED_LOSS,
         FSDP,
         FSDP_COMPILED,
         FSDP_COMPILED_LOSS,
+        NANOTRON,
     )
 }

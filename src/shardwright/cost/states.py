@@ -25,6 +25,7 @@ from shardwright.cost import ledger, parameters
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
+from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 
 
 def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> dict[str, Floats]:
@@ -85,6 +86,9 @@ def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters
 
 def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
     """Optimizer states; matrices may have fewer than other parameters."""
+    if candidates.shared.offload_optimizer == "disk":
+        formulas.values |= {"chunk_bytes": OFFLOAD_CHUNK_BYTES}
+        return formulas("optimizer", "chunk_bytes", "a chunk; the others are on a disk")
     sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.state_bytes
     if job.optimizer_kind.means is not None:
         return _means(job, candidates, stages, formulas)

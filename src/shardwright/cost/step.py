@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.cost import idle, ledger, parameters, pipeline
-from shardwright.cost.collectives import all_gather, all_reduce, point_to_point
-from shardwright.cost.compression import SENT_BYTES, Sums
+from shardwright.cost import idle, ledger, pipeline
+from shardwright.cost.collectives import point_to_point
+from shardwright.cost.data_parallel import RankParameters, data_parallel, rank_parameters
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.matrix_updates import matrix_updates
-from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.passes import Passes, reached_bytes_per_s
 
 PIPELINE = "Pipeline, busiest rank"
@@ -118,12 +116,12 @@ class StagePasses:
         """Seconds of one micro-batch on a rank of `pp` of each candidate, by kind: {kind: (n,)}."""
         found: dict[str, Floats] = {}
         for passes, count in self.work:
-            share = self._share(count)[rank]
+            share = self.of_each_rank(count)[rank]
             for part in (passes.forward, passes.backward_input, passes.weight):
                 for kind, seconds in part.items():
                     found[kind] = found.get(kind, 0.0) + seconds * share
         if self.job.stack.speed.blocking_sends and self.candidates.pp > 1:
-            n_stages = self._share(np.ones(self.n_stages, dtype=int))[rank]
+            n_stages = self.of_each_rank(np.ones(self.n_stages, dtype=int))[rank]
             found["messages"] = 2 * self.message * n_stages
         return found
 
@@ -131,7 +129,7 @@ class StagePasses:
         """Seconds of the forward and of the backward pass of one micro-batch on a rank of each candidate."""
         forward, backward = np.zeros(len(self.candidates)), np.zeros(len(self.candidates))
         for passes, count in self.work:
-            share = self._share(count)[rank]
+            share = self.of_each_rank(count)[rank]
             f, i, w = passes.totals
             forward += f * share
             backward += (i + w) * share
@@ -146,7 +144,7 @@ class StagePasses:
         every = [len(stage) for stage in held.layers]
         ledger.note("layers of all stages", " + ".join(map(str, every)), sum(every), "layers", "split/stages.py")
         ledger.note("layers of the rank", "", layers, "layers", f"rank {rank} of pp; of its stages {told}")
-        there = [(passes, float(self._share(count)[rank])) for passes, count in self.work]
+        there = [(passes, float(self.of_each_rank(count)[rank])) for passes, count in self.work]
         for kind, seconds in parts.items():
             if kind == "messages":
                 stages = len(mine) / len(self.candidates.shared.ways)
@@ -166,7 +164,7 @@ class StagePasses:
             }
             _note_shares(f"{name} of a microbatch", terms, seconds)
 
-    def _share(self, count: Ints) -> Floats:
+    def of_each_rank(self, count: Ints) -> Floats:
         """(R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a
         micro-batch, averaged over the routes."""
         routes = self.candidates.shared.ways
@@ -187,152 +185,6 @@ def _note_shares(
         if microbatches is not None:
             formula, inputs["m"] = f"m * ({formula})", microbatches
         ledger.note(what, formula, value, **inputs)
-
-
-class RankParameters(NamedTuple):
-    """Parameters on the rank of `pp` with the most, each (n,). `ends`: embedding, last norm and head, and `hidden`:
-    hidden matrices, both included in `dense`."""
-
-    dense: Ints
-    experts: Ints
-    ends: Ints
-    hidden: Ints
-
-
-def data_parallel(
-    job: Job, candidates: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats
-) -> Floats:
-    """Exposed communication of weights and gradients in a step; `forward`, `backward`: seconds of a micro-batch's
-    passes on the rank.
-
-    | zero | gradients                                                | weights                                    |
-    | ---- | -------------------------------------------------------- | ------------------------------------------ |
-    | 0    | all-reduced over all replicas, once                      |                                            |
-    | 1    | reduce-scattered over the shards, once                   | gathered once                              |
-    | 2    | reduce-scattered for each micro-batch                    | gathered once                              |
-    | 3    | as 2                                                     | gathered for each pass, all but embedding  |
-    |      |                                                          | and head forward and backward              |
-
-    Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
-    is as 1. Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
-    micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a pipeline come the
-    all-reduce of the gradient of an embedding that two stages hold, and with two routes of micro-batches that of the
-    gradients of both replicas of each stage.
-    """
-    traffic = _Traffic(job, candidates, held, forward, backward)
-    found = np.zeros(len(candidates))
-    for zero in np.unique(candidates.zero):
-        terms = [(times, name, seconds) for times, (name, seconds) in traffic.of_stage(int(zero)) if np.any(seconds)]
-        if terms:
-            formula = " + ".join(f"{times}{ledger.identifier(name)}" for times, name, _ in terms)
-            inputs: ledger.Inputs = {ledger.identifier(name): seconds for _, name, seconds in terms}
-            exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
-            found = np.where(candidates.zero == zero, exposed, found)
-    replicas = _replicas(job, candidates, np.asarray(held.dense + held.experts, dtype=np.float64))
-    return ledger.total("data parallel", {"weights and gradients": found} | replicas)
-
-
-SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
-GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather"
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Parameters of a rank that are communicated over the same process groups: `count` of them, of which `again` are in
-    layers. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO shards over `shards` of these."""
-
-    name: str
-    count: Ints
-    again: Ints
-    reduce_ranks: Ints
-    shards: Ints
-    stride: Ints
-
-
-class _Traffic:
-    """The data-parallel collectives of a step, by name, and their exposed parts."""
-
-    def __init__(
-        self, job: Job, candidates: Candidates, held: RankParameters, forward: Floats, backward: Floats
-    ) -> None:
-        self.job, self.candidates = job, candidates
-        self.passes = {"F of a microbatch": forward, "I and W of a microbatch": backward}
-        dense, experts, ends = held.dense, held.experts, held.ends
-        dense_ranks = candidates.gradient_ranks
-        expert_ranks = np.maximum(dense_ranks * candidates.tp // candidates.ep, 1)
-        groups = [
-            _Group("dense", dense, dense - ends, dense_ranks, candidates.shards, candidates.tp),
-            _Group("experts", experts, experts, expert_ranks, candidates.expert_shards, candidates.ep),
-        ]
-        self.groups = [group for group in groups if np.any(group.count)]
-        self._sent: dict[str, Floats] = {}
-
-    def of_stage(self, zero: int) -> list[tuple[str, tuple[str, Floats]]]:
-        """The communication of a step for a ZeRO stage, each with the number of times, such as `m * `."""
-        if zero == 0:
-            return [("", self.in_backward(SUMMED))]
-        gathered = self.exposed((GATHERED,), "F of a microbatch")
-        if zero == 3 and not (self.candidates.pp > 1 and self.candidates.shared.zero_pp_gather == "step"):
-            each = self.in_backward(GATHERED if self.candidates.pp > 1 else GATHERED_AGAIN, SCATTERED)
-            return [("m * ", gathered), ("(m - 1) * ", each), ("", self.in_backward(GATHERED_AGAIN, SCATTERED, ACROSS))]
-        once = [("", self.in_backward(SCATTERED, ACROSS)), ("", gathered)]
-        return [*once, ("(m - 1) * ", self.in_backward(SCATTERED))] if zero == 2 else once
-
-    def in_backward(self, *whats: str) -> tuple[str, Floats]:
-        return self.exposed(whats, "I and W of a microbatch")
-
-    def exposed(self, whats: tuple[str, ...], beside: str) -> tuple[str, Floats]:
-        """The name and exposed time of collectives that overlap with a pass of a micro-batch."""
-        name, speed = " and ".join(whats), self.job.stack.speed
-        message_s = (
-            self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
-        )
-        if not speed.hides_dp:
-            return name, message_s
-        of_a_layer = message_s / max(self.job.model.n_layers / self.candidates.pp, 1)
-        left = hidden(message_s, self.passes[beside], speed.interference, of_a_layer, what=name, beside=beside)
-        return name + HIDDEN, left
-
-    def sent(self, what: str) -> Floats:
-        """Seconds of a collective, summed over dense parameters and experts."""
-        if what not in self._sent:
-            terms = {f"{what}, {each.name}": _message(self.job, self.candidates, what, each) for each in self.groups}
-            self._sent[what] = ledger.total(what, terms)
-        return self._sent[what]
-
-
-def _message(job: Job, candidates: Candidates, what: str, group: _Group) -> Floats:
-    """Seconds of one collective of a group of parameters."""
-    cluster, name = job.cluster, f"{what}, {group.name}"
-    sums, gathered = Sums.of(job, candidates.shared), candidates.shared.compress_weights
-    e = SENT_BYTES.get(gathered, job.element_bytes)
-    match what:
-        case "gradients, all-reduce":
-            return sums.all_reduce(group.count, group.reduce_ranks, group.stride, name)
-        case "gradients, reduce-scatter":
-            return sums.reduce_scatter(group.count, group.shards, group.stride, name)
-        case "shards over replicas, all-reduce":
-            replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
-            return sums.all_reduce(group.count / group.shards, replicas, stride, name)
-        case "weights, all-gather":
-            return all_gather(cluster, group.count * e, group.shards, group.stride, name)
-        case _:
-            return all_gather(cluster, group.again * e, group.shards, group.stride, name)
-
-
-def _replicas(job: Job, candidates: Candidates, held: Floats) -> dict[str, Floats]:
-    """All-reduces of gradients over two ranks of `pp` that hold replicas of parameters, by name."""
-    found: dict[str, Floats] = {}
-    spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
-    if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules):
-        matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes
-        what = "tied matrix of the first and last stage, all-reduce"
-        found[what] = all_reduce(job.cluster, matrix_bytes, 2, (candidates.pp - 1) * stride, what)
-    if candidates.pp > 1 and len(candidates.shared.ways) > 1:
-        shares = np.where(candidates.zero > 0, candidates.shards, 1)
-        what = "both copies of a stage, all-reduce"
-        found[what] = all_reduce(job.cluster, held * n_bytes / shares, 2, stride, what)
-    return found
 
 
 def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
@@ -358,6 +210,18 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
         shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
         optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states,
     )  # fmt: skip
+    if candidates.shared.offload_optimizer == "disk":
+        chip = job.cluster.accelerator
+        on_disk = ledger.compute(
+            "states on a disk", f"2 * state_bytes * ({changed}) * (1 / disk_rate + host_s)", "s",
+            "read and written once a step, not overlapped", state_bytes=job.n_optimizer_states * job.state_bytes,
+            P=held.dense, Q=held.experts, shards=shards, expert_shards=expert_shards, disk_rate=chip.disk_bytes_per_s,
+            host_s=1 / chip.host_bytes_per_s if chip.host_bytes_per_s else 0.0,
+        )  # fmt: skip
+        return ledger.compute(
+            "optimizer with states on a disk", "optimizer + states_on_a_disk", optimizer=by_element,
+            states_on_a_disk=on_disk,
+        )  # fmt: skip
     if kind.matrix_state is None:
         return by_element
     matrices = matrix_updates(job, candidates, held.hidden, held.experts)
@@ -378,21 +242,3 @@ def stragglers(job: Job, candidates: Candidates) -> Floats:
         "share of stragglers", "straggler_share * log2(nodes)", "", "all wait for the slowest",
         straggler_share=job.calibration.straggler_share, nodes=nodes,
     )  # fmt: skip
-
-
-def rank_parameters(job: Job, candidates: Candidates) -> RankParameters:
-    """The parameters of each candidate on its rank of `pp` with the most."""
-    cut = pipeline.stages(job, candidates)
-    held = parameters.of_ranks(job.model, cut, candidates.tp, candidates.ep)
-    dense, experts, ends, hidden = (
-        part[:, cut.of_rank].sum(axis=2) for part in (held.dense, held.expert, held.ends, held.hidden)
-    )
-    most = (dense + experts).argmax(axis=1)[:, None]
-
-    with ledger.section("Data parallel, rank with most parameters"):
-        held.note(cut, int(most[0, 0]))
-
-    def of_that(part: Ints) -> Ints:
-        return np.take_along_axis(part, most, 1)[:, 0]
-
-    return RankParameters(of_that(dense), of_that(experts), of_that(ends), of_that(hidden))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.device_type import device_type
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.recompute import part
@@ -99,7 +100,7 @@ def document_attention(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, lengths: 
 def has_varlen(q: Tensor) -> bool:
     """Whether PyTorch has variable-length attention for the device, type and head width (the last dim) of a tensor."""
     width = q.shape[-1]
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return device_type(q) == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def _varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, documents: list[int]) -> Tensor:

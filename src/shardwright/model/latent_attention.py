@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
+from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.matmul import Linear, linear
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
@@ -93,11 +94,14 @@ class LatentAndKey(nn.Module):
     """The matmul whose two outputs all heads read: (B, T, D) -> the latent vector of keys and values (B, T, L), and the
     rotated part of the key (B, T, P)."""
 
+    fp8: Fp8Linear | None = None
+    """As of `matmul.Linear`."""
+
     def __init__(self, d_model: int, kv_rank: int, rope_dim: int) -> None:
         super().__init__()
         self.widths = (kv_rank, rope_dim)
         self.weight = nn.Parameter(torch.empty(kv_rank + rope_dim, d_model))
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        latent_BTL, k_BTP = linear(x_BTD, self.weight).split(self.widths, -1)
+        latent_BTL, k_BTP = linear(x_BTD, self.weight, fp8=self.fp8).split(self.widths, -1)
         return latent_BTL, k_BTP

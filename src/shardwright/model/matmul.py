@@ -1,11 +1,11 @@
 """Every matmul of activations with a weight goes through three functions: `forward`, `input_gradient` and
-`weight_gradient`. Code that counts matmuls, or runs them in another type (fp8), changes only these three.
+`weight_gradient`. Code that counts matmuls changes only these three.
 
     y = x W^T + b          dx = dy W          dW = dy^T x          db = the sum of dy over its rows
 
 With `counts_E` the matmul is grouped (grouped GEMM): rows of x are sorted by expert, counts_E[e] of them (integers)
 belong to expert e and are multiplied by its matrix W_e. Rows after the last counted one have undefined outputs and do
-not contribute to weight gradients.
+not contribute to weight gradients. With `fp8` the operands are rounded to fp8 (`model/fp8.py`; not grouped).
 
 `linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
 (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
@@ -20,14 +20,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.model.fp8 import Fp8Linear
+
 
 def forward(
-    x: Tensor, weight: Tensor, bias_F: Tensor | None = None, counts_E: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias_F: Tensor | None = None,
+    counts_E: Tensor | None = None,
+    out: Tensor | None = None,
+    fp8: Fp8Linear | None = None,
 ) -> Tensor:
     """y; written into `out` (contiguous, not grouped) if given. A grouped matmul has no bias."""
     if counts_E is not None:
         assert bias_F is None
         return grouped_matmul(x, weight, counts_E)
+    if fp8 is not None:
+        y = fp8.forward(x, weight)
+        y = y if bias_F is None else y + bias_F
+        return y if out is None else out.copy_(y)
     if out is None:
         return F.linear(x, weight, bias_F)
     x_ND, out_NF = x.flatten(0, -2), out.flatten(0, -2)
@@ -35,40 +46,60 @@ def forward(
     return out
 
 
-def input_gradient(dy: Tensor, weight: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+def input_gradient(
+    dy: Tensor,
+    weight: Tensor,
+    counts_E: Tensor | None = None,
+    add_to: Tensor | None = None,
+    fp8: Fp8Linear | None = None,
+) -> Tensor:
     """dx; added to `add_to` (contiguous, not grouped) in place if given."""
     if counts_E is not None:
         return grouped_matmul(dy, weight.mT, counts_E)
+    if fp8 is not None:
+        dx = fp8.input_gradient(dy, weight)
+        return dx if add_to is None else add_to.add_(dx)
     if add_to is None:
         return dy @ weight
     add_to.flatten(0, -2).addmm_(dy.flatten(0, -2), weight)
     return add_to
 
 
-def weight_gradient(dy: Tensor, x: Tensor, counts_E: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+def weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    counts_E: Tensor | None = None,
+    add_to: Tensor | None = None,
+    fp8: Fp8Linear | None = None,
+) -> Tensor:
     """dW; added to `add_to` in place if given, which may be of a wider type. An expert without rows has gradient 0."""
     if counts_E is not None:
         dweight_EFD = grouped_weight_gradient(dy, x, counts_E)
         return dweight_EFD if add_to is None else add_to.add_(dweight_EFD)
+    if fp8 is not None and fp8.settings.weight_gradient:
+        dweight = fp8.weight_gradient(dy, x)
+        return dweight if add_to is None else add_to.add_(dweight)
     dy_FN, x_ND = dy.flatten(0, -2).T, x.flatten(0, -2)
     if add_to is None:
         return dy_FN @ x_ND
     return add_to.addmm_(dy_FN, x_ND) if add_to.dtype == x_ND.dtype else add_to.add_(dy_FN @ x_ND)
 
 
-Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
-"""Takes (weight, dy, x, counts_E); computes the weight's gradient later and adds it to its `.grad`."""
+Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None, Fp8Linear | None], None]
+"""Takes (weight, dy, x, counts_E, fp8); computes the weight's gradient later and adds it to its `.grad`."""
 
 defer: Defer | None = None
 """While set, backward passes call it instead of computing the gradients of weights."""
 
 
-def weight_gradient_or_defer(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None) -> Tensor | None:
+def weight_gradient_or_defer(
+    weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None = None, fp8: Fp8Linear | None = None
+) -> Tensor | None:
     """dW as the result of a backward pass; None where it is deferred."""
     # A compiled backward pass cannot be split, so it does not read `defer`, which changes at run time.
     if torch.compiler.is_compiling() or defer is None:
-        return weight_gradient(dy, x, counts_E)
-    defer(weight, dy, x, counts_E)
+        return weight_gradient(dy, x, counts_E, fp8=fp8)
+    defer(weight, dy, x, counts_E, fp8)
     return None
 
 
@@ -79,37 +110,45 @@ def linear(
     counts_E: Tensor | None = None,
     *,
     saves_first: bool = False,
+    fp8: Fp8Linear | None = None,
 ) -> Tensor:
     """y, differentiable. `saves_first`: save the tensors for the backward pass before the matmul, not after it."""
     if not torch.is_grad_enabled():
-        return forward(x, weight, bias_F, counts_E)
+        return forward(x, weight, bias_F, counts_E, fp8=fp8)
     saves_first = saves_first and not torch.compiler.is_compiling()
-    y: Tensor = _Linear.apply(x, weight, bias_F, counts_E, saves_first)
+    y: Tensor = _Linear.apply(x, weight, bias_F, counts_E, saves_first, fp8)
     if saves_first:
         with torch.no_grad():
-            forward(x, weight, bias_F, out=y)
+            forward(x, weight, bias_F, out=y, fp8=fp8)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias_F: Tensor | None, counts_E: Tensor | None, saves_first: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias_F: Tensor | None,
+        counts_E: Tensor | None,
+        saves_first: bool,
+        fp8: Fp8Linear | None,
     ) -> Tensor:
         # The weight itself, beside the saved tensor: with activation checkpointing the saved tensor is another object.
-        ctx.weight, ctx.has_bias = weight, bias_F is not None
+        ctx.weight, ctx.has_bias, ctx.fp8 = weight, bias_F is not None, fp8
         ctx.save_for_backward(x, weight, counts_E)
         if saves_first:
             return x.new_empty(*x.shape[:-1], weight.shape[0])
-        return forward(x, weight, bias_F, counts_E)
+        return forward(x, weight, bias_F, counts_E, fp8=fp8)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts_E = ctx.saved_tensors
         dy = grads[0] if counts_E is None else grads[0].contiguous()
-        dx = input_gradient(dy, weight, counts_E) if ctx.needs_input_grad[0] else None
-        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E) if ctx.needs_input_grad[1] else None
-        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
+        dx = input_gradient(dy, weight, counts_E, fp8=ctx.fp8) if ctx.needs_input_grad[0] else None
+        wanted = ctx.needs_input_grad[1]
+        dweight = weight_gradient_or_defer(ctx.weight, dy, x, counts_E, ctx.fp8) if wanted else None
+        return dx, dweight, dy.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None, None
 
 
 class Linear(nn.Linear):
@@ -118,9 +157,11 @@ class Linear(nn.Linear):
     saves_first = False
     """Set for blocks under activation checkpointing: the recomputation stops when all tensors are saved again, and so
     skips the last matmul."""
+    fp8: Fp8Linear | None = None
+    """How its matmuls are computed in fp8, if they are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, saves_first=self.saves_first)
+        return linear(x, self.weight, self.bias, saves_first=self.saves_first, fp8=self.fp8)
 
 
 def has_grouped_mm(x: Tensor, *widths: int) -> bool:

@@ -1,6 +1,6 @@
 """Applies every kind of parallelism of a layout to a model, in one fixed order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,13 +15,15 @@ from shardwright.compression import powersgd_rank
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
+from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.compressed import Compression
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
-from shardwright.parallel.expert import split_experts
+from shardwright.parallel.expert import ReadCounts, read_counts, split_experts
+from shardwright.parallel.fp8 import use_fp8
 from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
@@ -37,6 +39,9 @@ from shardwright.schedule.forward import forward_only
 from shardwright.split.documents import deals_documents
 from shardwright.split.stages import stage_layers, step_schedule
 
+Fill = Callable[[nn.Module, ModelSpec, int, torch.device], None]
+"""(part of the model on the meta device, spec, seed, device)."""
+
 
 def apply(
     spec: ModelSpec,
@@ -48,12 +53,17 @@ def apply(
     compute_dtype: torch.dtype = torch.float32,
     compile_blocks: bool = False,
     seq_len: int | None = None,
+    fill: Fill = materialise,
+    read: ReadCounts = read_counts,
+    fp8: Fp8 | None = None,
 ) -> ParallelModel:
     """Build a model of `spec` on this rank of `layout`, with its initial values.
 
     Every rank of the world calls this, after `init_process_group` (also where the world size is 1). The layout has to
     fit the model (`split.rules.problems`). `seq_len`, in tokens, is the sequence length that pipeline stages are
-    balanced for; by default `spec.max_seq_len`.
+    balanced for; by default `spec.max_seq_len`. `fp8`: how matmuls of the layers are computed in fp8, if they are.
+    `fill` moves a part of the model from the meta device and gives it its initial values; `read` reads the numbers of
+    rows that ranks of ep exchange.
     """
     mesh = build_mesh(layout, device.type, spec.n_kv_heads)
     groups = build_groups(layout, mesh)
@@ -77,9 +87,11 @@ def apply(
                 module.attend = ContextAttention(
                     layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents(spec, layout)
                 )
+        if fp8 is not None:
+            use_fp8(part, fp8, layout, groups)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
-            split_experts(part, expert_mesh, groups.ep)
+            split_experts(part, expert_mesh, groups.ep, read)
         for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
             if layout.recompute == "full":
                 _recompute(block)
@@ -90,7 +102,7 @@ def apply(
                 block.compile()
         if sharded:
             shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, compute_dtype, param_dtype))
-        materialise(part, spec, seed, device)
+        fill(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
     products = _products(spec, layout, mesh, named, seed, sharded)

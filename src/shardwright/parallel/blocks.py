@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.model.device_type import device_type
+
 aten = torch.ops.aten
 
 
@@ -33,7 +35,7 @@ class Kernel(NamedTuple):
 
 def kernel_for(q_BHTC: Tensor) -> Kernel:
     """The kernel for the device, dtype and head width of the queries; no other code chooses one."""
-    if q_BHTC.device.type == "cpu":
+    if device_type(q_BHTC) == "cpu":
         return FLASH_CPU
     width = q_BHTC.shape[-1]
     if q_BHTC.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256:

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.model.device_type import device_type
+
 # torch 2.13 has new names for these two, and warns of the old ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -67,7 +69,7 @@ def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = Fa
         parts_nBtD = x_BTD.unflatten(0, (n, -1)).contiguous()
     else:
         parts_nBtD = x_BTD.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
-    if x_BTD.is_cuda:
+    if device_type(x_BTD) == "cuda":
         kept_BtD = torch.empty_like(parts_nBtD[0])
         work = reduce_scatter_single(kept_BtD, parts_nBtD.flatten(0, 1), group=group, async_op=True)
         return Sent(work, lambda: kept_BtD)

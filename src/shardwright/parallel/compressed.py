@@ -21,10 +21,8 @@ from shardwright.layout import Layout
 from shardwright.parallel.blocks_of_integers import Integers
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.compression import Codec, Part, Rounded, reduce_scatter, sum_over
-from shardwright.units import MiB, in_groups
-
-_BUCKET_BYTES = 64 * MiB
-"""Bytes of gradients that are summed over replicas at once, unless one has more."""
+from shardwright.split.buckets import REPLICA_BUCKET_BYTES
+from shardwright.units import in_groups
 
 
 def codec_of(kind: str) -> Codec | None:
@@ -136,5 +134,5 @@ class OverReplicas:
                         found["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
         for prefix, gradients in found.items():
             if prefix in replicas:
-                for bucket in in_groups(gradients, lambda gradient: gradient.nbytes, _BUCKET_BYTES):
+                for bucket in in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES):
                     sum_over(bucket, replicas[prefix], codec)

@@ -48,12 +48,8 @@ from shardwright.parallel.collectives import Sent
 from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.powersgd import PowerSGD
+from shardwright.split.buckets import BUCKET_BYTES
 from shardwright.units import in_groups
-
-BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients that ZeRO-0 sums in one all-reduce, unless one parameter has more: enough for full bandwidth, and
-few enough that the first buckets are reduced while the backward pass computes the others. As in PyTorch's DDP (Li et
-al., arXiv 2006.15704)."""
 
 
 class DataEngine(Protocol):
@@ -137,7 +133,7 @@ class Replicated:
         pass
 
     def _add(self, bucket: list[nn.Parameter]) -> None:
-        flat = torch.zeros(sum(each.numel() for each in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        flat = bucket[0].new_zeros(sum(each.numel() for each in bucket))
         for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
             parameter.grad = part.view_as(parameter)
             self._views.append((parameter, parameter.grad))

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from shardwright.model import matmul
+from shardwright.model.fp8 import Fp8Linear
 
 
 class WeightGradients:
     """The deferred weight gradients (dW) of one pipeline stage."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
+        self._left: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Fp8Linear | None]] = []
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -32,9 +33,9 @@ class WeightGradients:
         finally:
             matmul.defer = None
 
-    def _leave(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None) -> None:
+    def _leave(self, weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, fp8: Fp8Linear | None) -> None:
         # Detached: otherwise dy and x would keep the autograd graph alive, with the stage's input and its gradient.
-        self._left.append((weight, dy.detach(), x.detach(), counts_E))
+        self._left.append((weight, dy.detach(), x.detach(), counts_E, fp8))
 
     def take(self) -> Callable[[], None]:
         """A function that computes what was deferred since the last call and adds it to the weights' `.grad`."""
@@ -48,10 +49,10 @@ class WeightGradients:
 
 
 @torch.no_grad()
-def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None) -> None:
+def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor, counts_E: Tensor | None, fp8: Fp8Linear | None) -> None:
     if not weight.is_leaf:  # the local tensor of a DTensor: autograd passes the gradient on to the parameter
-        torch.autograd.backward(weight, matmul.weight_gradient(dy, x, counts_E))
+        torch.autograd.backward(weight, matmul.weight_gradient(dy, x, counts_E, fp8=fp8))
     elif weight.grad is None:
-        weight.grad = matmul.weight_gradient(dy, x, counts_E)
+        weight.grad = matmul.weight_gradient(dy, x, counts_E, fp8=fp8)
     else:
-        matmul.weight_gradient(dy, x, counts_E, add_to=weight.grad)
+        matmul.weight_gradient(dy, x, counts_E, add_to=weight.grad, fp8=fp8)

@@ -33,11 +33,12 @@ from shardwright.model.experts import Experts
 from shardwright.model.moe import MoE
 from shardwright.parallel.norm import as_part, local_part
 
-ReadCounts = Callable[[Tensor], list[list[int]]]
-"""Reads the numbers of rows that are sent to each rank and received from each, (2, n), to the host."""
+ReadCounts = Callable[[Tensor, int], list[list[int]]]
+"""Reads the numbers of rows that are sent to each rank and received from each, (2, n), to the host; the second argument
+is how many rows there are to send."""
 
 
-def read_counts(rows_2n: Tensor) -> list[list[int]]:
+def read_counts(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
     """The only device-to-host synchronisation of a step: the sizes of the receive buffers are needed on the host."""
     rows: list[list[int]] = rows_2n.tolist()
     return rows
@@ -101,7 +102,7 @@ class Exchange:
         counts_ne = counts_E.view(self.group.size(), -1)
         arriving_ne = torch.empty_like(counts_ne)
         dist.all_to_all_single(arriving_ne, counts_ne.contiguous(), group=self.group)
-        to, from_ = self.read(torch.stack([counts_ne.sum(1), arriving_ne.sum(1)]))
+        to, from_ = self.read(torch.stack([counts_ne.sum(1), arriving_ne.sum(1)]), len(rows_RD))
         leaving_RD = rows_RD[: sum(to)]  # rows of dropped pairs are at the end and are not sent
         if experts.training:
             self.count(rows_RD, to)

@@ -66,6 +66,11 @@ def vocabulary_loss_sum(
     return total
 
 
+_STRETCH = 2.0**15
+"""In fp16 a gradient of the logits, which is between -1 and 1, is saved times this, since probabilities below 6e-8
+would become 0, and those below 6e-5 lose digits."""
+
+
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -75,6 +80,10 @@ class _VocabularyLoss(torch.autograd.Function):
             logits_BTv.flatten(0, 1), targets_BT.flatten(), rows, ignore, group, ctx.needs_input_grad[0]
         )
         if gradient_Nv is not None:
+            ctx.stretch = 1.0
+            if logits_BTv.dtype == torch.float16:
+                ctx.stretch = _STRETCH
+                gradient_Nv.mul_(_STRETCH)
             ctx.save_for_backward(gradient_Nv.to(logits_BTv.dtype).view_as(logits_BTv))
         return total
 
@@ -82,7 +91,7 @@ class _VocabularyLoss(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_BTv,) = ctx.saved_tensors
         # Rounding the factor 1 / targets to 16 bits would scale every gradient wrongly, so only the product is rounded.
-        dlogits_BTv = gradient_BTv.to(dtotal.dtype).mul_(dtotal).to(gradient_BTv.dtype)
+        dlogits_BTv = gradient_BTv.to(dtotal.dtype).mul_(dtotal / ctx.stretch).to(gradient_BTv.dtype)
         return dlogits_BTv, None, None, None, None
 
 
@@ -95,6 +104,9 @@ class ChunkedLoss:
         """`model`: the whole model or the last stage; `rows`, `ignore`: as of `cross_entropy`; `compiled`: the
         operations between the matmuls with torch.compile, unless they have collectives."""
         self.model, self.axis, self.n_tokens = model, axis, n_tokens
+        self.factor: Tensor | None = None
+        """What the gradient of the loss will be multiplied by in the backward pass, if known: in fp16 the gradients,
+        which the forward pass computes, are multiplied by it before they are rounded."""
         group = None if axis is None else axis.group
         of_chunk = torch.compile(cross_entropy) if compiled and axis is None else cross_entropy
         self.of_chunk: Callable[..., tuple[Tensor, Tensor | None]] = partial(
@@ -131,6 +143,8 @@ class _ChunkedLoss(torch.autograd.Function):
             total += part
             if dlogits_Cv is None:
                 continue
+            if loss.factor is not None:
+                dlogits_Cv = dlogits_Cv * loss.factor
             dlogits_Cv = dlogits_Cv.to(x_CD.dtype)
             matmul.input_gradient(dlogits_Cv, weight_vD, add_to=dx_CD)
             if axis is not None and at == len(chunks[0]):
@@ -139,12 +153,14 @@ class _ChunkedLoss(torch.autograd.Function):
             del dlogits_Cv  # before the next logits exist
         if wanted:
             ctx.save_for_backward(dx_BTD if summing is None else summing.wait(), dweight_vD)
-            ctx.dtype = weight_vD.dtype
+            ctx.dtype, ctx.factor = weight_vD.dtype, loss.factor
         return total
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dx_BTD, dweight_vD = ctx.saved_tensors
+        if ctx.factor is not None:
+            dtotal = dtotal / ctx.factor
         # As above, only the products are rounded.
         return (
             dx_BTD.to(dtotal.dtype).mul_(dtotal).to(dx_BTD.dtype),

@@ -71,6 +71,8 @@ class ParallelModel:
         self.compression_state: dict[str, Tensor] = {}
         """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
         self.losses = LossScale(parts)
+        self.loss_scale = 1.0
+        """What the losses of the step are multiplied by."""
         self.load: ExpertLoad | None = None
         """The load of the experts in the last step; None before the first step and without experts."""
 
@@ -139,17 +141,18 @@ class ParallelModel:
         for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.duplicates):
             parameter.grad = None
 
-    def set_batch(self, n_microbatches: int) -> None:
+    def set_batch(self, n_microbatches: int, loss_scale: float = 1.0) -> None:
         """Call before a step: sets the scale of the routers' losses to a forward pass's fraction of the global batch's
-        tokens."""
+        tokens, times `loss_scale`, by which the caller multiplies the other losses."""
         layout = self.layout
         ranks = layout.data_ranks * layout.cp * (layout.tp if layout.token_shards else 1)
-        self.losses.share = 1 / (n_microbatches * ranks)
+        self.loss_scale = loss_scale
+        self.losses.share = loss_scale / (n_microbatches * ranks)
 
     @torch.no_grad()
-    def learn_from_load(self) -> None:
+    def learn_from_load(self, update: bool = True) -> None:
         """Call after a step: sums the load of the experts over the global batch into `load`, and updates the routers'
-        selection biases from it."""
+        selection biases from it, unless the step was skipped (`update`)."""
         moe = self.spec.moe
         if moe is None:
             return
@@ -160,14 +163,14 @@ class ParallelModel:
         for layer, load in found:
             counts_LE[layer, :-1] += load.counts_E
             counts_LE[layer, -1] += load.dropped
-            losses_L2[layer] += torch.stack([load.aux_loss, load.z_loss])
+            losses_L2[layer] += torch.stack([load.aux_loss, load.z_loss]) / self.loss_scale
         shards = self.groups.tp if self.layout.token_shards else None
         for group in (self.groups.tokens, shards, self.groups.pp):
             if group is not None:
                 dist.all_reduce(counts_LE, group=group)
                 dist.all_reduce(losses_L2, group=group)
         self.load = ExpertLoad(counts_LE[:, :-1], counts_LE[:, -1], losses_L2)
-        for part in self.parts:
+        for part in self.parts if update else ():
             learn_from_load(part, {layer: counts_LE[int(layer), :-1] for layer in expert_layers(part)})
 
     def after_change(self) -> None:

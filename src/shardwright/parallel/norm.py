@@ -42,10 +42,11 @@ def gradient_norm(
     return total.sqrt()
 
 
-def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients, in place, by min(1, max_norm / norm); `norm` is that of `gradient_norm`."""
+def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
+    """Divide gradients, in place, by `loss_scale`, and scale them by min(1, max_norm / norm); `norm` is that of
+    `gradient_norm`, divided by it, too."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
 
 
 def local_part(tensor: Tensor) -> Tensor:

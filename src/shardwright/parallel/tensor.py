@@ -43,6 +43,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardwright.layout import Layout
 from shardwright.model import matmul
 from shardwright.model.dropout import KeyedDropout
+from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
@@ -172,6 +173,8 @@ class SharedInput:
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
         self.linears: list[ColumnLinear] = []
+        self.fp8: Fp8Linear | None = None
+        """How the matmuls are computed in fp8, if they are."""
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
@@ -181,7 +184,7 @@ class SharedInput:
             weights = [local_part(linear.weight) for linear in self.linears]
             biases = [None if linear.bias is None else local_part(linear.bias) for linear in self.linears]
             self._input = x_BTD
-            self._outputs = dict(enumerate(_ColumnProducts.apply(x_BTD, self.axis, *weights, *biases)))
+            self._outputs = dict(enumerate(_ColumnProducts.apply(x_BTD, self.axis, self.fp8, *weights, *biases)))
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
@@ -214,15 +217,16 @@ class RowLinear(nn.Module):
         self.axis = axis
         self.saves_first = False
         """As of `matmul.Linear`: the recomputation skips the last matmul of a block, and its reduction."""
+        self.fp8: Fp8Linear | None = None
 
     @torch.compiler.disable
     def forward(self, x_BTF: Tensor) -> Tensor:
         weight = local_part(self.weight)
         saves_first = self.saves_first and torch.is_grad_enabled()
-        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, self.axis, saves_first)
+        y_BTD: Tensor = _RowProduct.apply(x_BTF, weight, self.axis, saves_first, self.fp8)
         if saves_first:
             with torch.no_grad():
-                y_BTD.copy_(_row_product(x_BTF, weight, self.axis))
+                y_BTD.copy_(_row_product(x_BTF, weight, self.axis, self.fp8))
         return y_BTD if self.bias is None else y_BTD + self.bias
 
 
@@ -278,7 +282,7 @@ class VocabularyHead(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> Tensor:
-        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, local_part(self.matrix), None)
+        (logits_BTv,) = _ColumnProducts.apply(x_BTD, self.axis, None, local_part(self.matrix), None)
         return logits_BTv
 
 
@@ -286,40 +290,43 @@ class _ColumnProducts(torch.autograd.Function):
     """The matmuls of several column-parallel linears that read the same input, with the collectives of both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, axis: TensorAxis, *weights_then_biases: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x_BTD: Tensor, axis: TensorAxis, fp8: Fp8Linear | None, *weights_then_biases: Tensor | None
+    ) -> tuple[Tensor, ...]:
         n = len(weights_then_biases) // 2
         weights, biases = weights_then_biases[:n], weights_then_biases[n:]
-        ctx.axis = axis
+        ctx.axis, ctx.fp8 = axis, fp8
         ctx.has_bias = [bias is not None for bias in biases]
         ctx.weights = weights
         ctx.save_for_backward(x_BTD, *weights)
         if axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
-        return tuple(matmul.forward(x_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        pairs: Any = zip(weights, biases, strict=True)
+        return tuple(matmul.forward(x_BTD, w, b, fp8=fp8) for w, b in pairs)
 
     @staticmethod
     def backward(ctx: Any, *dys_BTF: Tensor) -> tuple[Tensor | None, ...]:
         axis: TensorAxis = ctx.axis
         x_BTD, *weights = ctx.saved_tensors
         gathering = axis.start_gather(x_BTD) if axis.token_shards else None
-        summing = axis.start_sum(_input_gradient(dys_BTF, weights))
+        summing = axis.start_sum(_input_gradient(dys_BTF, weights, ctx.fp8))
         if gathering is not None:
             x_BTD = gathering.wait()
         # What follows overlaps with the reduction of the input's gradient.
         dweights = [
-            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD)
+            matmul.weight_gradient_or_defer(weight, dy_BTF, x_BTD, fp8=ctx.fp8)
             for weight, dy_BTF in zip(ctx.weights, dys_BTF, strict=True)
         ]
         dbiases = [dy.sum((0, 1)) if has else None for dy, has in zip(dys_BTF, ctx.has_bias, strict=True)]
-        return summing.wait(), None, *dweights, *dbiases
+        return summing.wait(), None, None, *dweights, *dbiases
 
 
-def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_gradient(dys_BTF: Sequence[Tensor], weights: Sequence[Tensor], fp8: Fp8Linear | None) -> Tensor:
     """Sum of dy W over the linears that read the input; (B, T, D)."""
     first, *rest = zip(dys_BTF, weights, strict=True)
-    dx_BTD = matmul.input_gradient(*first)
+    dx_BTD = matmul.input_gradient(*first, fp8=fp8)
     for dy_BTF, weight in rest:
-        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD)
+        matmul.input_gradient(dy_BTF, weight, add_to=dx_BTD, fp8=fp8)
     return dx_BTD
 
 
@@ -328,25 +335,27 @@ class _RowProduct(torch.autograd.Function):
     this rank's token shard."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, saves_first: bool) -> Tensor:
-        ctx.axis, ctx.weight = axis, weight_DF
+    def forward(
+        ctx: Any, x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, saves_first: bool, fp8: Fp8Linear | None
+    ) -> Tensor:
+        ctx.axis, ctx.weight, ctx.fp8 = axis, weight_DF, fp8
         ctx.save_for_backward(x_BTF, weight_DF)
         if saves_first:
             return x_BTF.new_empty(axis.summed_shape(x_BTF, weight_DF.shape[0]))
-        return _row_product(x_BTF, weight_DF, axis)
+        return _row_product(x_BTF, weight_DF, axis, fp8)
 
     @staticmethod
     def backward(ctx: Any, dy_BTD: Tensor) -> tuple[Tensor | None, ...]:
         x_BTF, weight_DF = ctx.saved_tensors
         if ctx.axis.token_shards:
             dy_BTD = ctx.axis.start_gather(dy_BTD).wait()
-        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF)
-        return matmul.input_gradient(dy_BTD, weight_DF), dweight, None, None
+        dweight = matmul.weight_gradient_or_defer(ctx.weight, dy_BTD, x_BTF, fp8=ctx.fp8)
+        return matmul.input_gradient(dy_BTD, weight_DF, fp8=ctx.fp8), dweight, None, None, None
 
 
-def _row_product(x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis) -> Tensor:
+def _row_product(x_BTF: Tensor, weight_DF: Tensor, axis: TensorAxis, fp8: Fp8Linear | None) -> Tensor:
     """x W^T of this rank's features, summed over the ranks."""
-    return axis.start_sum(matmul.forward(x_BTF, weight_DF)).wait()
+    return axis.start_sum(matmul.forward(x_BTF, weight_DF, fp8=fp8)).wait()
 
 
 class _SharedByHeads(torch.autograd.Function):

@@ -9,6 +9,7 @@ from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
 from shardwright.planner.search import Plan, Priced
+from shardwright.planner.tie import simplest
 from shardwright.planner.warnings import warnings
 
 
@@ -52,9 +53,10 @@ def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | N
 def plan_document(
     plan: Plan, name: str, alternatives: list[Alternative], remedies: list[Remedy], budget_tokens: float | None
 ) -> dict[str, Any]:
-    """All that was found. `best` are the fastest layouts that fit, each with those that cost the
-    same (`equals`); `alternatives` the best of other kinds, with
-    `slower` as a share of the best layout's time; where nothing fits, `nearest` and `remedies` say what would."""
+    """All that was found. `best` are the fastest layouts that fit, each with those that cost the same (`equals`);
+    `simplest` is a simpler one that the prediction cannot tell from the first; `alternatives` are the best of other
+    kinds, with `slower` as a share of the best layout's time; where nothing fits, `nearest` and `remedies` say what
+    would."""
     found = {
         **job_document(plan.job, name, plan.limit_bytes),
         "fixed": None if plan.fixed is None else dict(plan.fixed.values),
@@ -66,7 +68,12 @@ def plan_document(
             for each, equals in zip(plan.best, plan.equals, strict=True)
         ],
         "alternatives": [_alternative(plan.best[0], each) for each in alternatives],
+        "simplest": None,
     }
+    if plan.best:
+        others = [*plan.best, *(each.priced for each in alternatives if each.priced is not None)]
+        if (simple := simplest(plan.best[0], others)) is not None:
+            found["simplest"] = layout_document(simple, plan.limit_bytes, budget_tokens)
     if not plan.best:
         nearest = plan.survey.nearest
         assert nearest is not None

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, Calibration
-from shardwright.cost.step import step_time
+from shardwright.cost.job import Job
+from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import InputError
+from shardwright.planner.interval import COVERED, interval_s
 from shardwright.planner.measured_run import Run, Skipped
 from shardwright.planner.runs import read_runs
 
@@ -21,20 +23,23 @@ QUANTITIES = {"step time": "s", "peak memory": "GiB"}
 _KEYS = (
     *("row", "id", "source", "model", "stack"),
     *("predicted_step_time_s", "measured_step_time_s", "predicted_peak_mem_gib", "measured_peak_mem_gib"),
-    *("left_out_step_time_s", "assumed", "skipped"),
+    *("interval_s", "left_out_step_time_s", "left_out_interval_s", "family", "assumed", "skipped"),
 )
 """Of a row as JSON, whether it is predicted or skipped."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run with what is predicted for it. `left_out_s`: the step time by constants that were fitted without the row's
-    source; None where the source is not among those that the constants were fitted to."""
+    """A run with what is predicted for it. `interval_s`: the seconds between which four of five runs are expected.
+    `left_out_s`, `left_out_interval_s`: the same by constants that were fitted without the row's family; None where the
+    family is not among those that the constants were fitted to."""
 
     run: Run
     step_s: float
+    interval_s: tuple[float, float]
     peak_gib: float
     left_out_s: float | None
+    left_out_interval_s: tuple[float, float] | None
 
     def pair(self, quantity: str) -> tuple[float, float] | None:
         """Predicted and measured, or None where nothing was measured."""
@@ -52,10 +57,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """Errors of one quantity over the rows of one source, as shares. `left_out`: the mean absolute error by constants
-    that have not seen this source, or None."""
+    """Errors of one quantity over the rows of one source or family, as shares. `left_out`: the mean absolute error by
+    constants that have not seen the family, `inside`: the share of rows that are then inside their intervals; or None.
+    """
 
-    source: str
+    group: str
     quantity: str
     n: int
     mean_absolute: float
@@ -64,6 +70,7 @@ class Summary:
     worst: float
     worst_row: int
     left_out: float | None
+    inside: float | None
 
 
 @dataclass(frozen=True)
@@ -77,22 +84,30 @@ class Evaluation:
     @property
     def summaries(self) -> list[Summary]:
         """One for each source and quantity that was measured there, in the order of the file."""
-        sources = list(dict.fromkeys(row.run.measured.source for row in self.rows))
-        return [
-            found
-            for source in sources
-            for quantity in QUANTITIES
-            if (found := _summary(source, quantity, [row for row in self.rows if row.run.measured.source == source]))
-        ]
+        return list(self._by("source"))
+
+    @property
+    def families(self) -> list[Summary]:
+        """The same for each family of sources, and last for all rows."""
+        whole = [found for quantity in QUANTITIES if (found := _summary("all", quantity, self.rows))]
+        return [*self._by("family"), *whole]
+
+    def _by(self, column: str) -> Iterator[Summary]:
+        for name in dict.fromkeys(getattr(row.run.measured, column) for row in self.rows):
+            those = [row for row in self.rows if getattr(row.run.measured, column) == name]
+            for quantity in QUANTITIES:
+                if found := _summary(name, quantity, those):
+                    yield found
 
     def as_json(self) -> dict[str, Any]:
-        """`rows`, with the skipped ones among them, and `sources`."""
+        """`rows`, with the skipped ones among them, `sources` and `families`."""
         rows = [_row_json(row) for row in self.rows]
         rows += [dict.fromkeys(_KEYS) | _names(each) | {"skipped": each.reason} for each in self.skipped]
         return {
             "file": str(self.path),
             "rows": sorted(rows, key=lambda row: row["row"]),
-            "sources": [vars(each) for each in self.summaries],
+            "sources": [{"source": each.group} | vars(each) for each in self.summaries],
+            "families": [{"family": each.group} | vars(each) for each in self.families],
         }
 
 
@@ -113,13 +128,25 @@ def of_runs(path: Path, found: Iterable[Run | Skipped]) -> Evaluation:
 
 def step_seconds(run: Run, calibration: Calibration = CALIBRATED) -> float:
     """Predicted seconds of a step of one run."""
+    return float(timed_run(run, calibration)[1].total_s[0])
+
+
+def timed_run(run: Run, calibration: Calibration) -> tuple[Job, StepTime]:
+    """A run's job with these constants, and its step time."""
     stack = replace(run.job.stack, speed=run.job.stack.speed.calibrated(calibration))
     job = replace(run.job, stack=stack, calibration=calibration)
-    return float(step_time(job, run.candidates).total_s[0])
+    return job, step_time(job, run.candidates)
+
+
+def _predicted(run: Run, calibration: Calibration) -> tuple[float, tuple[float, float]]:
+    """Seconds of a step, and between which they are expected."""
+    job, time = timed_run(run, calibration)
+    low, high = interval_s(job, time, calibration)
+    return float(time.total_s[0]), (float(low[0]), float(high[0]))
 
 
 def report_lines(found: Evaluation) -> Iterator[str]:
-    """The evaluation as text: a line a row, the assumptions, then a table by source."""
+    """The evaluation as text: a line a row, the assumptions, then a table by source, and one by family."""
     yield f"{'row':>4}  {'model':<28} {'measured':>10} {'predicted':>10} {'error':>7}   measured GiB  predicted   error"
     for row in found.rows:
         line = f"{row.run.row:>4}  {row.run.measured.model[:28]:<28} "
@@ -132,33 +159,36 @@ def report_lines(found: Evaluation) -> Iterator[str]:
         yield line.rstrip()
     yield from _grouped("skipped", ((each.reason, each.row) for each in found.skipped))
     yield from _grouped("assumed", ((text, row.run.row) for row in found.rows for text in row.run.assumed))
+    yield from _table("source", found.summaries)
+    yield from _table("family", found.families)
+    if any(each.left_out is not None for each in found.summaries):
+        yield "left out: mean absolute error by constants that were fitted without this family;"
+        yield f"inside: rows whose measured time is in the {COVERED:.0%} interval of that prediction"
+
+
+def _table(groups: str, summaries: Sequence[Summary]) -> Iterator[str]:
     yield ""
-    titles = "mean abs", "median", "bias", "worst", "in row", "left out", "rows"
-    yield " ".join(f"{title:>8}" for title in titles) + "  what, source"
-    for each in found.summaries:
+    titles = "mean abs", "median", "bias", "worst", "in row", "left out", "inside", "rows"
+    yield " ".join(f"{title:>8}" for title in titles) + f"  what, {groups}"
+    for each in summaries:
         left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
+        inside = "" if each.inside is None else f"{each.inside:.0%}"
         yield (
             f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
-            f"{each.worst_row:>8} {left_out:>8} {each.n:>8}  {each.quantity}, {each.source}"
+            f"{each.worst_row:>8} {left_out:>8} {inside:>8} {each.n:>8}  {each.quantity}, {each.group}"
         )
-    if any(each.left_out is not None for each in found.summaries):
-        yield "left out: mean absolute error by constants that were fitted without this source"
 
 
 def _predict(run: Run) -> Row | Skipped:
     """Skipped where the cost model cannot price the run, such as for a schedule that cannot run its micro-batches."""
-    left_out = LEFT_OUT.get(run.measured.source)
+    left_out = LEFT_OUT.get(run.measured.family)
     try:
         # Overflows are handled below; numpy's warnings of them would only disturb the terminal.
         with np.errstate(all="ignore"):
-            row = Row(
-                run,
-                step_s=step_seconds(run),
-                peak_gib=run.predicted_peak_gib(),
-                left_out_s=None
-                if left_out is None or run.measured.step_time_s is None
-                else step_seconds(run, left_out),
-            )
+            seconds, interval = _predicted(run, CALIBRATED)
+            measured = run.measured.step_time_s is not None
+            unseen = _predicted(run, left_out) if measured and left_out is not None else (None, None)
+            row = Row(run, seconds, interval, run.predicted_peak_gib(), *unseen)
     except InputError as error:
         return Skipped(run.row, run.measured, error.problems[0])
     for what, value in (("step time", row.step_s), ("peak memory", row.peak_gib), ("step time", row.left_out_s)):
@@ -167,7 +197,7 @@ def _predict(run: Run) -> Row | Skipped:
     return row
 
 
-def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
+def _summary(group: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
     errors = [(row, error) for row in rows if (error := row.error(quantity)) is not None]
     if not errors:
         return None
@@ -177,9 +207,14 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
         for row, _ in errors
         if quantity == "step time" and row.left_out_s is not None and row.run.measured.step_time_s is not None
     ]
+    inside = [
+        row.left_out_interval_s[0] <= row.run.measured.step_time_s <= row.left_out_interval_s[1]
+        for row, _ in errors
+        if quantity == "step time" and row.left_out_interval_s is not None and row.run.measured.step_time_s is not None
+    ]
     values = [error for _, error in errors]
     return Summary(
-        source=source,
+        group=group,
         quantity=quantity,
         n=len(values),
         mean_absolute=fmean(map(abs, values)),
@@ -188,6 +223,7 @@ def _summary(source: str, quantity: str, rows: Sequence[Row]) -> Summary | None:
         worst=worst,
         worst_row=worst_row.run.row,
         left_out=fmean(left_out) if left_out else None,
+        inside=fmean(inside) if inside else None,
     )
 
 
@@ -206,7 +242,10 @@ def _row_json(row: Row) -> dict[str, Any]:
             "measured_step_time_s": run.measured.step_time_s,
             "predicted_peak_mem_gib": row.peak_gib,
             "measured_peak_mem_gib": run.measured.peak_mem_gib,
+            "interval_s": row.interval_s,
             "left_out_step_time_s": row.left_out_s,
+            "left_out_interval_s": row.left_out_interval_s,
+            "family": run.measured.family,
             "assumed": list(run.assumed),
         }
     )

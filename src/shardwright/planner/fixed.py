@@ -35,6 +35,11 @@ class Fixed:
                 found &= name in DENSE_AXES or KEYS[name].used(candidates)
         return found
 
+    @property
+    def offload(self) -> str:
+        """`offload_optimizer` of the layouts that are searched."""
+        return str(self.values.get("offload_optimizer", KEYS["offload_optimizer"].default))
+
     def __str__(self) -> str:
         return ",".join(f"{name}={written(value)}" for name, value in self.values.items())
 
@@ -74,7 +79,7 @@ def _checked(values: Mapping[str, Any], problems: list[str]) -> Fixed:
 def none_searched(job: Job, fixed: Fixed) -> LayoutError:
     """That no layout of the space has these values; with those of each key that layouts have."""
     found: dict[str, set[Any]] = {name: set() for name in fixed.values}
-    for group in groups(job):
+    for group in groups(job, fixed.offload):
         for name in found:
             column = getattr(group, name) if name in COLUMNS else [getattr(group.shared, name)]
             found[name] |= set(np.unique(column).tolist())

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shardwright.cost import ledger
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.job import Job
+from shardwright.planner.interval import interval_s
 from shardwright.planner.search import Priced
 
 SECONDS_A_DAY = 86400.0
@@ -14,9 +15,11 @@ _PALM = "PaLM, arXiv 2204.02311, section 4.1"
 @dataclass(frozen=True)
 class Headline:
     """Speed of a layout. Shares of the peak by both conventions of attention: `full` counts the whole square of scores
-    (PaLM), `causal` the half that is not masked (Megatron-LM today)."""
+    (PaLM), `causal` the half that is not masked (Megatron-LM today). `interval_s`: between which a step of four of five
+    runs is expected (`planner.interval`)."""
 
     step_s: float
+    interval_s: tuple[float, float]
     tokens_per_s: float
     tokens_per_s_per_accelerator: float
     flops_per_s_per_accelerator: float
@@ -38,10 +41,12 @@ def headline(priced: Priced) -> Headline:
     """
     job = priced.job
     per_s = job.tokens / priced.step_s
-    peak = job.cluster.size * job.cluster.accelerator.flops_per_s[job.precision]
+    peak = job.cluster.size * job.peak_flops_per_s
     needed, executed = model_flops(job), executed_flops(job, priced.choice.candidates)
+    low, high = interval_s(job, priced.time, job.calibration)
     found = Headline(
         step_s=priced.step_s,
+        interval_s=(float(low[0]), float(high[0])),
         tokens_per_s=per_s,
         tokens_per_s_per_accelerator=per_s / job.cluster.size,
         flops_per_s_per_accelerator=per_s * float(needed.full) / job.cluster.size,
@@ -64,7 +69,7 @@ def headline(priced: Priced) -> Headline:
             ledger.note(
                 what, f"tokens_per_s * {name} / (accelerators * peak_rate)", share, "", _PALM,
                 tokens_per_s=per_s, accelerators=job.cluster.size,
-                peak_rate=job.cluster.accelerator.flops_per_s[job.precision], **{name: flops},
+                peak_rate=job.peak_flops_per_s, **{name: flops},
             )  # fmt: skip
     return found
 

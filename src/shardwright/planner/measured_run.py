@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from shardwright.cost import memory
-from shardwright.cost.hardware import Cluster, cluster
+from shardwright.cost.formats import FORMATS
+from shardwright.cost.hardware import Cluster, cluster, evenly
 from shardwright.cost.job import Candidates, Job
+from shardwright.cost.speed import FLASH_2
 from shardwright.cost.stack import STACKS, Stack
 from shardwright.errors import InputError
 from shardwright.layout import Layout
@@ -25,13 +27,15 @@ MOST_STAGES = 512
 MOST_PARAMETERS = 1e16
 MOST_TOKENS = 1e12
 """Of a step. Beyond these, sizes multiplied leave the whole numbers of 64 bits that the cost model counts with."""
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8-tensor": "fp8", "fp8-row": "fp8"}
-"""Number formats of a table that have a price, as the cost model names them."""
-STACK = {"deepspeed": "megatron", "nanotron": "megatron-core", "automodel": "fsdp-compiled", "other": "megatron-core"}
+PRECISIONS = {name: name for name in FORMATS} | {"fp8-tensor": "fp8"}
+"""Number formats of a table, as the cost model names them."""
+STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatron-core"}
 """Software of a table that is priced as another."""
 FUSED_LOSS = {"megatron-core": "megatron-core-fused-loss", "fsdp-compiled": "fsdp-compiled-loss"}
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 """Places in `cost.job.RECOMPUTE`."""
+PARTS = {"mla_up_proj": "mla_up"}
+"""Modules that Megatron-Core recomputes, as the parts of `layout.recompute_modules`."""
 ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 
 
@@ -93,9 +97,7 @@ def _not_priced(row: Measured) -> Iterator[str]:
     """What the row says that the cost model has no figures or formulas for."""
     if row.accelerator in NO_FIGURES:
         yield f"accelerator={row.accelerator} has no figures in hardware.toml"
-    if row.precision not in PRECISIONS:
-        yield f"precision={row.precision} has no price; priced: {', '.join(PRECISIONS)}"
-    if row.recompute not in RECOMPUTE and not _core_attention(row):
+    if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
         yield f"offload={row.offload} has no price; priced: none"
@@ -110,15 +112,19 @@ def _core_attention(row: Measured) -> bool:
     return row.recompute == "selective:core_attn" and STACKS[STACK.get(row.stack, row.stack)].selective == "scores"
 
 
+def _parts(row: Measured) -> tuple[str, ...]:
+    """The parts of a layer that a row recomputes by Megatron's names, as a layout names them; none where one of them
+    has no price."""
+    kind, _, modules = row.recompute.partition(":")
+    found = tuple(PARTS.get(name, "") for name in modules.split("+")) if kind == "selective" else ()
+    return found if all(found) else ()
+
+
 def _assumed(row: Measured) -> Iterator[str]:
     if row.note:
         yield row.note
-    if row.precision == "fp8-row":
-        yield "precision=fp8-row priced as one scale a tensor"
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
-    if row.moe_dispatch not in (None, "alltoall"):
-        yield f"moe_dispatch={row.moe_dispatch} priced as alltoall"
 
 
 def _model(row: Measured) -> ModelSpec:
@@ -167,6 +173,8 @@ def _stack(row: Measured) -> Stack:
     name = STACK.get(row.stack, row.stack)
     stack = STACKS[FUSED_LOSS[name] if row.fused_loss else name]
     speed = stack.speed
+    if stack.speed.kind == "fsdp" and (row.date or "") >= "2024":
+        speed = replace(speed, flash_gain=FLASH_2)
     if row.flash is not None:
         stack = replace(stack, flash_attention=row.flash)
     if row.grad_dtype is not None:
@@ -178,14 +186,16 @@ def _stack(row: Measured) -> Stack:
         speed = replace(speed, hides_tp=row.overlap_tp, hides_tp_backward=row.overlap_tp and speed.hides_tp_backward)
     if row.overlap_dp is not None:
         speed = replace(speed, hides_dp=row.overlap_dp)
+    if _parts(row):
+        stack = replace(stack, selective="parts")
+    if row.moe_dispatch in ("deepep", "hybridep"):
+        speed = replace(speed, copies_by_node=True)
     return replace(stack, speed=speed)
 
 
 def _cluster(row: Measured) -> Cluster:
     """Evenly over as few NVLink domains as hold the run."""
-    n = row.accelerators
-    domains = next(k for k in range(-(-n // row.per_domain), n + 1) if n % k == 0)
-    found = cluster(f"{row.accelerator}:{n}/{n // domains}")
+    found = cluster(f"{row.accelerator}:{row.accelerators}/{evenly(row.accelerators, row.per_domain)}")
     if row.network_gbs is not None:
         found = found.with_network(row.network_gbs * 1e9 * found.node_size)
     return found if row.network is None else found.on(row.network)
@@ -203,11 +213,13 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
         "micro_batch": row.micro_batch,
         "recompute": RECOMPUTE.get(row.recompute, RECOMPUTE["selective"]),
     }
+    parts: dict[str, Any] = {"recompute": "selective", "recompute_modules": _parts(row)} if _parts(row) else {}
     arrays: dict[str, Any] = {key: np.array([value], dtype=np.int64) for key, value in each.items()}
     return Candidates(
         shared=replace(
             piped,
             stage_layers=_stage_layers(row, piped.n_stages),
+            **parts,
             cp_method="zigzag" if row.cp_method in (None, "ring") else row.cp_method,
         ),
         sequence_parallel=np.array([row.sp]),
@@ -236,7 +248,7 @@ def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:
     if spec.n_parameters > MOST_PARAMETERS or job.tokens > MOST_TOKENS:
         yield f"{spec.n_parameters:.3g} parameters and {job.tokens:.3g} tokens in a step are out of range"
     priced = job.cluster.accelerator.flops_per_s
-    if job.precision not in priced:
+    if FORMATS[job.precision].peak not in priced:
         yield f"no figures for {job.precision} on {job.cluster.accelerator.name}; valid: {', '.join(priced)}"
     # Dense, and without data ranks: rules of those are about how this system shards state.
     inside = Layout(

@@ -11,6 +11,7 @@ from shardwright.planner.search import fits, limit_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""
+OFFLOADED = {"offload_optimizer": "disk"}
 SHORTEST = 512
 """Tokens of a sequence below which none is tried."""
 
@@ -27,7 +28,8 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     """Single changes of the job with each of which some layout with the fixed values fits, the least of each kind;
     first, whether one fits without them.
 
-    Layout, micro-batch and recomputation are not among them: every choice of those has been searched.
+    Layout, micro-batch and recomputation are not among them: every choice of those has been searched, but for optimizer
+    states on a disk, which make every step longer.
     """
 
     def works(changed: Job, margin: float = memory_margin, condition: Fixed | None = fixed) -> bool:
@@ -41,6 +43,10 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     remedies = [each for each in found if each is not None]
     if fixed is not None and works(job, condition=None):
         remedies.insert(0, Remedy(f"another layout: leave out {OPTION} {fixed}", job))
+    chosen = fixed.values if fixed else {}
+    offloaded = Fixed({**chosen, **OFFLOADED})
+    if offloaded.values != chosen and not [*job.offload_problems("disk")] and works(job, condition=offloaded):
+        remedies.append(Remedy(f"optimizer states on a disk: {OPTION} {offloaded}", job))
     if memory_margin and works(job, 0.0):
         remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
     return remedies
@@ -83,5 +89,5 @@ def _even(job: Job) -> Iterator[Remedy]:
 
 def _narrower(job: Job) -> Iterator[Remedy]:
     """Matmuls in 16 bits."""
-    if job.precision == "fp32":
+    if job.element_bytes == 4:
         yield Remedy("--precision bf16", replace(job, precision="bf16"))

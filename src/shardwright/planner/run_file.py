@@ -5,14 +5,18 @@ from dataclasses import fields
 from typing import Any
 
 from shardwright import extensions
+from shardwright.cost.formats import TRAINED
 from shardwright.cost.job import Job
 from shardwright.errors import InputError
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 
-PRECISIONS = ("fp32", "bf16")
-"""What `train` computes in."""
 STEPS = 1000
+
+
+def precision_keys(job: Job) -> dict[str, Any]:
+    """The keys of `[precision]` that make `train` compute as was planned."""
+    return TRAINED[job.precision] | {"compile": job.compiled}
 
 
 def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
@@ -21,9 +25,9 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     `name`: the preset that the model is; `command`: what found the layout, for the first line; `budget_tokens`: how
     long the run is to be. Raises InputError for a job that `train` cannot run.
     """
-    if job.precision not in PRECISIONS:
+    if job.precision not in TRAINED:
         raise InputError(
-            f"--write with --precision {job.precision}: train computes in {' or '.join(PRECISIONS)}; choose one of them"
+            f"--write with --precision {job.precision}: train computes in {' or '.join(TRAINED)}; choose one of them"
         )
     steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
     tokens = steps * job.tokens
@@ -34,7 +38,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
         "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
         "layout": layout,
-        "precision": {"compute": job.precision},
+        "precision": precision_keys(job),
     }
     if job.optimizer != Job.optimizer:
         sections["optimizer"] = {"name": job.optimizer}

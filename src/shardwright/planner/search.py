@@ -9,7 +9,7 @@ from shardwright.cost import memory
 from shardwright.cost.estimate import Estimate
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import step_time
-from shardwright.errors import InputError
+from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
@@ -98,6 +98,8 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fi
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
     no share.
     """
+    if fixed is not None and (problems := list(job.offload_problems(fixed.offload))):
+        raise LayoutError(*problems)
     limit = limit_bytes(job, memory_margin)
     found = survey(job, limit, fixed)
     if fixed is not None and not found.n_layouts:
@@ -138,7 +140,7 @@ def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
 
 def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
     """The groups of the space, in parts that the formulas take at once."""
-    for group in groups(job):
+    for group in groups(job, condition.offload if isinstance(condition, Fixed) else "none"):
         if condition is not None:
             group = group.take(condition(group))
             if not len(group):

@@ -39,8 +39,9 @@ _RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(_ALL_AXES)))
 Columns = dict[str, Ints]
 
 
-def groups(job: Job) -> Iterator[Candidates]:
-    """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty.
+def groups(job: Job, offload: str = "none") -> Iterator[Candidates]:
+    """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty. All have the
+    same `offload_optimizer`.
 
     Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
     LayoutError, with the nearest batches that would do, where no layout can partition the batch.
@@ -48,7 +49,7 @@ def groups(job: Job) -> Iterator[Candidates]:
     n_layouts = 0
     for pp in divisors(job.cluster.size):
         by_method: dict[str, Columns] = {}
-        for shared in _shared(pp, job.model.n_layers):
+        for shared in _shared(pp, job.model.n_layers, offload):
             method = shared.cp_method
             if method not in by_method:
                 by_method[method] = _rows(job, pp, method)
@@ -60,10 +61,10 @@ def groups(job: Job) -> Iterator[Candidates]:
         raise LayoutError(_no_layout(job))
 
 
-def _shared(pp: int, n_layers: int) -> list[Layout]:
+def _shared(pp: int, n_layers: int, offload: str = "none") -> list[Layout]:
     """Every choice of the keys that the layouts of a group share, for pipelines of so many ranks with which each stage
     has a layer."""
-    found = [_ALL_AXES.changed(pp=pp)]
+    found = [_ALL_AXES.changed(pp=pp, offload_optimizer=offload)]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
             found = [

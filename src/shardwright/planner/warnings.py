@@ -43,15 +43,15 @@ def of_job(job: Job) -> Iterator[str]:
         )
     if job.precision == "fp16":
         yield (
-            "precision fp16 without loss scaling: small gradients become 0 and large activations overflow; train has "
-            "no scaler, use bf16, which costs the same"
+            "precision fp16: large activations overflow, and steps whose gradients do are skipped, by the loss scale; "
+            "bf16 costs the same and needs none"
         )
     if job.seq_len >= LONG and not job.stack.flash_attention:
         yield (
             f"seq_len={job.seq_len} without flash attention: the {job.stack.name} stack stores {job.seq_len} scores "
             f"for each token and head, more than all else a layer keeps"
         )
-    elif job.seq_len >= LONG and job.precision == "fp32":
+    elif job.seq_len >= LONG and job.element_bytes == 4:
         yield (
             f"seq_len={job.seq_len} in fp32: flash attention is made for 16 bits; what runs in its place is slower, "
             f"and over cp stores blocks of scores, which is not counted here; use bf16"

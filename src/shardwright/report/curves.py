@@ -121,7 +121,7 @@ def _subtitle(run: RunRecord) -> str:
         f"{told.steps:,} steps" if whole else f"step {told.steps:,} of {told.planned_steps:,}",
         f"{format_count(told.tokens)} tokens",
         f"{batch.global_batch:,} {TIMES} {batch.seq_len:,} tokens a step",
-        precision.compute + (", compiled" if precision.compile else ""),
+        precision.in_words + (", compiled" if precision.compile else ""),
     ]
     if told.training_s is not None:
         parts.append(f"{format_seconds(told.training_s)} in steps")

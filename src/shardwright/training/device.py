@@ -1,39 +1,37 @@
 """What is known of the device a rank runs on: its peak rate, for MFU, and the memory in use."""
 
 import ctypes
+import re
 import resource
 import sys
 
 import torch
 
-# Dense peak rates in FLOP/s at bf16 and fp32 (without sparsity; fp32 outside tensor cores), by a part of the device's
-# name. Sources: NVIDIA data sheets A100 (2021), H100 (2023), H200 (2023), L40S (2023); AMD data sheet MI300X (2023).
-_PEAKS: dict[str, dict[torch.dtype, float]] = {
-    "A100": {torch.bfloat16: 312e12, torch.float32: 19.5e12},
-    "A100 PCIE": {torch.bfloat16: 312e12, torch.float32: 19.5e12},
-    "H100 PCIe": {torch.bfloat16: 756e12, torch.float32: 51e12},
-    "H100": {torch.bfloat16: 989e12, torch.float32: 67e12},
-    "H200": {torch.bfloat16: 989e12, torch.float32: 67e12},
-    "H800": {torch.bfloat16: 989e12, torch.float32: 67e12},
-    "L40S": {torch.bfloat16: 362e12, torch.float32: 91.6e12},
-    "MI300X": {torch.bfloat16: 1307e12, torch.float32: 163.4e12},
-}
+from shardwright.cost.hardware import packaged_accelerators
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype) -> float | None:
+def peak_flops_per_s(device: torch.device, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
     """The dense peak of a device in FLOP/s, or None where it is not known; never another device's."""
     if device.type != "cuda":
         return None
-    return peak_of_name(torch.cuda.get_device_name(device), compute_dtype)
+    return peak_of_name(torch.cuda.get_device_name(device), compute_dtype, tf32)
 
 
-def peak_of_name(name: str, compute_dtype: torch.dtype) -> float | None:
-    """The same by the device's name, such as `NVIDIA H200`."""
-    words = set(name.replace("-", " ").split())
-    variant = words & {"PCIe", "PCIE", "NVL", "MIG"}  # slower parts, and parts of a part, of the same name
-    for known, peaks in _PEAKS.items():
-        if set(known.split()) <= words and variant <= set(known.split()):
-            return peaks.get(compute_dtype)
+def peak_of_name(name: str, compute_dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """The same by the device's name, such as `NVIDIA H200`, from `cost/hardware.toml`. `tf32`: fp32 tensors are
+    multiplied in TF32."""
+    words = set(name.lower().replace("-", " ").split())
+    variant = words & {"pcie", "nvl", "mig"}  # slower parts, and parts of a part, of the same name
+    if "a100" in words:
+        variant.discard("pcie")  # the same peaks as the SXM part
+    form = "tf32" if tf32 and compute_dtype == torch.float32 else _FORMATS.get(compute_dtype)
+    for known in packaged_accelerators():
+        told = set(known.name.removeprefix("rtx").split("-"))
+        # Sizes of memory, which the names of two parts of one die have, do not change the peak.
+        if {word for word in told if not re.fullmatch(r"\d+gb", word)} <= words and variant <= told:
+            return None if form is None else known.flops_per_s.get(form)
     return None
 
 

@@ -35,7 +35,7 @@ def header(
     recompute = f"; recompute {layout.recompute}" if layout.recomputes else ""
     return [
         f"model   {model_in_words(config)}",
-        f"layout  {layout_in_words(layout)}{recompute}; device {device_name(device)}, {config.precision.compute}",
+        f"layout  {layout_in_words(layout)}{recompute}; device {device_name(device)}, {config.precision.in_words}",
         f"update  {config.optimizer.name}, learning rate {config.optimizer.lr:g}: {learning_rate_in_words(config)}",
         f"batch   {format_count(tokens_per_step)} tokens a step: {batch_in_words(config)}",
         f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens{'' if sources.mixed else f', {told[0]}'}",

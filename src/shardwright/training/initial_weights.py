@@ -9,7 +9,7 @@ from shardwright.errors import CheckpointError, InputError
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.initialise import local_box
-from shardwright.training.optimizer import named_state
+from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.step import Trainer
 from shardwright.training.weights import CheckpointWeights, Weights, fill, open_weights
 from shardwright.units import format_count
@@ -68,9 +68,14 @@ def begin_with(trainer: Trainer, init: InitSection) -> list[str]:
         assert isinstance(weights, CheckpointWeights)
         assert weights.optimizer is not None
         moments = weights.optimizer
+        stored = stored_state(trainer.optimizer, model.named_parameters.items())
         for name, tensor in named_state(trainer.optimizer, model.named_parameters.items()).items():
             held, offsets = local_box(tensor)
-            held.copy_(moments.read(name, offsets, tuple(held.shape)))
+            part = moments.read(name, offsets, tuple(held.shape))
+            if name in stored:
+                stored[name].write((0,) * part.dim(), part)
+            else:
+                held.copy_(part)
     model.after_change()
     return _said(trainer, weights, init)
 

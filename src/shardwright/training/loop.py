@@ -14,10 +14,10 @@ from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.mixture import Stage
 from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
-from shardwright.parallel.apply import apply
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
+from shardwright.training.build import DTYPES, build_model, build_trainer
 from shardwright.training.checkpoint.manifest import Progress, read_manifest
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -25,18 +25,16 @@ from shardwright.training.device import keep_freed_memory, peak_flops_per_s, pea
 from shardwright.training.header import changes_since, header, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
+from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
-from shardwright.training.optimizer import build_optimizer
 from shardwright.training.ranks import Place, pick_device, process_group
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, past_stages
-from shardwright.training.step import StepResult, Trainer
+from shardwright.training.step import StepResult
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
@@ -60,7 +58,8 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
                 f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
-                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, or "
+                f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
+                f"layout.offload_optimizer='disk', or "
                 f"precision.compute='bf16'"
             ) from None
 
@@ -87,27 +86,10 @@ class _Run:
         self.spec = config.model.spec()
         self.sources = Sources(config)
         self.within_documents = config.data.attention == "document"
-        compute = DTYPES[config.precision.compute]
-        self.compute_dtype = compute
-        model = apply(
-            self.spec,
-            self.layout,
-            device,
-            seed=config.seed,
-            param_dtype=torch.promote_types(compute, torch.float32),
-            compute_dtype=compute,
-            compile_blocks=config.precision.compile,
-            seq_len=config.batch.seq_len,
-        )
-        self.trainer = Trainer(
-            model,
-            build_optimizer(model.named_parameters, self.spec, config.optimizer),
-            device=device,
-            seed=config.seed,
-            clip_norm=config.optimizer.clip_norm,
-            compile_loss=config.precision.compile,
-            restart_positions=config.data.positions == "document",
-        )
+        torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+        self.compute_dtype = DTYPES[config.precision.compute]
+        model = build_model(config, device, compiled=config.precision.compile)
+        self.trainer = build_trainer(config, model, device, compiled=config.precision.compile)
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
         self.remarks = [*remarks]
@@ -187,9 +169,13 @@ class _Run:
         while step < config.steps and not stop.everyone():
             batch = next(batches)
             trainer.clock.mark("data")
-            rate = learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)
+            skipped = trainer.skipped_steps
+            # As in Megatron-LM, the learning rate stays where it is in a step that is skipped.
+            rate = learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
             result = trainer.step(batch, step, rate)
             step += 1
+            if trainer.skipped_steps > skipped:
+                screen.say(skipped_in_words(step, trainer.loss_scale))
             screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
@@ -233,7 +219,7 @@ class _Run:
         tokens_per_s = batch.global_batch * batch.seq_len / step_s
         attended = self.sources.attended_tokens(step)
         flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
-        peak = peak_flops_per_s(self.device, self.compute_dtype)
+        peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
         told = Logged(
             step=step,
             loss=loss,
@@ -248,6 +234,8 @@ class _Run:
             step_s=step_s,
             **phase_means_s,
             **experts,
+            loss_scale=None if self.trainer.scaler is None else self.trainer.loss_scale,
+            skipped_steps=self.trainer.skipped_steps,
             mtp_loss=None if result.mtp_part is None else float(result.mtp_part),
             epochs=self.sources.by_name(self.order.epochs(n_samples)),
             time=now(),

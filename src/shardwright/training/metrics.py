@@ -128,6 +128,7 @@ def line(record: Record, steps: int) -> str:
     mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]
+    scale = [f"loss scale {record['loss_scale']:g}"] if "loss_scale" in record else []
     return " | ".join(
         (
             f"step {record['step']:>5}/{steps}",
@@ -137,6 +138,7 @@ def line(record: Record, steps: int) -> str:
             *([f"epochs {', '.join(epochs)}"] if epochs else []),
             f"grad_norm {record['grad_norm']:.3g}",
             f"lr {record['lr']:.2e}",
+            *scale,
             f"{format_count(record['tokens_per_s'])} tok/s, {format_count(record['tokens_per_s_per_device'])}/device",
             f"{record['tflops_per_s_per_device']:.3g} TFLOP/s, MFU {mfu}",
             format_bytes(record["memory_bytes"]),

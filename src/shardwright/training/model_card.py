@@ -72,7 +72,7 @@ def _facts(weights: CheckpointWeights) -> Iterator[tuple[str, str]]:
         "optimizer",
         f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, {learning_rate_in_words(config)}",
     )
-    yield "precision", config.precision.compute
+    yield "precision", config.precision.in_words
     yield "seed", str(config.seed)
     folder = _run_folder(weights.path)
     records = [] if folder is None else list(read_metrics(folder / METRICS))

@@ -89,7 +89,7 @@ def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMap
     for name, value in states.pop(shard, {}).items():
         before = states[parameter].get(name)
         if isinstance(before, Tensor) and isinstance(value, Tensor):
-            if local_part(before).data_ptr() != value.data_ptr():
+            if local_part(before).untyped_storage()._cdata != value.untyped_storage()._cdata:
                 local_part(before).copy_(value)
         elif isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shard.shape:
             states[parameter][name] = as_part(value, parameter, parameter.device_mesh, parameter.placements)

@@ -13,33 +13,47 @@ from shardwright.config import OptimizerSection
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part, local_part
+from shardwright.training.offload.on_disk import OnDisk
+from shardwright.training.offload.states import Disk, Member, StoredTensor
 from shardwright.training.on_shards import STORED_NARROW, OnShards
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection) -> Optimizer:
-    """The optimizer of the run for `parameters`, by global name, with the rate and weight decay of their kinds."""
-    return make_optimizer(parameter_groups(parameters, spec, config), config)
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection, disk: Disk | None = None
+) -> Optimizer:
+    """The optimizer of the run for `parameters`, by global name, with the rate and weight decay of their kinds; its
+    states on `disk`, if that is given."""
+    return make_optimizer(parameter_groups(parameters, spec, config), config, disk)
 
 
-def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> Optimizer:
+def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, disk: Disk | None = None) -> Optimizer:
     """The optimizer of the run for groups of parameters (`parameter_groups`).
 
     The state is allocated here and not in the first step, so that a run that does not fit fails at its start, and
-    a checkpoint has somewhere to be read into. It is on the device and of the sharding of its parameter.
+    a checkpoint has somewhere to be read into. It is on the device and of the sharding of its parameter, or in a file
+    on `disk`, for which the optimizer has to keep states of each element (`OptimizerKind.can_offload`).
     """
     optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
-    dtype = STORED_NARROW if config.state_dtype == "bf16" else None
+    stored = STORED_NARROW if config.state_dtype == "bf16" else None
+    members = []
     for group in groups:
         for parameter, row in zip(group["params"], group["rows"], strict=True):
-            counters = config.kind.counters_of(row)
-            numbers = {name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in counters}
-            tensors = {
-                name: torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+            numbers = {
+                name: torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for name in config.kind.counters_of(row)
+            }
+            shapes = config.kind.shapes(row)
+            if disk is not None:
+                members.append(Member(group, parameter, dict.fromkeys(shapes, stored or parameter.dtype), numbers))
+                continue
+            optimizer.state[parameter] = numbers | {
+                name: torch.zeros_like(parameter, dtype=stored, memory_format=torch.preserve_format)
                 if shape == row.shape
                 else _zero_means(parameter, shape)
-                for name, shape in config.kind.shapes(row).items()
+                for name, shape in shapes.items()
             }
-            optimizer.state[parameter] = numbers | tensors
+    if disk is not None:
+        return OnDisk(optimizer, members, disk)
     return OnShards(optimizer) if config.kind.by_element else optimizer
 
 
@@ -88,9 +102,22 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def named_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The optimizer states, by name, as `exp_avg/layers.0.ffn.up.weight`, the very ones it updates."""
+    """The optimizer states, by name, as `exp_avg/layers.0.ffn.up.weight`, the very ones it updates; on the meta device
+    those that are on a disk (`stored_state`)."""
     return {
         f"{kind}/{name}": tensor
         for name, parameter in parameters
         for kind, tensor in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def stored_state(optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, StoredTensor]:
+    """This rank's shards of the optimizer states that are on a disk, by name."""
+    if not isinstance(optimizer, OnDisk):
+        return {}
+    return {
+        f"{kind}/{name}": tensor
+        for name, parameter in parameters
+        if parameter in optimizer.state
+        for kind, tensor in optimizer.stored(parameter).items()
     }

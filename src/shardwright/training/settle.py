@@ -30,7 +30,7 @@ def settle(config: RunConfig, device: torch.device, ranks_here: int | None = Non
     if before[0] is not None:
         found = with_recomputation(config, *before[0])
         return found, f"recompute auto: as the run began, {before[0][0]}"
-    least_bytes = _memory_bytes(device, ranks_here) if ranks_here else _least(device)
+    least_bytes = memory_of(device, ranks_here) if ranks_here else _least(device)
     found, chosen = settled(config, least_bytes)
     return found, f"recompute auto: {chosen} of a rank"
 
@@ -39,13 +39,13 @@ def _least(device: torch.device) -> float:
     """The memory of the rank that has least, on every rank."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    mine = _memory_bytes(device, hosts.count(socket.gethostname()))
+    mine = memory_of(device, hosts.count(socket.gethostname()))
     least = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return least.item()
 
 
-def _memory_bytes(device: torch.device, ranks_here: int) -> float:
+def memory_of(device: torch.device, ranks_here: int) -> float:
     """Of a GPU; on a CPU the share of a rank in the machine's, without what a process takes."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)

@@ -157,18 +157,21 @@ def _machine_problems(config: RunConfig) -> list[str]:
             f"at the layout here with shardwright plan"
         ]
     spec, element = config.model.spec(), 8 if config.precision.compute == "fp64" else 4
-    n_parameters, n_states = spec.n_parameters, config.optimizer.kind.n_elements(rows(spec).values())
+    offloads = config.layout.layout().offload_optimizer != "none"
+    n_parameters = spec.n_parameters
+    n_states = 0 if offloads else config.optimizer.kind.n_elements(rows(spec).values())
     state_bytes = 2 if config.optimizer.state_dtype == "bf16" else element
     held = 2 * element + state_bytes * n_states / n_parameters  # weights, gradients and the optimizer's states
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_bytes()
     if needed <= there:
         return []
+    less = "" if offloads or not config.optimizer.kind.can_offload else ", with layout.offload_optimizer='disk'"
     return [
         f"{world_size} ranks of a model of {format_count(n_parameters)} parameters need {format_bytes(needed)} or more "
         f"({held:.3g} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine has "
-        f"{format_bytes(there)} and no GPU that is used; train it on a cluster with torchrun or srun, or a smaller "
-        f"model here"
+        f"{format_bytes(there)} and no GPU that is used; train it on a cluster with torchrun or srun{less}, or a "
+        f"smaller model here"
     ]
 
 

@@ -2,7 +2,8 @@
 
 The loss is the sum over all target tokens of the global batch divided by their number, which is counted before the
 first backward pass over every data rank and micro-batch. Gradients are then sums, so they do not depend on how the
-samples are distributed over data ranks and micro-batches. Nothing here reads a value back from the device.
+samples are distributed over data ranks and micro-batches. Nothing here reads a value back from the device, but for the
+loss scale of fp16, which decides whether a step is taken (`loss_scale.py`).
 """
 
 import math
@@ -28,6 +29,7 @@ from shardwright.parallel.norm import clip_gradients, gradient_norm
 from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import look_ahead
 from shardwright.training.clock import Clock
+from shardwright.training.loss_scale import LossScaler
 from shardwright.training.optimizer import set_learning_rate
 
 _EVALUATED_TOGETHER = 32
@@ -78,13 +80,21 @@ class ForwardBackward:
         seed: int,
         compile_loss: bool = False,
         restart_positions: bool = False,
+        scaler: LossScaler | None = None,
     ) -> None:
-        """`restart_positions`: batches with documents have positions that restart with each of them."""
+        """`restart_positions`: batches with documents have positions that restart with each of them. `scaler`: the
+        gradients are those of the loss times its scale, until `clip`."""
         self.model = model
         self.device = device
         self.seed = seed
         self.restart_positions = restart_positions
+        self.scaler = scaler
         self.loss_sum = self._loss_sum(compile_loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients in the parameters' `.grad` are multiplied by, after `forward_backward`."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def forward_backward(self, batch: Batch, step: int) -> LossParts:
         """Leave the gradient of the global batch in the parameters' `.grad`; this rank's parts of the losses."""
@@ -96,20 +106,30 @@ class ForwardBackward:
             return self.loss_sum(logits_BTV, targets_BT) / n_targets
 
         losses = self._with_ahead(loss, batch) if self.model.spec.mtp_modules else loss
-        self.model.set_batch(len(batch.tokens_ABT))
-        loss_part = self.model.runner.train(self._microbatches(batch, step), losses)
+        self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
+        loss_part = self.model.runner.train(self._microbatches(batch, step), self._scaled(losses, n_targets))
+        loss_part = loss_part / self.loss_scale
         self.model.complete_gradients()
         if not self.model.spec.mtp_modules:
             return LossParts(loss_part, n_targets, None)
         loss_part, mtp_part = loss_part.expand(2)
         return LossParts(loss_part.clone(), n_targets, mtp_part / self.model.spec.mtp_weight)
 
+    def _scaled(self, losses: Loss, n_targets: Tensor) -> Loss:
+        """`losses` times the loss scale. A loss that computes gradients before it is multiplied is told of that."""
+        if self.scaler is None:
+            return losses
+        scale = self.scaler.scale
+        if isinstance(self.loss_sum, ChunkedLoss):
+            self.loss_sum.factor = scale / n_targets
+        return lambda outputs, targets_BT: losses(outputs, targets_BT) * scale
+
     def _with_ahead(self, loss: Callable[[Tensor, Tensor], Tensor], batch: Batch) -> Loss:
         """`loss` of the next token, and the weighted mean loss of the modules of multi-token prediction, each divided
         by the number of its own targets in the global batch."""
         weight, targets_APBT = self.model.spec.mtp_weight, self._ahead(batch)[1]
-        counts = [int((targets_ABT != IGNORE).sum()) for targets_ABT in targets_APBT.unbind(1)[1:]]
-        n_targets_K = torch.stack([torch.full((), n, dtype=torch.int64, device=self.device) for n in counts])
+        counts = [(targets_ABT != IGNORE).sum() for targets_ABT in targets_APBT.unbind(1)[1:]]
+        n_targets_K = self._on_device(torch.stack(counts))
         n_targets_K = self.model.sum_over_samples(n_targets_K).clamp(min=1)
 
         def losses(logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
@@ -126,12 +146,14 @@ class ForwardBackward:
         return look_ahead(batch.tokens_ABT, batch.targets_ABT, n_modules) if n_modules else (None, batch.targets_ABT)
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a global norm of at most `max_norm`; at 0 or infinity none is scaled. Returns the norm
-        before."""
+        """Divide the gradients by the loss scale, and scale them to a global norm of at most `max_norm`; at 0 or
+        infinity any norm may be. Returns the norm before that, without the loss scale."""
         parameters = self.model.named_parameters.values()
-        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp)
+        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp) / self.loss_scale
         if 0 < max_norm < math.inf:
-            clip_gradients(parameters, norm, max_norm)
+            clip_gradients(parameters, norm, max_norm, self.loss_scale)
+        elif self.scaler is not None:
+            clip_gradients(parameters, norm, math.inf, self.loss_scale)
         return norm
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
@@ -236,13 +258,24 @@ class Trainer(ForwardBackward):
         clip_norm: float = 0.0,
         compile_loss: bool = False,
         restart_positions: bool = False,
+        scaler: LossScaler | None = None,
     ) -> None:
         super().__init__(
-            model, device=device, seed=seed, compile_loss=compile_loss, restart_positions=restart_positions
+            model,
+            device=device,
+            seed=seed,
+            compile_loss=compile_loss,
+            restart_positions=restart_positions,
+            scaler=scaler,
         )
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.clock = Clock(device)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the run so far that changed nothing, since a gradient overflowed."""
+        return 0 if self.scaler is None else self.scaler.state.skipped
 
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
         """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch."""
@@ -253,11 +286,14 @@ class Trainer(ForwardBackward):
         return StepResult(loss_part, norm, n_targets, mtp_part)
 
     def update(self, rate: float) -> Tensor:
-        """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping."""
+        """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping. Where
+        that is not finite and there is a loss scale, weights and states stay as they are."""
         norm = self.clip(self.clip_norm)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.model.learn_from_load()
+        taken = self.scaler is None or self.scaler.takes(norm)
+        if taken:
+            set_learning_rate(self.optimizer, rate)
+            self.optimizer.step()
+        self.model.learn_from_load(update=taken)
         self.model.after_change()
         self.model.forget_gradients()
         return norm

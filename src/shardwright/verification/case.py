@@ -19,21 +19,24 @@ import torch
 from torch import Tensor
 
 from shardwright.compression import powersgd_rank
-from shardwright.config import OptimizerSection, RunConfig, Scope
+from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout, accumulation
+from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 from shardwright.training.schedule import learning_rate
+from shardwright.verification.formats import LOSS_SCALING, cut_fp8, no_fp8_in
 
-DType = Literal["float64", "float32", "bfloat16"]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
 # Type of parameters, gradients and optimizer states, and type of matmuls.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "float64": (torch.float64, torch.float64),
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.float32, torch.bfloat16),
+    "float16": (torch.float32, torch.float16),
 }
 
 _HEAD_DIM = 8
@@ -97,6 +100,10 @@ class Case:
     """With "document" a sequence has several documents, within which attention stays."""
     positions: Scope = "sequence"
     """With "document" positions restart with each document."""
+    overflow_step: int | None = None
+    """The step, 0-based, in which a gradient on the first rank is infinite; all ranks have to skip it."""
+    fp8: Fp8 | None = None
+    """How matmuls are computed in fp8, if they are: by the reference too, of the same micro-batches."""
 
     integer_weights: tuple[int, bool] | None = None
     """Whether matmuls use weights as they arrive with `layout.compress_weights`: over how many ranks of tp columns are
@@ -108,6 +115,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InputError(f"dtype={self.dtype!r} is not one that can be compared; {nearest(self.dtype, DTYPES)}")
+        if self.fp8 is not None and self.dtype != "float64":
+            raise InputError(no_fp8_in(self.dtype, self.fp8))
         if self.steps < 1:
             raise InputError(f"steps={self.steps}: there is nothing to compare; valid: 1 or more")
 
@@ -116,6 +125,11 @@ class Case:
         """The optimizers that the case is trained with: plain SGD shows the scale of a gradient in the parameters,
         which AdamW divides out; then that of the run."""
         return PLAIN_SGD, self.optimizer.name
+
+    @property
+    def loss_scaling(self) -> PrecisionSection | None:
+        """How the loss of a layout is scaled; None in a type with the range of float32."""
+        return LOSS_SCALING if self.dtype == "float16" else None
 
     @property
     def n_records(self) -> int:
@@ -226,6 +240,7 @@ def case_of(
         compiled=compiled,
         attention=config.data.attention,
         positions=config.data.positions,
+        fp8=config.precision.fp8_settings,
     )
 
 
@@ -263,9 +278,11 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
     each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
     fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
     micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    spec = replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len)
     return replace(
         case,
-        spec=replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len),
+        spec=spec,
+        fp8=cut_fp8(case.fp8, spec, layouts),
         seq_len=seq_len,
         global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
         micro_batch=micro_batch,

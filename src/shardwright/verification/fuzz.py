@@ -63,6 +63,7 @@ def problems(case: Case, layout: Layout) -> list[str]:
     found = case.spec.problems() or rules.problems(case.spec, layout, case.seq_len)
     if case.seq_len > case.spec.max_seq_len:
         found.append(f"seq_len={case.seq_len} is longer than max_seq_len={case.spec.max_seq_len}")
+    found += case.optimizer.kind.offload_problems(layout.offload_optimizer)
     if not found and not case.shares(layout):
         found.append(f"{layout} cannot take global_batch={case.global_batch} with micro_batch={case.micro_batch}")
     return found

@@ -27,8 +27,8 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     and cp_method, and of ep where the model has experts. With pp each is there with every schedule, and any two of
     these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
     either zero_pp_gather), sequence_parallel, cp_method, ep. Last comes, for each combination of degrees, one of its
-    layouts with a chunked loss and with recomputation, selective and full in turn (`Key.in_turn`). Keys left at their
-    default say why (`Key.unverified`).
+    layouts with a chunked loss, with optimizer states on a disk, and with recomputation, selective and full in turn
+    (`Key.in_turn`). Keys left at their default say why (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.

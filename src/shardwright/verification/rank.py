@@ -3,18 +3,26 @@
 Shapes: A micro-batches, B sequences, T tokens.
 """
 
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from shardwright.box import DENSE_AXES
 from shardwright.data.batches import Batch
 from shardwright.layout import Layout
+from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
+from shardwright.training.loss_scale import loss_scaler
+from shardwright.training.offload.states import Disk
 from shardwright.training.on_shards import OnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
+from shardwright.units import KiB
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
@@ -23,24 +31,29 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, as one rank of a layout."""
     recorder, rank = Recorder(folder), dist.get_rank()
     for training in case.trainings:
-        trainer = build_trainer(case, layout, training)
+        trainer = build_trainer(case, layout, training, folder)
         parameters = trainer.model.named_parameters
         if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
+            overflows = step == case.overflow_step
+            if overflows and _overflows(layout, rank):
+                overflow_once(trainer.model.parts)
             parts = trainer.forward_backward(local_batch(case, layout, rank, step), step)
             recorder.scalar(Quantity("loss", training, step + 1), trainer.model.sum_over_losses(parts.loss_part))
             if parts.mtp_part is not None:
                 recorder.scalar(Quantity("mtp loss", training, step + 1), trainer.model.sum_over_losses(parts.mtp_part))
-            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
-            recorder.tensors(Quantity("gradient", training, step + 1), gradients)
+            gradients = {n: _without(trainer.loss_scale, p) for n, p in parameters.items()}
+            if not overflows:
+                recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
             for parameter in parameters.values():
                 if parameter.grad is not None and scale != 1:
                     local_part(parameter.grad).mul_(scale)
             trainer.clip_norm = case.clip_norm(training, step)
             norm = trainer.update(case.rate(training, step) / scale)
-            recorder.scalar(Quantity("grad norm", training, step + 1), norm)
+            if not overflows:
+                recorder.scalar(Quantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
                 loss, *ahead = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
                 recorder.scalar(Quantity("evaluation", training, 1), loss)
@@ -51,8 +64,13 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     return recorder.trace
 
 
-def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
-    """The trainer of this rank, with the optimizer of that name."""
+CHUNK_BYTES = 12 * KiB
+"""Of states on a disk: several chunks of a model at test size, and large matrices in more than one."""
+
+
+def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None = None) -> Trainer:
+    """The trainer of this rank, with the optimizer of that name; `folder`: for states on a disk, by default that of
+    temporary files."""
     device = torch.device("cpu")
     kept, compute = DTYPES[case.dtype]
     model = apply(
@@ -64,12 +82,14 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         compute_dtype=compute,
         compile_blocks=case.compiled,
         seq_len=case.seq_len,
+        fp8=case.fp8,
     )
     optimizer: torch.optim.Optimizer
     if training == PLAIN_SGD:
         optimizer = OnShards(torch.optim.SGD(model.named_parameters.values()))
     else:
-        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer)
+        disk = Disk(folder or Path(tempfile.gettempdir()), CHUNK_BYTES) if layout.offload_optimizer == "disk" else None
+        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, disk)
     return Trainer(
         model,
         optimizer,
@@ -78,7 +98,43 @@ def build_trainer(case: Case, layout: Layout, training: str) -> Trainer:
         clip_norm=case.optimizer.clip_norm,
         compile_loss=case.compiled,
         restart_positions=case.positions == "document",
+        scaler=None if case.loss_scaling is None else loss_scaler(case.loss_scaling),
     )
+
+
+def _without(loss_scale: float, parameter: Tensor) -> Tensor:
+    """The gradient of a parameter without the loss scale; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad if loss_scale == 1 else parameter.grad / loss_scale
+
+
+def _overflows(layout: Layout, rank: int) -> bool:
+    """Whether a rank has the gradient that overflows: the first rank, and those of tp that compute the same."""
+    here = layout.coordinates(rank)
+    return not any(here[axis] for axis in DENSE_AXES if axis != "pp" and (axis != "tp" or layout.token_shards))
+
+
+def overflow_once(parts: Sequence[Transformer]) -> None:
+    """Make one element of the gradient of the embedding's next output infinite, on this rank, if it has the embedding.
+
+    Only the shard of the embedding that has that token's row, on the ranks that hold it, then has an infinite gradient.
+    """
+    embedding = next((part.embedding for part in parts if part.embedding is not None), None)
+    if embedding is None:
+        return
+
+    def spoil(_: nn.Module, inputs: object, output_BTD: Tensor) -> None:
+        handle.remove()
+        output_BTD.register_hook(_with_infinity)
+
+    handle = embedding.register_forward_hook(spoil)
+
+
+def _with_infinity(gradient_BTD: Tensor) -> Tensor:
+    spoiled_BTD = gradient_BTD.clone()
+    spoiled_BTD[0, 0, 0] = torch.inf
+    return spoiled_BTD
 
 
 def local_batch(case: Case, layout: Layout, rank: int, step: int) -> Batch:

@@ -1,6 +1,9 @@
 """The reference: a model trained by one process in plain PyTorch. No layout, no micro-batches, no code of ours but the
-model itself and the row of the optimizer; the whole batch in one forward pass, PyTorch's own loss and clipping."""
+model itself and the row of the optimizer; the whole batch in one forward pass (with fp8 a micro-batch), PyTorch's own
+loss and clipping."""
 
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ from torch.func import functional_call
 
 from shardwright.data.samples import IGNORE
 from shardwright.model.documents import Documents
+from shardwright.model.fp8 import use_fp8
 from shardwright.model.init import initialise
 from shardwright.model.modules import row_of
-from shardwright.model.moe import learn_from_load, take_load
+from shardwright.model.moe import Routing, expert_layers, learn_from_load, take_load
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
@@ -25,7 +29,7 @@ from shardwright.verification.trace import Quantity, RankTrace, Recorder
 def train_alone(case: Case, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, in a world of one rank."""
     recorder = Recorder(folder)
-    kept, compute = DTYPES[case.dtype]
+    kept = DTYPES[case.dtype][0]
     for training in case.trainings:
         model = Transformer(case.spec).to(kept)
         initialise(model, case.spec, case.seed)
@@ -33,19 +37,28 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
         products = Products(parameters, case) if case.powersgd_rank else None
+        loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
+        _scale_losses_of_routers(model, loss_scale * _n_sequences(case) / case.global_batch)
+        if case.fp8 is not None:
+            use_fp8(model, case.spec, case.fp8)
         if training == PLAIN_SGD:
             recorder.tensors(Quantity("initial", training, 0), parameters)
         for step in range(case.steps):
-            tokens_BT, targets_BT, ids_B = case.batch(step)
-            keys_B = sample_keys(case.seed, step, ids_B) if case.spec.draws else None
-            weights = _weights(case, parameters, compute)
-            also = _also(case, step, keys_B) | _tokens_ahead(case, tokens_BT)
-            outputs = functional_call(model, weights, (tokens_BT,), also)
-            loss, ahead = _losses(case, outputs, targets_BT)
-            (loss if ahead is None else loss + case.spec.mtp_weight * ahead).backward()
-            recorder.scalar(Quantity("loss", training, step + 1), loss.detach())
+            parts = []
+            for loss, ahead in _passes(model, case, parameters, step, step):
+                ((loss if ahead is None else loss + case.spec.mtp_weight * ahead) * loss_scale).backward()
+                parts.append((loss.detach(), None if ahead is None else ahead.detach()))
+            loss, ahead = _summed(parts)
+            recorder.scalar(Quantity("loss", training, step + 1), loss)
             if ahead is not None:
-                recorder.scalar(Quantity("mtp loss", training, step + 1), ahead.detach())
+                recorder.scalar(Quantity("mtp loss", training, step + 1), ahead)
+            if step == case.overflow_step:
+                recorder.trace.clip_norms.setdefault(training, []).append(math.inf)
+                optimizer.zero_grad()
+                take_load(model)
+                continue
+            for p in parameters.values():
+                p.grad = None if p.grad is None else p.grad / loss_scale
             if products is not None:
                 products.replace_gradients()
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
@@ -74,19 +87,59 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
 @torch.no_grad()
 def _evaluate(model: Transformer, case: Case, parameters: dict[str, nn.Parameter]) -> tuple[Tensor, Tensor | None]:
     """The losses of the batch that comes after those of the training steps, without dropout."""
-    compute = DTYPES[case.dtype][1]
-    tokens_BT, targets_BT, ids_B = case.batch(case.steps)
-    keys_B = sample_keys(case.seed, EVALUATION, ids_B) if case.spec.draws else None
     model.eval()
-    weights = _weights(case, parameters, compute)
-    also = _also(case, case.steps, keys_B) | _tokens_ahead(case, tokens_BT)
-    outputs = functional_call(model, weights, (tokens_BT,), also)
+    found = _summed([*_passes(model, case, parameters, case.steps, EVALUATION)])
     model.train()
-    return _losses(case, outputs, targets_BT)
+    return found
 
 
-def _weights(case: Case, parameters: dict[str, nn.Parameter], compute: torch.dtype) -> dict[str, Tensor]:
+Losses = tuple[Tensor, Tensor | None]
+"""Of the next token, and the mean over modules of multi-token prediction of theirs, if there are any."""
+
+
+def _scale_losses_of_routers(model: Transformer, share: float) -> None:
+    """Multiply the losses that routers add, means over a forward pass, by its share of the batch and the loss scale."""
+
+    def scale(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        aux, z = (None if loss is None else share * loss for loss in (routing.aux_loss, routing.z_loss))
+        return routing._replace(aux_loss=aux, z_loss=z)
+
+    for layer in expert_layers(model).values():
+        layer.router.register_forward_hook(scale)
+
+
+def _n_sequences(case: Case) -> int:
+    """Sequences of a forward pass: all, but with fp8 those of a micro-batch, of which each has scales of its own."""
+    return case.global_batch if case.fp8 is None else case.micro_batch
+
+
+def _passes(
+    model: Transformer, case: Case, parameters: dict[str, nn.Parameter], step: int, key_step: int
+) -> Iterator[Losses]:
+    """The parts of the mean losses of a step's batch, which add up to them: one for each forward pass."""
+    tokens_BT, targets_BT, ids_B = case.batch(step)
+    keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
+    ahead_KBT, lengths = _tokens_ahead(case, tokens_BT), case.documents(step)
+    restart = case.positions == "document"
+    weights = _weights(case, parameters)
+    counts = [max(1, int(counted_BT.sum())) for counted_BT in _counted(case, targets_BT)]
+    for first in range(0, case.global_batch, _n_sequences(case)):
+        rows = slice(first, first + _n_sequences(case))
+        also: dict[str, Any] = {
+            "random_keys_B": None if keys_B is None else keys_B[rows],
+            "documents": None if lengths is None else Documents.of(lengths[rows], case.seq_len, restart=restart),
+        }
+        if ahead_KBT is not None:
+            also["ahead_KBT"] = ahead_KBT[:, rows]
+        outputs = functional_call(model, weights, (tokens_BT[rows],), also)
+        sums = _loss_sums(case, outputs, targets_BT[rows])
+        losses = [each / count for each, count in zip(sums, counts, strict=True)]
+        yield losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
+
+
+def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """What the matmuls use."""
+    compute = DTYPES[case.dtype][1]
     # What is not trained (a router's bias) is added to what has more digits than `compute`.
     weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
     if case.integer_weights is None:
@@ -115,37 +168,39 @@ def _as_integers(weight: Tensor, columns: int) -> Tensor:
     return found
 
 
-def _losses(case: Case, outputs: Any, targets_BT: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The mean cross-entropy of the next token, and the mean over modules of multi-token prediction of theirs, if there
-    are any."""
+def _summed(parts: Sequence[Losses]) -> Losses:
+    losses, ahead = zip(*parts, strict=True)
+    return torch.stack(losses).sum(), None if ahead[0] is None else torch.stack(ahead).sum()
+
+
+def _counted(case: Case, targets_BT: Tensor) -> list[Tensor]:
+    """For the model and each module of multi-token prediction, which positions count, (B, T - k) of number k: position
+    t of module k predicts what position t + k of the model does, if positions t to t + k count."""
+    return [
+        torch.stack([targets_BT[:, at : at + case.seq_len - k] != IGNORE for at in range(k + 1)]).all(0)
+        for k in range(1 + case.spec.mtp_modules)
+    ]
+
+
+def _loss_sums(case: Case, outputs: Any, targets_BT: Tensor) -> list[Tensor]:
+    """The cross-entropy of the next token, and of each module of multi-token prediction, summed over positions."""
     kept = DTYPES[case.dtype][0]
     logits = outputs if case.spec.mtp_modules else (outputs,)
-    losses = []
-    for k, logits_BTV in enumerate(logits):
-        # Position t of module k predicts what position t + k of the model does, if positions t to t + k count.
-        n_positions = case.seq_len - k
-        counted_BT = torch.stack([targets_BT[:, at : at + n_positions] != IGNORE for at in range(k + 1)]).all(0)
-        chosen_NV, chosen_N = logits_BTV[:, :n_positions][counted_BT], targets_BT[:, k:][counted_BT]
-        losses.append(F.cross_entropy(chosen_NV.to(kept), chosen_N, reduction="sum") / max(1, len(chosen_N)))
-    return losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
+    sums = []
+    for k, (logits_BTV, counted_BT) in enumerate(zip(logits, _counted(case, targets_BT), strict=True)):
+        chosen_NV, chosen_N = logits_BTV[:, : case.seq_len - k][counted_BT], targets_BT[:, k:][counted_BT]
+        sums.append(F.cross_entropy(chosen_NV.to(kept), chosen_N, reduction="sum"))
+    return sums
 
 
-def _tokens_ahead(case: Case, tokens_BT: Tensor) -> dict[str, Tensor]:
-    """The tokens that modules of multi-token prediction read; zeros beyond the end."""
+def _tokens_ahead(case: Case, tokens_BT: Tensor) -> Tensor | None:
+    """The tokens that modules of multi-token prediction read, (K, B, T); zeros beyond the end."""
     if not case.spec.mtp_modules:
-        return {}
+        return None
     ahead_KBT = tokens_BT.new_zeros(case.spec.mtp_modules, *tokens_BT.shape)
     for k, ahead_BT in enumerate(ahead_KBT, start=1):
         ahead_BT[:, :-k] = tokens_BT[:, k:]
-    return {"ahead_KBT": ahead_KBT}
-
-
-def _also(case: Case, step: int, keys_B: Tensor | None) -> dict[str, Any]:
-    """The arguments of a model besides the tokens."""
-    lengths = case.documents(step)
-    restart = case.positions == "document"
-    documents = None if lengths is None else Documents.of(lengths, case.seq_len, restart=restart)
-    return {"random_keys_B": keys_B, "documents": documents}
+    return ahead_KBT
 
 
 def _optimizer(training: str, parameters: dict[str, nn.Parameter], case: Case) -> torch.optim.Optimizer:

@@ -144,7 +144,7 @@ def of_partition(microbatches: int) -> Tolerance:
     and it is in float32."""
     limit = 8 * EPS["float32"] * microbatches
     reason = (
-        f"the same {microbatches} micro-batches on one data rank: the same bfloat16 matmuls, summed in float32; "
+        f"the same {microbatches} micro-batches on one data rank: the same matmuls in 16 bits, summed in float32; "
         f"8 x {EPS['float32']:.1e} x {microbatches} = {limit:.1e}"
     )
     return Tolerance(lambda quantity, name: limit, reason)

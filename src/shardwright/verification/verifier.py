@@ -14,11 +14,13 @@ from typing import Any
 from shardwright.compression import gradient_roundings
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.layout import Layout
+from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
 from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
+from shardwright.verification.formats import OVERFLOW_STEP
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
@@ -77,7 +79,7 @@ class Verifier:
         """
         _check(case, layout)
         case = with_choices_of(layout, case)
-        case = with_drawn_experts(case, rounded=gradient_roundings(layout) > 0)
+        case = _with_overflow(with_drawn_experts(case, rounded=gradient_roundings(layout) > 0))
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
             found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
@@ -90,7 +92,7 @@ class Verifier:
             tolerance = with_compression(self._tolerance(case, sides), case, layout)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = tolerance.rows(compare.errors(found, expected))
-            if case.dtype == "bfloat16" and not gradient_roundings(layout):
+            if case.dtype in ("bfloat16", "float16") and not gradient_roundings(layout):
                 rows += self._in_16_bits(ours, layout, found)
             if gradient_roundings(layout) == 1 and layout.compress_gradients == "bf16":
                 rows += _summed_wide(ours, layout, found)
@@ -134,7 +136,8 @@ class Verifier:
         float64 is. Not with weights that travel as integers, which those of one rank do not; nor under ep, where the
         matmuls of an expert are over the tokens of several data ranks at once, and a matmul of more rows may round an
         element the other way. And sums must not have been rounded to 16 bits: neither the gradients, nor, where they
-        are reduced for each micro-batch, those of one micro-batch.
+        are reduced for each micro-batch, those of one micro-batch; that is looked at in bfloat16, since the code is the
+        same.
         """
         rows: list[Row] = []
         if layout.data_ranks > 1 and layout.ep == 1 and layout.compress_weights == "none":
@@ -144,6 +147,8 @@ class Verifier:
             microbatches = case.global_batch // case.micro_batch
             rows += of_partition(microbatches).rows(errors, kind="gradient vs one data rank")
         first = Quantity("gradient", PLAIN_SGD, 1)
+        if case.dtype == "float16":
+            return rows
         terms = layout.data_ranks * layout.cp * case.accumulation(layout)
         if terms >= _ENOUGH_TERMS:
             rows += of_sums(terms).rows(compare.share_of_bfloat16(found, first), kind="bfloat16 share")
@@ -174,7 +179,8 @@ class Verifier:
         return self._alone(replace(case, dtype="float64"))
 
     def _alone(self, case: Case) -> Trace:
-        case = replace(case, micro_batch=1, compiled=False)  # the reference has no micro-batches
+        # The reference has micro-batches only where a scale of fp8 is of one.
+        case = replace(case, micro_batch=1 if case.fp8 is None else case.micro_batch, compiled=False)
         return self._keep(case, train_alone, 1, case)
 
     def _keep(
@@ -214,6 +220,13 @@ def _summed_wide(case: Case, layout: Layout, found: Trace) -> list[Row]:
     return of_sums(terms).rows(compare.share_of_bfloat16(found, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
 
 
+def _with_overflow(case: Case) -> Case:
+    """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
+    return (
+        replace(case, overflow_step=OVERFLOW_STEP) if case.dtype == "float16" and case.steps > OVERFLOW_STEP else case
+    )
+
+
 def _check(case: Case, layout: Layout) -> None:
     if layout.world_size > MOST_RANKS:
         raise LayoutError(
@@ -231,6 +244,7 @@ def _check(case: Case, layout: Layout) -> None:
             f"{format_bytes(there)} left; take fewer --steps, or set TMPDIR to a larger disk"
         )
     problems = stages.schedule_problems(layout, case.accumulation(layout))
+    problems += replica_problems(case.spec, layout, case.fp8)
     if problems := problems + rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
 

@@ -1,65 +1,49 @@
 """Known bugs in families, each put into our own code by tests/training/test_mutations.py; docs/mutations.md lists them.
 
 Numbers are those of the list of known silent bugs. 18 is in tests/data. To add one: a row in the module of its family,
-with the code as it is, the code as the bug has it, and where it shows.
+or under the family's name in the module of a feature, with the code as it is, the code as the bug has it, and where it
+shows.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
 
-from tests.training.bugs import (
-    chunked_loss,
-    compression,
-    data,
-    documents,
-    dtype,
-    elsewhere,
-    generation,
-    hugging_face,
-    mask,
-    mtp,
-    muon,
-    off_by_one,
-    optimizers,
-    order,
-    recompute,
-    reduction,
-    resume,
-    scale,
-    shard,
-    stale,
-)
 from tests.training.bugs.bug import AnyBug, Bug, ResumeBug, UnitBug
 
-FAMILIES: dict[str, Mapping[str, AnyBug]] = {
-    "wrong scale": scale.BUGS
-    | elsewhere.SCALE
-    | generation.SCALE
-    | data.SHARE
-    | muon.SCALE
-    | mtp.SCALE
-    | optimizers.SCALE,
-    "missing or double reduction": reduction.BUGS
-    | elsewhere.REDUCTION
-    | mtp.REDUCTION
-    | optimizers.REDUCTION
-    | compression.REDUCTION,
-    "wrong shard": shard.BUGS
-    | elsewhere.SHARD
-    | generation.SHARD
-    | muon.SHARD
-    | mtp.SHARD
-    | optimizers.SHARD
-    | compression.SHARD,
-    "wrong order": order.BUGS | elsewhere.ORDER | generation.ORDER | data.ORDER | muon.ORDER | mtp.ORDER,
-    "stale value": stale.BUGS | elsewhere.STALE | generation.STALE | muon.STALE | optimizers.STALE | compression.STALE,
-    "wrong dtype": dtype.BUGS | optimizers.DTYPE | compression.DTYPE,
-    "wrong mask": mask.BUGS | mtp.MASK | generation.MASK | data.MASK | documents.BUGS,
-    "off by one": off_by_one.BUGS | mtp.OFF_BY_ONE | generation.OFF_BY_ONE | data.OFF_BY_ONE,
-    "wrong recomputation": recompute.BUGS,
-    "wrong chunks of the loss": chunked_loss.BUGS,
-    "wrong weights from files": hugging_face.BUGS,
-    "lost on resume": resume.BUGS | elsewhere.RESUME | data.RESUME | compression.RESUME,
+MODULES: tuple[ModuleType, ...] = tuple(import_module(f"{__name__}.{each.name}") for each in iter_modules(__path__))
+_NAMES = {
+    "SCALE": "wrong scale",
+    "REDUCTION": "missing or double reduction",
+    "SHARD": "wrong shard",
+    "ORDER": "wrong order",
+    "STALE": "stale value",
+    "DTYPE": "wrong dtype",
+    "MASK": "wrong mask",
+    "OFF_BY_ONE": "off by one",
+    "RECOMPUTATION": "wrong recomputation",
+    "CHUNKS": "wrong chunks of the loss",
+    "FILES": "wrong weights from files",
+    "SERVING": "wrong price of serving",
+    "RESUME": "lost on resume",
 }
+"""Name of the table of a family in each module -> the family."""
+
+
+def _of(table: str) -> dict[str, AnyBug]:
+    return {name: bug for module in MODULES for name, bug in getattr(module, table, {}).items()}
+
+
+FAMILIES: dict[str, Mapping[str, AnyBug]] = {family: _of(table) for table, family in _NAMES.items()}
 ALL: dict[str, AnyBug] = {name: bug for bugs in FAMILIES.values() for name, bug in bugs.items()}
+assert len(ALL) == sum(map(len, FAMILIES.values())), "two bugs have the same name"
+assert len(ALL) == sum(
+    isinstance(bug, Bug | ResumeBug | UnitBug)
+    for module in MODULES
+    for table in vars(module).values()
+    if isinstance(table, dict)
+    for bug in table.values()
+), "a table of bugs has the name of no family"
 
 __all__ = ["ALL", "FAMILIES", "AnyBug", "Bug", "ResumeBug", "UnitBug"]

@@ -9,11 +9,13 @@ from typing import Any
 
 from shardwright.config import OptimizerSection, Scope
 from shardwright.layout import Layout
+from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case
 from tests.mutation import Mutation
-from tests.training.worlds import CASE, SPEC
+from tests.training.worlds import CASE, LONG, SPEC
+from tests.training.worlds import EVEN as EVEN
 
 STEP, TRAINER = "shardwright.training.step", "shardwright.training.step:Trainer"
 APPLY, DATA = "shardwright.parallel.apply", "shardwright.parallel.data"
@@ -46,9 +48,6 @@ EXPERTS = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, 
 FEW_PLACES = replace(EXPERTS, capacity_factor=1.0)
 LATENT = LatentAttentionSpec(q_rank=10, kv_rank=12, nope_dim=8, rope_dim=4, v_dim=8)
 
-EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32)  # splits over two ranks of tp or cp
-LONG = replace(CASE, spec=EVEN, seq_len=12)  # and so does the sequence
-
 
 @dataclass(frozen=True)
 class Bug:
@@ -64,6 +63,7 @@ class Bug:
     documents: bool = False
     """Whether attention and positions are within documents."""
     optimizer: str = "adamw"
+    fp8: Fp8 | None = None
     crashes: bool = False
     """Whether a rank raises or hangs, and no number shows the bug."""
 
@@ -77,7 +77,7 @@ class Bug:
         too few terms to show that a sum was rounded."""
         base = CASE if layout.cp * layout.tp == 1 else LONG
         scope: Scope = "document" if self.documents else "sequence"
-        accumulation = 4 if layout == DUALPIPE or self.dtype == "bfloat16" else 3
+        accumulation = 4 if layout == DUALPIPE or self.dtype in ("bfloat16", "float16") else 3
         return replace(
             base,
             spec=replace(base.spec, **self.spec),
@@ -86,6 +86,7 @@ class Bug:
             optimizer=base.optimizer if self.optimizer == "adamw" else OptimizerSection(name=self.optimizer),
             attention=scope,
             positions=scope,
+            fp8=self.fp8,
         )
 
 

@@ -10,7 +10,7 @@ from tests.training.bugs.bug import ONE, PP, SP, STEP, TP, ZB, ZERO_3, AnyBug, B
 FORWARD, BACKWARD = (f"shardwright.parallel.loss:_ChunkedLoss.{name}" for name in ("forward", "backward"))
 CHUNKS = {"loss_chunk_tokens": 3}
 
-BUGS: dict[str, AnyBug] = {
+CHUNKS: dict[str, AnyBug] = {
     "the last chunk of the loss is left out": Bug(
         Mutation(FORWARD, "zip(*chunks, strict=True)", "zip(*(each[:-1] for each in chunks), strict=True)"),
         [replace(each, **CHUNKS) for each in (ONE, ZERO_3)],

@@ -39,7 +39,7 @@ MASK: dict[str, AnyBug] = {
         _ANSWERS,
     ),
 }
-SHARE: dict[str, AnyBug] = {
+SCALE: dict[str, AnyBug] = {
     "the shares of a mixture drift": UnitBug(
         Mutation(
             f"{_MIXTURE}:Stage.source_of",

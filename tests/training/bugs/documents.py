@@ -19,7 +19,7 @@ from tests.training.bugs.bug import (
 
 _DOCUMENTS, _PLAN = "shardwright.parallel.documents", "shardwright.split.documents"
 
-BUGS: dict[str, AnyBug] = {
+MASK: dict[str, AnyBug] = {
     "the all-gather of keys loses the mask of documents": Bug(
         Mutation(
             f"{CONTEXT}:ContextAttention._over_ring",

@@ -34,7 +34,7 @@ REDUCED_IN_BF16 = Mutation(
     "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)",
     "MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype, cast_forward_inputs=False)",
 )
-BUGS: dict[str, AnyBug] = {
+DTYPE: dict[str, AnyBug] = {
     "20: gradients are reduced in bf16": Bug(
         REDUCED_IN_BF16,
         [ZERO_2, HYBRID],
@@ -178,7 +178,7 @@ BUGS: dict[str, AnyBug] = {
     "the partial sums of a row-parallel linear are added in bf16": Bug(
         Mutation(
             f"{TENSOR}:_row_product",
-            "axis.start_sum(matmul.forward(x_BTF, weight_DF)).wait()",
+            "axis.start_sum(matmul.forward(x_BTF, weight_DF, fp8=fp8)).wait()",
             "axis.start_sum(matmul.forward(x_BTF, weight_DF).bfloat16()).wait().to(x_BTF.dtype)",
         ),
         [TP],

@@ -10,7 +10,7 @@ SCALED = f"{TESTS}:test_scaled_frequencies_are_those_of_transformers"
 ROUND_TRIP = f"{TESTS}:test_a_model_comes_in_and_goes_out_bit_for_bit"
 BOXES = f"{TESTS}:test_any_box_is_that_of_the_whole_parameter"
 
-BUGS: dict[str, AnyBug] = {
+FILES: dict[str, AnyBug] = {
     "rows of interleaved rotated elements are read as halves": UnitBug(
         Mutation(f"{TABLE}:_interleaved", "2 * (i % half) + i // half", "i"), LOGITS, ("deepseek-v3",)
     ),

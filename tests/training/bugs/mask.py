@@ -23,7 +23,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-BUGS: dict[str, AnyBug] = {
+MASK: dict[str, AnyBug] = {
     "tokens are dropped by their place among the own ones": Bug(
         Mutation(f"{ROUTER}.places", "places_BptE + before_BpE.unsqueeze(2)", "places_BptE"),
         [ZIGZAG, SP_EP],

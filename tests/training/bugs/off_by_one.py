@@ -19,7 +19,7 @@ from tests.training.bugs.bug import (
     Bug,
 )
 
-BUGS: dict[str, Bug] = {
+OFF_BY_ONE: dict[str, Bug] = {
     "the first token of a vocabulary shard is nobody's target": Bug(
         Mutation(LOSS, "targets_N >= rows.start", "targets_N > rows.start"), [TP]
     ),

@@ -29,7 +29,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-BUGS: dict[str, AnyBug] = {
+ORDER: dict[str, AnyBug] = {
     "rows come back from the experts in another order": Bug(
         Mutation(f"{EXCHANGE}.__call__", "order_S.argsort()", "order_S"),
         [EP, SP_EP],

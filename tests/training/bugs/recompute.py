@@ -10,7 +10,7 @@ SELECTIVE = Layout(recompute="selective")
 GRAPH = "torch._C._current_graph_task_id() >= 0"
 """True in a backward pass."""
 
-BUGS: dict[str, AnyBug] = {
+RECOMPUTATION: dict[str, AnyBug] = {
     "gate and up are swapped when the activation is computed again": Bug(
         Mutation(f"{ROOM}:_Again.outputs", "self.compute(*self.inputs)", "self.compute(*self.inputs[::-1])"),
         [SELECTIVE, TP.changed(recompute="selective")],
@@ -49,7 +49,9 @@ BUGS: dict[str, AnyBug] = {
     ),
     "the matmul that the recomputation skips is not summed over tp": Bug(
         Mutation(
-            f"{TENSOR}:RowLinear.forward", "_row_product(x_BTF, weight, self.axis)", "matmul.forward(x_BTF, weight)"
+            f"{TENSOR}:RowLinear.forward",
+            "_row_product(x_BTF, weight, self.axis, self.fp8)",
+            "matmul.forward(x_BTF, weight)",
         ),
         [TP.changed(recompute="full")],
     ),

@@ -38,7 +38,7 @@ from tests.training.bugs.bug import (
 )
 from tests.training.worlds import NO_SUM_OF_COPIES
 
-BUGS: dict[str, Bug] = {
+REDUCTION: dict[str, Bug] = {
     "6: only the outermost group is told to sum": Bug(
         Mutation(
             f"{APPLY}:shard",

@@ -22,7 +22,7 @@ from tests.training.worlds import SPEC
 
 LOAD = "tests.training.checkpoints:load"
 
-BUGS: dict[str, AnyBug] = {
+RESUME: dict[str, AnyBug] = {
     "22: layers are numbered from the start of their stage": Bug(
         Mutation(
             f"{STAGES}:StageModel.__init__",
@@ -34,7 +34,7 @@ BUGS: dict[str, AnyBug] = {
     "the moments of the optimizer are not taken up": ResumeBug(
         Mutation(
             LOAD,
-            "read_into(folder, manifest, tensors)",
+            "read_into(folder, manifest, tensors, stored_tensors(trainer))",
             "read_into(folder, manifest, {name: each for name, each in tensors.items() if name.startswith('model/')})",
         ),
         (ONE, ONE),

@@ -32,7 +32,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-BUGS: dict[str, AnyBug] = {
+SCALE: dict[str, AnyBug] = {
     "1: loss averaged per microbatch": Bug(
         Mutation(
             f"{TRAINER}.forward_backward",

@@ -20,7 +20,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-BUGS: dict[str, AnyBug] = {
+SHARD: dict[str, AnyBug] = {
     "tokens are dropped by the rank that holds them, not by their order": Bug(
         Mutation(
             f"{APPLY}:shard_routers",

@@ -23,7 +23,7 @@ from tests.training.bugs.bug import (
     UnitBug,
 )
 
-BUGS: dict[str, AnyBug] = {
+STALE: dict[str, AnyBug] = {
     "5: a stage forgets its gradients when the next microbatch comes": Bug(
         Mutation(
             f"{STAGE}._forward",
@@ -87,7 +87,9 @@ BUGS: dict[str, AnyBug] = {
         [ONE],
     ),
     "biases of routers stay as they began": Bug(
-        Mutation(f"{STEP}:Trainer.update", "self.model.learn_from_load()", "pass"), [ONE], spec={"moe": EXPERTS}
+        Mutation(f"{STEP}:Trainer.update", "self.model.learn_from_load(update=taken)", "pass"),
+        [ONE],
+        spec={"moe": EXPERTS},
     ),
     "dropout is that of the first step in every step": Bug(
         Mutation(f"{TRAINER}.forward_backward", "self._microbatches(batch, step)", "self._microbatches(batch, 0)"),
@@ -106,10 +108,10 @@ BUGS: dict[str, AnyBug] = {
     "the scale of the balance losses is that of the step before": Bug(
         Mutation(
             f"{TRAINER}.forward_backward",
-            "self.model.set_batch(len(batch.tokens_ABT))\n"
-            "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)",
-            "loss_part = self.model.runner.train(self._microbatches(batch, step), losses)\n"
-            "self.model.set_batch(len(batch.tokens_ABT))",
+            "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)\n"
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), self._scaled(losses, n_targets))",
+            "loss_part = self.model.runner.train(self._microbatches(batch, step), self._scaled(losses, n_targets))\n"
+            "self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)",
         ),
         [ONE],
         spec={"moe": EXPERTS},

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from typing_extensions import TypedDict
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.training.loss_scale import LossScaleState
 
 FORMAT = 3
 FILE_NAME = "manifest.json"
@@ -153,6 +154,8 @@ class Manifest:
     tensors: dict[str, TensorRecord]
     files: dict[FileName, Sha256] = field(default_factory=dict)
     """The other files of the checkpoint that are read: the run file."""
+    loss_scale: LossScaleState | None = None
+    """Only of a run in fp16."""
 
     def write(self, folder: Path) -> None:
         """Write FOLDER/manifest.json."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,21 +22,29 @@ from shardwright.training.checkpoint.manifest import (
     read_manifest,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from shardwright.training.checkpoint.storage import IntoPlace, SafetensorsReader, SafetensorsWriter
 from shardwright.training.checkpoint.store import CheckpointStore
-from shardwright.training.optimizer import named_state
+from shardwright.training.offload.states import StoredTensor
+from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.sources import past_problems
 from shardwright.training.step import Trainer
 
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """All that a checkpoint holds, `model/NAME`, `optimizer/KIND/NAME` and, of compressed gradients,
-    `compression/KIND/NAME`: the very tensors in training."""
+    `compression/KIND/NAME`: the very tensors in training; on the meta device those that are on a disk
+    (`stored_tensors`)."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
     found = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
     return found | {f"compression/{k}": v for k, v in kept.items()}
+
+
+def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:
+    """Those of `named_tensors` that are on a disk: this rank's shards."""
+    stored = stored_state(trainer.optimizer, trainer.model.named_parameters.items())
+    return {f"optimizer/{name}": tensor for name, tensor in stored.items()}
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
@@ -61,6 +70,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: Dat
             world_size=dist.get_world_size(),
             tensors=records,
             files={RUN_FILE: sha256_of_text(run_toml)},
+            loss_scale=None if trainer.scaler is None else trainer.scaler.state,
         )
         manifest.write(partial)
         (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
@@ -71,6 +81,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: Dat
         dist.get_rank(),
         prepare=lambda: store.begin(progress.step, checkpoint_bytes(trainer)),
         publish=publish,
+        stored=stored_tensors(trainer),
     )
     try:
         dcp.save(dict(tensors), storage_writer=writer)
@@ -98,8 +109,10 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Progress:
         refusal = error
     _raise_first(refusal)
     assert manifest is not None
-    read_into(folder, manifest, tensors)
+    read_into(folder, manifest, tensors, stored_tensors(trainer))
     trainer.model.after_change()
+    if trainer.scaler is not None and manifest.loss_scale is not None:
+        trainer.scaler.state = manifest.loss_scale
     return manifest.progress
 
 
@@ -111,12 +124,16 @@ def _raise_first(error: CheckpointError | None) -> None:
         raise error or first
 
 
-def read_into(folder: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, sharded or whole, from a checkpoint that holds at least their names."""
+def read_into(
+    folder: Path, manifest: Manifest, tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor] | None = None
+) -> None:
+    """Fill tensors, sharded or whole, from a checkpoint that holds at least their names; `stored`: those of them whose
+    values are on a disk, this rank's shards."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
         try:
-            dcp.load(dict(tensors), storage_reader=SafetensorsReader(folder, manifest))
+            reader = SafetensorsReader(folder, manifest, stored or {})
+            dcp.load(dict(tensors), storage_reader=reader, planner=IntoPlace())
         except CheckpointException as error:
             raise _first_cause(error, f"reading {folder}") from None
 

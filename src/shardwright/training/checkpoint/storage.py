@@ -6,17 +6,16 @@ PyTorch decides which rank writes which shard, and which parts of which a rank n
 import hashlib
 import os
 import socket
-import stat
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,12 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.hugging_face.writer import Entry, write_safetensors
 from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, TensorRecord, key_of
+from shardwright.training.offload.states import StoredTensor
 
 
 def sha256_of(tensor: Tensor) -> str:
@@ -56,7 +57,7 @@ class _AsPlanned:
 
 class SafetensorsWriter(_AsPlanned, StorageWriter):
     """Writes each rank's shards to one file in `folder`; the first rank then calls `publish` with the
-    records."""
+    records. `stored`: shards by name that are on a disk; they are read one at a time."""
 
     def __init__(
         self,
@@ -64,8 +65,10 @@ class SafetensorsWriter(_AsPlanned, StorageWriter):
         rank: int,
         prepare: Callable[[], None],
         publish: Callable[[dict[str, TensorRecord]], None],
+        stored: Mapping[str, StoredTensor],
     ) -> None:
         self.folder = folder
+        self._stored = stored
         self.file = f"rank-{rank:05d}.safetensors"
         self._prepare = prepare
         self._publish = publish
@@ -80,23 +83,29 @@ class SafetensorsWriter(_AsPlanned, StorageWriter):
                 f"{self.folder}, which rank 0 has made, cannot be seen from {socket.gethostname()}; `out` "
                 f"must be on a file system that all machines of the run share"
             )
-        tensors: dict[str, Tensor] = {}
-        results = []
+        items: dict[Entry, WriteItem] = {}
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
-            offsets = tuple(item.tensor_data.chunk.offsets)
-            resolved = planner.resolve_data(item)
+            offsets, chunk = tuple(item.tensor_data.chunk.offsets), item.tensor_data.chunk
+            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+            items[Entry(key_of(item.index.fqn, offsets), dtype, tuple(chunk.sizes))] = item
+        results = []
+
+        def taken(entry: Entry) -> Tensor:
+            item = items[entry]
+            assert item.tensor_data is not None
+            stored = self._stored.get(item.index.fqn)
+            resolved = planner.resolve_data(item) if stored is None else stored.read()
             assert isinstance(resolved, Tensor)
-            tensors[key_of(item.index.fqn, offsets)] = tensor = resolved.detach().cpu().contiguous()
-            record = ShardRecord(offsets, tuple(tensor.shape), self.file, sha256_of(tensor))
+            tensor = resolved.detach().cpu().contiguous()
+            offsets = tuple(item.tensor_data.chunk.offsets)
+            record = ShardRecord(offsets, entry.shape, self.file, sha256_of(tensor))
             results.append(WriteResult(item.index, tensor.nbytes, record))
+            return tensor
+
         path = self.folder / self.file
-        # safetensors makes its files readable by their owner alone, whatever the umask says.
-        path.touch()
-        permissions = stat.S_IMODE(path.stat().st_mode)
         # What fails on one rank, PyTorch's planner tells to all.
-        save_file(tensors, path)
-        path.chmod(permissions)
+        write_safetensors(path, list(items), taken)
         with path.open("rb") as file:
             os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()
@@ -118,10 +127,12 @@ class SafetensorsWriter(_AsPlanned, StorageWriter):
 
 
 class SafetensorsReader(_AsPlanned, StorageReader):
-    """Reads the shards a rank needs, each whole and checked against its sha256 before any of it is used."""
+    """Reads the shards a rank needs, each whole and checked against its sha256 before any of it is used. `stored`:
+    this rank's shards by name that are on a disk, and are written there."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> None:
         self.folder = folder
+        self._stored = stored
         self.manifest = manifest
         self._records = {
             MetadataIndex(name, shard.offsets): shard
@@ -154,12 +165,27 @@ class SafetensorsReader(_AsPlanned, StorageReader):
                 part = shard
                 for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     part = part.narrow(dim, offset, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(part)
-                planner.commit_tensor(item, target)
+                if (stored := self._stored.get(item.dest_index.fqn)) is not None:
+                    stored.write(item.dest_offsets, part)
+                else:
+                    planner.resolve_tensor(item).detach().copy_(part)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class IntoPlace(DefaultLoadPlanner):
+    """PyTorch's planner, but that it leaves tensors on the meta device as they are: it would give them memory, and
+    their values are on a disk."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
 
 
 def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tensor:

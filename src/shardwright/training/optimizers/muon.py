@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwright.model.device_type import device_type
 from shardwright.model.modules import Row, flops_of_matrices
 from shardwright.optimizers import NEWTON_SCHULZ_ITERATIONS, newton_schulz_flops
 from shardwright.parallel.norm import local_part
@@ -100,6 +101,6 @@ def scale(matrix: Tensor, update_rms: float) -> float:
 
 def _compute_type(momentum: Tensor) -> torch.dtype:
     """bf16 on a GPU, as published; a CPU multiplies fp32 faster, and proofs are in float64."""
-    if momentum.dtype == torch.float64 or momentum.device.type == "cpu":
+    if momentum.dtype == torch.float64 or device_type(momentum) == "cpu":
         return momentum.dtype
     return torch.bfloat16

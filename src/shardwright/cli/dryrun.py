@@ -1,0 +1,141 @@
+"""shardwright dryrun: the real training program as any rank of any world, on fake tensors."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb, wrong_place
+from shardwright.errors import InputError
+
+if TYPE_CHECKING:
+    from shardwright.config import RunConfig
+    from shardwright.dry_run.run import DryRun, How
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
+    run_file: Annotated[Path, typer.Argument(help="the run file, TOML; see examples/; its data is not read")]
+    overrides: Overrides = None
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", help="the rank of the world; if not given, the fullest by the plan")
+    ] = None
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all",
+            help="one rank of each class that can differ, whose collectives and messages have to agree",
+        ),
+    ] = None
+    steps: Annotated[int, typer.Option(help="steps to take; the last one is reported")] = 2
+    device_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="memory of a rank's device, such as 80GiB; or name an accelerator"),
+    ] = None
+    accelerator: Annotated[
+        str | None, typer.Option(metavar="NAME", help="an accelerator that `plan` knows, such as h100, for its memory")
+    ] = None
+    count_as: Annotated[
+        str,
+        typer.Option(help="gpu: with the kernels and the allocator of a GPU; cpu: as a rank on a CPU and gloo"),
+    ] = "gpu"
+    imbalance: Annotated[
+        float, typer.Option(metavar="X", help="rows of experts that the first rank of ep gets, over the mean")
+    ] = 1.0
+    remedies: Annotated[
+        bool, typer.Option("--remedies/--no-remedies", help="where it does not fit, try what would")
+    ] = True
+    messages: Annotated[bool, typer.Option("--messages", help="list every collective and message in order")] = False
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
+    json: AsJson = False
+
+
+@verb
+def dryrun(options: Options) -> None:
+    """Run the real training program as any rank of any world, without a GPU, data or memory for the weights.
+
+    The program takes steps on tensors without values, in a process group that sends nothing. Printed are the peak
+    memory of the rank by kind and where in the step it is, beside what the plan says; the largest tensors at the peak;
+    and the collectives and messages by axis. With --ranks all, ranks of every kind are run, and whether they agree on
+    their messages is checked: where they do not, the cluster would hang.
+
+    shardwright dryrun examples/llama-3.1-8b.toml --accelerator h100
+
+    shardwright dryrun examples/llama-3.1-8b.toml --ranks all --device-memory 80GiB
+
+    Exit codes: 0 fits, 1 does not fit or ranks do not agree, 2 the input cannot be used, 3 a dry run failed.
+    """
+    wrong = _problems(options)
+    if wrong:
+        raise InputError(*wrong)
+    from shardwright.verification.ranks import start_server
+
+    start_server()  # it imports PyTorch while this process does not
+    from shardwright.cli import dryrun_text
+    from shardwright.config import load
+
+    config = load(options.run_file, options.overrides or [])
+    how = _how(config, options)
+    with error_console.status("running dry"):
+        found = _found(config, how, options)
+    if options.html is not None:
+        from shardwright.dry_run.page import write_page
+
+        write_page(found, options.html)
+    if options.json:
+        from shardwright.dry_run.document import document
+
+        print_json(document(found))
+    else:
+        dryrun_text.print_dry_run(found, options.messages)
+        if options.html is not None:
+            say(f"written to {options.html}")
+    if not found.fits or found.disagreements:
+        raise typer.Exit(1)
+
+
+def _found(config: "RunConfig", how: "How", options: Options) -> "DryRun":
+    from shardwright.dry_run.run import dry_run, fullest_by_plan
+
+    rank = options.rank
+    if rank is None and options.ranks is None:
+        rank = fullest_by_plan(config)
+    return dry_run(config, how, rank, options.remedies)
+
+
+def _problems(options: Options) -> list[str]:
+    """What is wrong with the options on their own."""
+    wrong = wrong_place("--html", options.html, {".html": "it is named"})
+    if options.ranks not in (None, ALL):
+        wrong.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
+    if options.ranks is not None and options.rank is not None:
+        wrong.append(f"--rank {options.rank} and --ranks {options.ranks}: leave one out")
+    if options.device_memory is not None and options.accelerator is not None:
+        wrong.append("--device-memory and --accelerator both say how much memory there is; leave one out")
+    return wrong
+
+
+def _how(config: "RunConfig", options: Options) -> "How":
+    """Raises InputError where nothing says how much memory the device of a rank has."""
+    from shardwright.cost.hardware import accelerator
+    from shardwright.dry_run.run import how_of
+    from shardwright.units import GiB
+
+    memory: str | float
+    if options.device_memory is not None:
+        memory = options.device_memory
+    elif options.accelerator is not None:
+        memory = accelerator(options.accelerator).memory_bytes
+    elif config.memory_gib is not None:
+        memory = config.memory_gib * GiB
+    else:
+        raise InputError(
+            "the memory of a rank's device is not known; give --device-memory 80GiB, --accelerator h100, or memory_gib "
+            "in the run file"
+        )
+    return how_of(memory, options.count_as, options.steps, options.imbalance)

@@ -1,0 +1,143 @@
+"""What `shardwright dryrun` prints."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from shardwright.cli.common import columns, console, print_table, say
+from shardwright.dry_run.record import KINDS, WAIT, Message, RankRecord
+from shardwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwright.dry_run.agreement import Disagreement
+    from shardwright.dry_run.run import DryRun
+
+
+def print_dry_run(found: "DryRun", messages: bool) -> None:
+    """The verdict, the fullest rank, the others, and what the ranks do not agree on."""
+    from shardwright.dry_run.run import needed_bytes
+
+    record = found.fullest
+    layout = found.config.layout.layout()
+    say(f"rank {record.rank} of {layout.world_size}: {layout}")
+    needed, limit = needed_bytes(found.config, record), found.how.limit_bytes
+    verdict = "fits" if found.fits else "does not fit"
+    say(
+        f"{verdict}: {format_bytes(needed)} of the {format_bytes(limit)} that a rank may need; "
+        f"{format_bytes(record.peak.n_bytes)} of tensors, the rest libraries and the allocator, by the plan's constants"
+    )
+    _print_memory(found, record)
+    _print_largest(record)
+    _print_traffic(record)
+    if len(found.records) > 1:
+        _print_ranks(found)
+    for each in found.disagreements:
+        _print_disagreement(each)
+    if not found.fits:
+        _print_remedies(found)
+    if messages:
+        _print_messages(record)
+
+
+def _print_memory(found: "DryRun", record: RankRecord) -> None:
+    peak = record.peak
+    console.print()
+    at = f", in {peak.module}" if peak.module else ""
+    say(f"peak in {peak.action}{at}, when {peak.op} allocates")
+    table = columns("kind", "at the peak", "its own peak", left=1)
+    for kind in KINDS:
+        table.add_row(kind, format_bytes(peak.kinds[kind]), format_bytes(record.peak_of_kinds[kind]))
+    print_table(table)
+    console.print()
+    plan = found.plans[record.rank]
+    if isinstance(plan, str):
+        say(f"no plan to compare with: {plan}")
+        return
+    table = columns("kinds", "dry run", "plan", "difference", left=1)
+    for name, dry, by_plan in found.groups(record):
+        assert by_plan is not None
+        table.add_row(name, format_bytes(dry), format_bytes(by_plan), _difference(by_plan, dry))
+    table.add_row(
+        "peak", format_bytes(peak.n_bytes), format_bytes(plan.peak_bytes), _difference(plan.peak_bytes, peak.n_bytes)
+    )
+    print_table(table)
+
+
+def _difference(plan: float, dry: float) -> str:
+    return f"{plan / dry - 1:+.1%}" if dry else ""
+
+
+def _print_largest(record: RankRecord) -> None:
+    console.print()
+    table = columns("largest at the peak", "bytes", "shape", "made by", "in", left=1)
+    for block in record.largest:
+        shape = " x ".join(map(str, block.shape))
+        made = block.op if block.action else ""
+        table.add_row(block.kind, format_bytes(block.n_bytes), f"{shape} {block.dtype}", made, block.module or "-")
+    print_table(table)
+
+
+def _print_traffic(record: RankRecord) -> None:
+    console.print()
+    if not record.messages:
+        say("no collectives and no messages")
+        return
+    table = columns("axis", "operation", "calls", "bytes a step", left=2)
+    for (axis, op), sums in record.sent.items():
+        table.add_row(axis, op, str(sums.calls), format_bytes(sums.n_bytes))
+    print_table(table)
+    say(f"{sum(record.flops.values()) / 1e12:.4g} TFLOP of matmuls and attention (not halved by the causal mask)")
+
+
+def _print_ranks(found: "DryRun") -> None:
+    console.print()
+    table = columns("rank", "peak", "in", "messages", left=0)
+    for record in found.records:
+        n_messages = sum(sums.calls for sums in record.sent.values())
+        table.add_row(str(record.rank), format_bytes(record.peak.n_bytes), record.peak.action, str(n_messages))
+    print_table(table)
+    if not found.disagreements:
+        say(f"these {len(found.records)} ranks agree: same collectives in each group, a receive for each send")
+
+
+def _print_disagreement(each: "Disagreement") -> None:
+    console.print()
+    say(f"ranks do not agree: {each.what}")
+    table = columns("rank", "operation", "axis", "type", "shapes", "in", "action", left=7)
+    for rank, side in zip(each.ranks, each.sides, strict=True):
+        table.add_row(str(rank), *_words(side))
+    print_table(table)
+
+
+def _words(message: Message | None) -> tuple[str, ...]:
+    if message is None:
+        return "nothing", "", "", "", "", ""
+    shapes = ", ".join(" x ".join(map(str, shape)) or "scalar" for shape in message.shapes)
+    return message.op, message.axis, message.dtype, shapes, message.module or "-", message.action
+
+
+def _print_remedies(found: "DryRun") -> None:
+    if found.remedies is None:
+        return
+    console.print()
+    for each in found.remedies:
+        say(f"fits with {each.change}: {format_bytes(each.needed_bytes)}")
+    if not found.remedies:
+        say("none of the changes that were tried makes it fit; `shardwright plan` searches every layout of a cluster")
+
+
+def _print_messages(record: RankRecord) -> None:
+    console.print()
+    table = columns("action", "operation", "axis", "bytes", "type", "module", left=6)
+    number: Counter[str] = Counter()
+    for message in record.messages:
+        if message.op != WAIT:
+            number[message.op] += 1
+            table.add_row(
+                message.action,
+                message.op,
+                message.axis,
+                str(message.n_bytes),
+                message.dtype,
+                message.module or "-",
+            )
+    print_table(table)

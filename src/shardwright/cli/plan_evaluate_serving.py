@@ -1,0 +1,51 @@
+"""shardwright plan evaluate-serving: how good predictions of serving are."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, console, print_json, say, verb
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
+    runs: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TABLE.csv",
+            help="a table of measurements, with the columns of docs/serving.md; those that come with shardwright if "
+            "not given",
+        ),
+    ] = None
+    rows: Annotated[bool, typer.Option("--rows", help="print every row, not the errors by source alone")] = False
+    json: AsJson = False
+
+
+@verb
+def plan_evaluate_serving(options: Options) -> None:
+    """Compare predictions of serving with published measurements.
+
+    Every row of a table is predicted: static batches by closed forms, closed loops by a simulated scheduler, maximum
+    load by the largest batch that fits. Printed are the errors by source, and those by constants that were fitted
+    without it.
+
+    shardwright plan evaluate-serving measurements.csv --json
+
+    Exit codes: 0 compared, 1 nothing could be compared, 2 the table cannot be used.
+    """
+    from shardwright.serving.evaluate import MEASUREMENTS, evaluate, report_lines
+
+    found = evaluate(options.runs or MEASUREMENTS)
+    if options.json:
+        print_json(found.as_json())
+    else:
+        if options.runs is None:
+            console.print(f"{MEASUREMENTS.name}, the published measurements that come with shardwright", soft_wrap=True)
+        for line in report_lines(found, options.rows):
+            say(line)
+    if not found.rows:
+        raise typer.Exit(1)

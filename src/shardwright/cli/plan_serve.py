@@ -1,0 +1,297 @@
+"""shardwright plan serve: how to serve a model on a cluster, without a GPU, and why."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, error_console, print_json, verb, wrong_place, wrong_sizes
+from shardwright.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from shardwright.cost.hardware import Cluster
+    from shardwright.model.spec import ModelSpec
+    from shardwright.serving.search import Plan, Task
+    from shardwright.serving.setting import Degrees
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_RATES = {"s": 1.0, "min": 1 / 60, "h": 1 / 3600}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a preset, or another served model, such as llama-3.1-70b")
+    ] = None
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:8")
+    ] = None
+    input_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of a prompt")] = None
+    output_len: Annotated[int | None, typer.Option(metavar="N", help="tokens of an answer")] = None
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", help="requests that are there at a time, over the whole cluster")
+    ] = None
+    rate: Annotated[str | None, typer.Option(metavar="N/s", help="requests that arrive, such as 5/s or 300/min")] = None
+    ttft: Annotated[
+        str | None, typer.Option(metavar="TIME", help="limit of the time to the first token, such as 1s or 500ms")
+    ] = None
+    tpot: Annotated[
+        str | None, typer.Option(metavar="TIME", help="limit of the time of each further token, such as 40ms")
+    ] = None
+    precision: Annotated[str, typer.Option(metavar="NAME", help="of weights and matmuls: bf16, fp16, fp8, fp32")] = (
+        "bf16"
+    )
+    kv_precision: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="of the cache of keys and values; that of the weights if not given"),
+    ] = None
+    engine: Annotated[str, typer.Option(metavar="NAME", help="whose constants are taken: see docs/serving.md")] = (
+        "trtllm-1"
+    )
+    separate: Annotated[
+        bool, typer.Option("--separate", help="also plan prefill and decode on separate accelerators")
+    ] = False
+    draft_tokens: Annotated[
+        int, typer.Option(metavar="N", help="speculative decoding: tokens that are drafted in each pass")
+    ] = 0
+    acceptance: Annotated[
+        float | None, typer.Option(metavar="X", help="share of drafted tokens that are accepted, 0 to 1")
+    ] = None
+    draft_cost: Annotated[
+        float, typer.Option(metavar="X", help="time of drafting one token, as a share of a pass of the model")
+    ] = 0.05
+    price: Annotated[
+        float | None, typer.Option(metavar="X", help="of an accelerator for an hour: adds the cost of a million tokens")
+    ] = None
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT", help="instead of searching, show every formula for this layout, such as tp=4,batch=32"
+        ),
+    ] = None
+    hardware: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="your accelerators and clusters")] = None
+    top: Annotated[int, typer.Option(metavar="N", help="how many of the best layouts to list")] = 10
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with the Pareto curve")] = None
+    json: AsJson = False
+
+
+@verb
+def plan_serve(options: Options) -> None:
+    """Find how to serve a model: which tp, pp, ep and dp attention, how many instances, how many requests at a time.
+
+    Every layout that fills the cluster is priced with every batch that fits: memory of weights and cache, time of
+    prefill and decode. The most promising ones are simulated, request by request, and have to keep the limits for 95 of
+    100 requests.
+
+    shardwright plan serve --model llama-3.1-70b --cluster h100:8 --input-len 2048 --output-len 512 --precision fp8
+
+    Exit codes: 0 found, 1 nothing fits or keeps the limits, 2 the input cannot be used.
+    """
+    task, name = ask(options)
+    from shardwright.cli import plan_serve_text as text
+
+    if options.explain is not None:
+        _explain(task, name, options)
+        return
+    from shardwright.serving.search import search, smaller_need
+    from shardwright.serving.separate import separate
+    from shardwright.serving.words import document
+
+    with error_console.status("pricing every layout"):
+        found = search(task, options.top)
+        apart = separate(task, found.layouts) if options.separate else None
+        remedies = [] if found.options else list(smaller_need(task))
+    if options.html is not None and found.options:
+        from shardwright.report.serve_page import write_page
+
+        write_page(found, name, options.html)
+    if options.json:
+        print_json(document(found, name, apart, remedies))
+    else:
+        text.print_task(task, name, found.n_settings)
+        _print(found, remedies)
+        if options.separate:
+            text.print_separate(task, apart, found)
+    if not found.best:
+        raise typer.Exit(1)
+
+
+def _print(found: "Plan", remedies: list[str]) -> None:
+    from shardwright.cli import plan_serve_text as text
+
+    if not found.options:
+        text.print_nothing_fits(found, remedies)
+    elif not found.best:
+        text.print_no_limits_kept(found)
+    else:
+        text.print_plan(found)
+
+
+def ask(options: Options) -> "tuple[Task, str]":
+    """What is to be served, and the model's name. Raises InputError with every problem at once."""
+    from shardwright.serving.engines import ENGINES
+    from shardwright.serving.rates import fitted
+    from shardwright.serving.search import Speculation, Task
+    from shardwright.serving.setting import Serving
+
+    wrong = _wrong_numbers(options)
+    engines = {each.name: each for each in ENGINES}
+    if options.engine not in engines:
+        hint = nearest(options.engine, engines)
+        wrong.append(f"--engine {options.engine}: not one that constants are known for; {hint}")
+    ttft_s, tpot_s = _read(wrong, "--ttft", options.ttft, _SECONDS), _read(wrong, "--tpot", options.tpot, _SECONDS)
+    rate = _read(wrong, "--rate", options.rate, _RATES, per=True)
+    name, model = _model(options, wrong)
+    machine = _machine(options, wrong)
+    wrong += _wrong_precisions(options, machine)
+    if wrong or model is None or machine is None or options.input_len is None or options.output_len is None:
+        raise InputError(*wrong)
+    rates = fitted()[0].rates(options.engine, machine.accelerator.name)
+    kv = options.kv_precision or options.precision
+    serving = Serving(model=model, cluster=machine, rates=rates, precision=options.precision, kv_precision=kv)
+    speculation = Speculation()
+    if options.draft_tokens:
+        speculation = Speculation(options.draft_tokens, options.acceptance or 0.0, options.draft_cost)
+    task = Task(
+        serving=serving, input_len=options.input_len, output_len=options.output_len, engine=engines[options.engine],
+        concurrency=options.concurrency, rate_per_s=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf,
+        speculation=speculation, price_per_hour=options.price,
+    )  # fmt: skip
+    return task, name
+
+
+def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
+    """The model and its name; problems are added to `wrong`."""
+    from shardwright.serving.models import named
+
+    if options.model is None:
+        wrong.append("--model is missing; name a preset, such as llama-3.1-70b")
+        return "", None
+    try:
+        name, model = named(options.model)
+    except InputError as error:
+        wrong += error.problems
+        return options.model, None
+    length = (options.input_len or 0) + (options.output_len or 0)
+    if length > model.max_seq_len:
+        wrong.append(
+            f"--input-len {options.input_len} + --output-len {options.output_len} = {length} tokens, and {name} is "
+            f"meant for {model.max_seq_len} at most"
+        )
+    return name, model
+
+
+def _machine(options: Options, wrong: list[str]) -> "Cluster | None":
+    """The cluster; problems are added to `wrong`."""
+    from shardwright.cost.hardware import cluster
+
+    if options.cluster is None:
+        wrong.append("--cluster is missing; give accelerators and how many, such as h100:8")
+        return None
+    try:
+        return cluster(options.cluster, options.hardware)
+    except InputError as error:
+        wrong += error.problems
+        return None
+
+
+def _wrong_precisions(options: Options, machine: "Cluster | None") -> list[str]:
+    from shardwright.serving.setting import ELEMENT_BYTES
+
+    wrong = []
+    for option, precision in (("--precision", options.precision), ("--kv-precision", options.kv_precision)):
+        if precision is None:
+            continue
+        if precision not in ELEMENT_BYTES:
+            wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, ELEMENT_BYTES)}")
+        elif machine is not None and precision not in (has := machine.accelerator.flops_per_s):
+            known = ", ".join(has)
+            wrong.append(f"{option} {precision}: {machine.accelerator.name} has no {precision}; it has {known}")
+    return wrong
+
+
+def _wrong_numbers(options: Options) -> list[str]:
+    sizes = {
+        "--input-len": options.input_len,
+        "--output-len": options.output_len,
+        "--concurrency": options.concurrency,
+        "--top": options.top,
+    }
+    wrong = wrong_sizes(sizes, needed=("--input-len", "--output-len"))
+    if options.concurrency is not None and options.rate is not None:
+        wrong.append("--concurrency and --rate both say how many requests there are; leave one out")
+    if options.draft_tokens < 0:
+        wrong.append(f"--draft-tokens {options.draft_tokens}: a number of 0 or more is needed")
+    if options.draft_tokens > 0 and options.acceptance is None:
+        wrong.append("--draft-tokens goes with --acceptance X, the share of drafted tokens that are accepted")
+    if options.acceptance is not None and not 0 <= options.acceptance <= 1:
+        wrong.append(f"--acceptance {options.acceptance:g}: a share from 0 to 1 is needed")
+    if options.acceptance is not None and options.draft_tokens == 0:
+        wrong.append("--acceptance goes with --draft-tokens N; give both, or leave it out")
+    if not 0 <= options.draft_cost < math.inf:
+        wrong.append(f"--draft-cost {options.draft_cost:g}: a share of 0 or more is needed")
+    if options.price is not None and not 0 < options.price < math.inf:
+        wrong.append(f"--price {options.price:g}: a price above 0 is needed")
+    if options.explain is not None and options.html is not None:
+        wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
+    return wrong + wrong_place("--html", options.html, {".html": "it is named"})
+
+
+def _read(wrong: list[str], option: str, text: str | None, units: dict[str, float], per: bool = False) -> float | None:
+    """A number with a unit; where it is none, that is added to `wrong`."""
+    if text is None:
+        return None
+    form = re.fullmatch(rf"\s*(\d+(?:\.\d+)?|\.\d+)\s*{'/' if per else ''}\s*([a-z]+)\s*", text)
+    if form is None or form[2] not in units or not float(form[1]) > 0:
+        slash = "/" if per else ""
+        wrong.append(
+            f"{option} {text}: a number above 0 with its unit is needed: {', '.join(f'5{slash}{u}' for u in units)}"
+        )
+        return None
+    return float(form[1]) * units[form[2]]
+
+
+def _explain(task: "Task", name: str, options: Options) -> None:
+    from shardwright.cli import plan_serve_text as text
+    from shardwright.cli.plan_text import print_explained
+    from shardwright.planner.explain import lines
+    from shardwright.serving.explain import explain
+
+    degrees, batch = _layout(options.explain or "", task)
+    entries = explain(task, degrees, batch)
+    if options.json:
+        print_json({"model": name, "layout": degrees._asdict(), "batch": batch, "formulas": [vars(e) for e in entries]})
+        return
+    text.print_task(task, name, 1)
+    print_explained(lines(entries))
+
+
+def _layout(text: str, task: "Task") -> "tuple[Degrees, int]":
+    """The layout and batch of --explain. Raises InputError with every problem."""
+    from shardwright.serving.setting import Degrees
+    from shardwright.serving.space import layouts
+
+    values = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "batch": 1}
+    wrong = []
+    for item in filter(None, (each.strip() for each in text.split(","))):
+        key, _, value = item.partition("=")
+        if key not in values or not value.isdecimal() or int(value) < 1:
+            wrong.append(f"--explain {item}: write key=number with {', '.join(values)}, such as tp=4,batch=32")
+        else:
+            values[key] = int(value)
+    if wrong:
+        raise InputError(*wrong)
+    batch = values.pop("batch")
+    degrees = Degrees(**values)
+    every = [each.degrees for each in layouts(task.serving.model, task.serving.cluster)]
+    if degrees not in every:
+        raise InputError(
+            f"--explain {text}: not a layout of {task.serving.cluster.name}; valid: "
+            + "; ".join(map(str, every[:12])) + ("; ..." if len(every) > 12 else "")
+        )  # fmt: skip
+    return degrees, batch

@@ -1,0 +1,188 @@
+"""What `shardwright plan serve` prints."""
+
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwright.cli.common import columns, console, print_table, say
+from shardwright.serving.search import PERCENTILE, Found, Plan, Task
+from shardwright.serving.words import reasons
+from shardwright.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from shardwright.serving.separate import Separate
+
+OTHERS = 12
+POINTS = 12
+
+
+def print_task(task: Task, name: str, n_settings: int) -> None:
+    """What is served, and how many ways were priced."""
+    serving = task.serving
+    say(
+        f"{name}, {format_count(serving.model.n_parameters)} parameters, on {serving.cluster.name}: prompts of "
+        f"{task.input_len:,} tokens, answers of {task.output_len:,}; weights {serving.precision}, cache "
+        f"{serving.kv_precision}; constants of {task.engine.name}"
+    )
+    asked = "as many requests as give most tokens/s"
+    if task.concurrency is not None:
+        asked = f"{task.concurrency:,} requests at a time"
+    elif task.rate_per_s is not None:
+        asked = f"{task.rate_per_s:g} requests/s"
+    limits = [
+        f"{what} {format_seconds(limit)}"
+        for what, limit in (("first token", task.ttft_s), ("further token", task.tpot_s))
+        if limit < inf
+    ]
+    said = f"; limits for {PERCENTILE} of 100 requests: {', '.join(limits)}" if limits else ""
+    say(f"{asked}{said}; {n_settings:,} settings priced")
+
+
+def print_plan(plan: Plan) -> None:
+    """The best layout, those after it, others and the Pareto curve."""
+    task, best = plan.task, plan.best[0]
+    console.print()
+    _print_best(plan, best)
+    say(f"\nThe best {len(plan.best)}, simulated")
+    table = columns(
+        "layout",
+        "batch",
+        "tokens/s each",
+        "of a user",
+        "first token",
+        f"p{PERCENTILE}",
+        "further",
+        f"p{PERCENTILE}",
+        left=1,
+    )
+    for each in plan.best:
+        table.add_row(
+            str(each.layout), f"{each.option.batch:,}", f"{each.per_accelerator:,.0f}", f"{each.per_user:,.1f}",
+            format_seconds(each.ttft_s()), format_seconds(each.ttft_s(PERCENTILE)), format_seconds(each.tpot_s()),
+            format_seconds(each.tpot_s(PERCENTILE)),
+        )  # fmt: skip
+    print_table(table)
+    _print_others(plan)
+    if task.concurrency is None and task.rate_per_s is None:
+        _print_pareto(plan)
+
+
+def _print_best(plan: Plan, best: Found) -> None:
+    task = plan.task
+    at = plan.layouts.index(best.layout)
+    weights, working, token, cache = (
+        float(np.broadcast_to(each, len(plan.layouts))[at])
+        for each in (plan.memory.weights, plan.memory.working, plan.memory.token, plan.memory.cache)
+    )
+    say(f"best: {best.layout}, at most {best.option.batch:,} requests in each instance")
+    table = columns("", "", left=2)
+    table.show_header = False
+    table.add_row("  tokens/s", f"{best.tokens_per_s:,.0f}; {best.per_accelerator:,.0f} of each accelerator, "
+                  f"{best.per_user:,.1f} of each user")  # fmt: skip
+    for what, value in (("first token", best.ttft_s), ("further token", best.tpot_s)):
+        said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
+        table.add_row(f"  {what}", said)
+    table.add_row(
+        "  memory",
+        f"weights {format_bytes(weights)}, working {format_bytes(working)}, cache {format_bytes(cache)} "
+        f"= {plan.largest[at]:,.0f} requests of {format_bytes(token * task.length)} on each rank",
+    )
+    if (cost := best.cost_per_million(task)) is not None:
+        table.add_row(
+            "  cost", f"{cost:.3g} for a million output tokens at {task.price_per_hour:g} an accelerator-hour"
+        )
+    if task.speculation.drafted:
+        said = f"{task.speculation.accepted:.2f} tokens in each pass, {task.speculation.drafted} of them drafted"
+        table.add_row("  speculation", said)
+    print_table(table)
+
+
+def _print_others(plan: Plan) -> None:
+    found = list(islice(reasons(plan), OTHERS))
+    if not found:
+        return
+    say("\nOther layouts, by closed forms")
+    table = columns("layout", "why not", left=2)
+    for layout, _, why in found:
+        table.add_row(str(layout), why)
+    print_table(table)
+    if (more := len(plan.layouts) - 1 - len(found)) > 0:
+        say(f"and {more:,} more")
+
+
+def _print_pareto(plan: Plan) -> None:
+    say("\nTokens/s of an accelerator against those of a user; no setting has more of both")
+    table = columns("of a user", "of an accelerator", "batch", "layout", left=0)
+    table.columns[-1].justify = "left"
+    step = max(1, -(-len(plan.pareto) // POINTS))
+    for each in plan.pareto[::step]:
+        row = f"{1 / each.tpot_s:,.1f}", f"{each.per_accelerator():,.1f}", f"{each.batch:,}", str(each.layout)
+        table.add_row(*row)
+    print_table(table)
+
+
+def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
+    """What the weights need, and what would make them fit."""
+    least = int(np.argmin(plan.memory.weights + plan.memory.working))
+    weights = float(np.broadcast_to(plan.memory.weights, len(plan.layouts))[least])
+    working = float(np.broadcast_to(plan.memory.working, len(plan.layouts))[least])
+    token = float(np.broadcast_to(plan.memory.token, len(plan.layouts))[least])
+    whole = plan.task.serving.cluster.accelerator.memory_bytes
+    say(
+        f"\nnothing fits: {plan.layouts[least]} needs least, {format_bytes(weights)} of weights + "
+        f"{format_bytes(working)} of working memory + {format_bytes(token * plan.task.length)} for one request, of "
+        f"{format_bytes(whole)}"
+    )
+    say(f"would fit: {'; '.join(remedies)}" if remedies else "no precision and no eightfold cluster would make it fit")
+
+
+def print_no_limits_kept(plan: Plan) -> None:
+    """The best that can be had of each limited quantity."""
+    task = plan.task
+    first = min(plan.options, key=lambda each: each.ttft_s)
+    further = min(plan.options, key=lambda each: each.tpot_s)
+    most = max(plan.options, key=lambda each: each.tokens_per_s)
+    say("\nno layout keeps the limits")
+    if task.ttft_s < inf:
+        say(f"  shortest time to the first token: {format_seconds(first.ttft_s)}, {first.layout} with {first.batch}")
+    if task.tpot_s < inf:
+        say(
+            f"  shortest time of a further token: {format_seconds(further.tpot_s)}, {further.layout} with "
+            f"{further.batch}"
+        )
+    if task.rate_per_s is not None:
+        said = f"{most.tokens_per_s / task.output_len:.3g} requests/s, {most.layout} with {most.batch}"
+        say(f"  most requests: {said}; {task.rate_per_s:g} requests/s were asked for")
+    if plan.missed:
+        nearest = min(
+            plan.missed,
+            key=lambda each: max(each.ttft_s(PERCENTILE) / task.ttft_s, each.tpot_s(PERCENTILE) / task.tpot_s),
+        )
+        say(
+            f"  nearest as simulated: {nearest.layout} with {nearest.option.batch}: {PERCENTILE} of 100 requests have "
+            f"their first token within {format_seconds(nearest.ttft_s(PERCENTILE))} and further ones within "
+            f"{format_seconds(nearest.tpot_s(PERCENTILE))}"
+        )
+
+
+def print_separate(task: Task, apart: "Separate | None", plan: Plan) -> None:
+    """Prefill and decode on separate accelerators, against together."""
+    say("\nPrefill and decode on separate accelerators, by closed forms")
+    if apart is None:
+        say("  no split of the cluster fits and keeps the limits")
+        return
+    say(
+        f"  prefill {apart.readers} x ({apart.prefill}), decode {apart.writers} x ({apart.decode}) with "
+        f"{apart.batch:,} requests each"
+    )
+    together = ""
+    if plan.best:
+        share = apart.per_accelerator() / plan.best[0].per_accelerator - 1
+        together = f", {share:+.0%} against the best layout above"
+    say(
+        f"  {apart.tokens_per_s:,.0f} tokens/s, {apart.per_accelerator():,.0f} of each accelerator{together}; first "
+        f"token {format_seconds(apart.ttft_s)}, of which {format_seconds(apart.transfer_s)} for the transfer of the "
+        f"cache; further tokens each {format_seconds(apart.tpot_s)}"
+    )

@@ -1,0 +1,256 @@
+"""Communication of weights and gradients over the ranks that hold the same parameters: messages and exposed seconds."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright.cost import ledger, parameters, pipeline
+from shardwright.cost.blocks import Block
+from shardwright.cost.collectives import all_gather, all_reduce
+from shardwright.cost.compression import SENT_BYTES, Sums
+from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.message import Message
+from shardwright.cost.messages import HIDDEN, hidden
+from shardwright.layout import Layout
+from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
+
+
+class RankParameters(NamedTuple):
+    """Parameters on a rank of `pp`, each (n,). `ends`: embedding, last norm and head, and `hidden`: hidden matrices,
+    both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
+    gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
+    `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
+    `untrained`: of `dense`, those without gradients, which every rank keeps."""
+
+    dense: Ints
+    experts: Ints
+    ends: Ints
+    hidden: Ints
+    replicas: Ints
+    kv_replicas: Ints
+    blocks: Ints
+    expert_blocks: Ints
+    end_groups: Ints
+    untrained: Ints
+
+
+def data_parallel(
+    job: Job, candidates: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats
+) -> Floats:
+    """Exposed communication of weights and gradients in a step; `forward`, `backward`: seconds of a micro-batch's
+    passes on the rank.
+
+    | zero | gradients                                                | weights                                    |
+    | ---- | -------------------------------------------------------- | ------------------------------------------ |
+    | 0    | all-reduced over all replicas, once                      |                                            |
+    | 1    | reduce-scattered over the shards, once                   | gathered once                              |
+    | 2    | reduce-scattered for each micro-batch                    | gathered once                              |
+    | 3    | as 2                                                     | gathered for each pass, all but embedding  |
+    |      |                                                          | and head forward and backward              |
+
+    Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
+    is as 1. Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
+    micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a pipeline come the
+    all-reduce of the gradient of an embedding that two stages hold, and with two routes of micro-batches that of the
+    gradients of both replicas of each stage.
+    """
+    traffic = _Traffic(job, candidates, held, forward, backward)
+    found = np.zeros(len(candidates))
+    for zero in np.unique(candidates.zero):
+        terms = [(times, name, seconds) for times, (name, seconds) in traffic.of_stage(int(zero)) if np.any(seconds)]
+        if terms:
+            formula = " + ".join(f"{times}{ledger.identifier(name)}" for times, name, _ in terms)
+            inputs: ledger.Inputs = {ledger.identifier(name): seconds for _, name, seconds in terms}
+            exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
+            found = np.where(candidates.zero == zero, exposed, found)
+    replicas = {each.what: each.seconds(job.cluster) for each in replica_messages(job, candidates, held)}
+    return ledger.total("data parallel", {"weights and gradients": found} | replicas)
+
+
+SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
+GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages, of
+    which `again` are in layers, in `calls_again`. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO
+    shards over `shards` of these. `calls_over_replicas`: messages in which
+    gradients, or shards of them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`)."""
+
+    name: str
+    count: Ints
+    again: Ints
+    calls: Ints
+    calls_again: Ints
+    reduce_ranks: Ints
+    shards: Ints
+    stride: Ints
+    calls_over_replicas: Ints
+    node_ranks: Ints | int
+
+
+def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Group]:
+    """Experts are apart from the parameters of all tokens where ep or tp gives them other ranks."""
+    apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
+    dense = held.dense - held.untrained + np.where(apart, 0, held.experts)
+    experts = np.where(apart, held.experts, 0)
+    ranks = candidates.gradient_ranks
+    expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
+    whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
+
+    layout = candidates.shared
+
+    def calls(count: Ints, blocks: Ints) -> Ints:
+        elements = job.stack.speed.bucket_elements
+        if elements:
+            return np.maximum(-(-count // np.maximum(elements, 1e6 * ranks)), 1).astype(np.int64)
+        # FSDP's engine reduces by block, in 16 bits without ZeRO too.
+        return np.where(whole, -(-count * 4 // BUCKET_BYTES), blocks)
+
+    def over_replicas(count: Ints, calls: Ints, shards: Ints) -> Ints:
+        if layout.compress_gradients == "none":
+            return calls
+        return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
+
+    both, layers = held.blocks + held.end_groups, dense - held.ends
+    dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
+    shards = np.where(candidates.zero == 0, 1, candidates.shards)
+    expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
+    expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
+    found = [
+        _Group("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards, candidates.tp,
+               over_replicas(dense, dense_calls, shards), layout.node_ranks),
+        _Group("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
+               candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks),
+    ]  # fmt: skip
+    return [group for group in found if np.any(group.count)]
+
+
+class _Traffic:
+    """The data-parallel collectives of a step, by name, and their exposed parts."""
+
+    def __init__(
+        self, job: Job, candidates: Candidates, held: RankParameters, forward: Floats, backward: Floats
+    ) -> None:
+        self.job, self.candidates = job, candidates
+        self.passes = {"F of a microbatch": forward, "I and W of a microbatch": backward}
+        self.groups = groups(job, candidates, held)
+        self._sent: dict[str, Floats] = {}
+
+    def of_stage(self, zero: int) -> list[tuple[str, tuple[str, Floats]]]:
+        """The communication of a step for a ZeRO stage, each with the number of times, such as `m * `."""
+        return [
+            (f"{times} * " if times != "1" else "", self.exposed(whats, beside))
+            for times, whats, beside in stage_collectives(self.candidates, zero)
+        ]
+
+    def exposed(self, whats: tuple[str, ...], beside: str) -> tuple[str, Floats]:
+        """The name and exposed time of collectives that overlap with a pass of a micro-batch."""
+        name, speed = " and ".join(whats), self.job.stack.speed
+        message_s = (
+            self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
+        )
+        if not speed.hides_dp:
+            return name, message_s
+        of_a_layer = message_s / max(self.job.model.n_layers / self.candidates.pp, 1)
+        left = hidden(message_s, self.passes[beside], speed.interference, of_a_layer, what=name, beside=beside)
+        return name + HIDDEN, left
+
+    def sent(self, what: str) -> Floats:
+        """Seconds of a collective, summed over dense parameters and experts."""
+        if what not in self._sent:
+            messages = [
+                message
+                for group in self.groups
+                for message in data_messages(self.job, self.candidates.shared, what, group)
+            ]
+            terms = {message.what: message.seconds(self.job.cluster) for message in messages}
+            self._sent[what] = ledger.total(what, terms)
+        return self._sent[what]
+
+
+F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
+
+
+def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:
+    """The collectives of a ZeRO stage in a step: how often, "1" or with m micro-batches "m" or "(m - 1)", which
+    together, and the pass that they overlap with.
+
+    With zero 3 embedding and head are gathered once a micro-batch, and the layers twice; in a pipeline too, since each
+    backward pass frees what a forward pass or itself has gathered.
+    """
+    if zero == 0:
+        return [("1", (SUMMED,), I_AND_W)]
+    if zero == 3 and not (candidates.pp > 1 and candidates.shared.zero_pp_gather == "step"):
+        each = (GATHERED_AGAIN, SCATTERED)
+        return [("m", (GATHERED,), F), ("(m - 1)", each, I_AND_W), ("1", (*each, ACROSS), I_AND_W)]
+    once = [("1", (SCATTERED, ACROSS), I_AND_W), ("1", (GATHERED,), F)]
+    return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if zero == 2 else once
+
+
+def data_messages(job: Job, layout: Layout, what: str, group: _Group) -> list[Message]:
+    """One of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: one that
+    has the same way of compression as all candidates."""
+    name, sums = f"{what}, {group.name}", Sums.of(job, layout, group.node_ranks)
+    count = group.again if what == GATHERED_AGAIN else group.count
+    over_replicas = what in (SUMMED, ACROSS)
+    most = group.calls_over_replicas if over_replicas else group.calls_again if what == GATHERED_AGAIN else group.calls
+    elements, calls = count / np.maximum(most, 1), np.where(count > 0, np.maximum(most, 1), 0)
+    match what:
+        case "gradients, all-reduce":
+            return sums.all_reduce(name, elements, group.reduce_ranks, group.stride, calls)
+        case "gradients, reduce-scatter":
+            return sums.reduce_scatter(name, elements, group.shards, group.stride, calls)
+        case "shards over replicas, all-reduce":
+            replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
+            return sums.all_reduce(name, elements / group.shards, replicas, stride, calls)
+        case _:
+            e = SENT_BYTES.get(layout.compress_weights, job.element_bytes)
+            return [Message(name, all_gather, elements * e, group.shards, group.stride, calls)]
+
+
+def replica_messages(job: Job, candidates: Candidates, held: RankParameters) -> list[Message]:
+    """All-reduces, once a step, of gradients of parameters that several ranks hold, each of them a part: ranks of tp,
+    and two ranks of `pp`."""
+    spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
+    shares = np.where(candidates.zero > 0, candidates.shards, 1)
+    kv_ranks = np.maximum(candidates.tp // spec.n_kv_heads, 1)
+    found = [
+        Message("gradients of norms, all-reduce", all_reduce, held.replicas * n_bytes / shares, candidates.tp, 1,
+                (held.replicas > 0).astype(np.int64)),
+        Message("gradients of kv heads, all-reduce", all_reduce, held.kv_replicas * n_bytes / shares, kv_ranks, 1,
+                (held.kv_replicas > 0).astype(np.int64)),
+    ]  # fmt: skip
+    if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules):
+        matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares
+        what = "tied matrix of the first and last stage, all-reduce"
+        found.append(Message(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride))
+    if candidates.pp > 1 and len(candidates.shared.ways) > 1:
+        what, of_each = "both copies of a stage, all-reduce", (held.dense + held.experts) * n_bytes / shares
+        found.append(Message(what, all_reduce, of_each, 2, stride))
+    return [each for each in found if np.any(np.asarray(each.size * each.calls) > 1)]
+
+
+def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -> RankParameters:
+    """The parameters of each candidate on a rank of `pp`, by default the one with the most."""
+    cut = pipeline.stages(job, candidates)
+    held = parameters.of_ranks(job.model, cut, candidates.tp, candidates.ep)
+    replicas, kv_replicas = parameters.with_partial_gradients(job.model, cut, candidates)
+    blocks = np.array([len(layers) for layers in cut.layers])
+    expert_blocks = sum((n for block, n in cut.of_kind.items() if block.experts), np.zeros_like(blocks))
+    shape = held.dense.shape
+    untrained = sum((_untrained(block) * n for block, n in cut.of_kind.items()), np.zeros_like(blocks))
+    parts = [held.dense, held.expert, held.ends, held.hidden, replicas, kv_replicas]
+    parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (held.ends > 0).astype(np.int64)]
+    parts.append(np.broadcast_to(untrained, shape))
+    of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
+    most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
+    with ledger.section("Data parallel, rank with most parameters"):
+        held.note(cut, int(most[0, 0]))
+    return RankParameters(*(np.take_along_axis(part, most, 1)[:, 0] for part in of_ranks))
+
+
+def _untrained(block: Block) -> int:
+    return sum(row.numel for row in block.rows if row.counted and not row.trained)

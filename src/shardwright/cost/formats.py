@@ -1,0 +1,61 @@
+"""Number formats of matmuls: at which peak they run, and what it costs to bring inputs of 16 bits into them.
+
+Tensors of fp32 are multiplied in fp32, outside tensor cores, or in tf32, with 10 bits of mantissa (`precision.tf32`).
+
+| format    | has a scale of its own   | cast: bytes moved for each element                                          |
+| --------- | ------------------------ | --------------------------------------------------------------------------- |
+| fp8       | a tensor                 | 5: read for the maximum (2), read again (2), written (1)                    |
+| fp8-row   | a row                    | 6: a row's maximum and its cast are one pass (2 + 1), once along each dim   |
+| fp8-block | 128 elements, 128 x 128  | 6: the same                                                                 |
+| mxfp8     | 32 elements              | 4.06: one pass (2) writes it along both dims, each with a scale of 1 / 32   |
+| nvfp4     | 16 elements              | 5.13: read for the tensor's maximum (2), then one pass (2) that writes it   |
+|           |                          | along both dims (0.5 + 1 / 16 each)                                         |
+
+`rate`: of its matmuls relative to those with one scale a tensor. Sources: fp8-row: training Llama 3 8B with it saves
+0.52 of the time that one scale a tensor saves (torchtitan commit 7a04053: 5,760, 6,424 and 7,186 tokens/s), which with
+0.55 of the step in matmuls is 0.79 of the rate; fp8-block: 1.34 times the rate of bf16 (pytorch/ao pull request 3342,
+H100), where one scale a tensor has 1.77 (stas00/ml-engineering). mxfp8 and nvfp4 scale in the tensor cores (NVIDIA
+Blackwell).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Format:
+    """`peak`: the precision of `hardware.toml` at whose rate it runs; `rate`: fraction of that which its kernels reach,
+    relative to the best; `cast_bytes`: moved to cast an element from 16 bits, 0 for formats that need no cast; `wide`:
+    the format of matmuls that stay out of it, such as those of attention and the logits."""
+
+    peak: str
+    rate: float = 1.0
+    cast_bytes: float = 0.0
+    wide: str = ""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether inputs have fewer than 16 bits."""
+        return self.cast_bytes > 0
+
+
+FORMATS = {
+    "fp32": Format("fp32"),
+    "tf32": Format("tf32"),
+    "bf16": Format("bf16"),
+    "fp16": Format("fp16"),
+    "fp8": Format("fp8", 1.0, 5.0, "bf16"),
+    "fp8-row": Format("fp8", 0.79, 6.0, "bf16"),
+    "fp8-block": Format("fp8", 0.76, 6.0, "bf16"),
+    "mxfp8": Format("mxfp8", 1.0, 4.06, "bf16"),
+    "nvfp4": Format("nvfp4", 1.0, 5.13, "bf16"),
+}
+TRAINED: dict[str, dict[str, str | bool]] = {
+    "fp32": {"compute": "fp32"},
+    "tf32": {"compute": "fp32", "tf32": True},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16"},
+    "fp8": {"compute": "bf16", "fp8": "tensorwise"},
+    "fp8-row": {"compute": "bf16", "fp8": "rowwise"},
+    "fp8-block": {"compute": "bf16", "fp8": "blockwise"},
+}
+"""Formats that `train` computes in, and the keys of [precision] that say so."""

@@ -1,0 +1,57 @@
+"""What a rank sends in a step: the messages that the step time prices, which tests compare with those of real steps.
+
+Not listed: numbers of a few bytes once a step (target tokens, norm of the gradients), and what routers count (rows for
+each expert, their load and losses).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from shardwright.cost import data_parallel
+from shardwright.cost.collectives import point_to_point
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.message import Message
+from shardwright.cost.step import StagePasses
+
+
+def of_step(job: Job, candidates: Candidates, rank: int) -> list[Message]:
+    """The messages of rank `rank` of `pp` in a step of one layout, with the calls of all its micro-batches; of sends
+    only those that leave the rank."""
+    m = int(candidates.microbatches(job.global_batch)[0])
+    stages = StagePasses(job, candidates)
+    found = [
+        replace(message, calls=message.calls * m * float(stages.of_each_rank(count)[rank]))
+        for passes, count in stages.work
+        for message in passes.messages
+    ]
+    found += _between_stages(job, candidates, rank, m)
+    held = data_parallel.rank_parameters(job, candidates, rank)
+    times = {"1": 1, "m": m, "(m - 1)": m - 1}
+    for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
+        for what in whats:
+            messages = [
+                message
+                for group in data_parallel.groups(job, candidates, held)
+                for message in data_parallel.data_messages(job, candidates.shared, what, group)
+            ]
+            found += [replace(message, calls=message.calls * times[often]) for message in messages]
+    found += data_parallel.replica_messages(job, candidates, held)
+    return [
+        message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
+    ]
+
+
+def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iterator[Message]:
+    """Activations that a rank sends to the next stage, and gradients to the previous one."""
+    n_bytes = candidates.tokens(job.seq_len) * job.model.d_model * job.element_bytes / candidates.token_shards
+    stride = candidates.world // candidates.pp
+    for route in candidates.shared.ways:
+        for here, there in pairwise(route):
+            if here != there:
+                for what, sender in (("activations", here), ("gradients of activations", there)):
+                    if sender == rank:
+                        calls = m // len(candidates.shared.ways)
+                        yield Message(what, point_to_point, n_bytes, 2, abs(here - there) * stride, calls)

@@ -1,0 +1,1 @@
+"""The real training program as any rank of any world, on fake tensors: what it allocates and sends."""

@@ -1,0 +1,67 @@
+"""A dry run as one JSON document."""
+
+from typing import Any
+
+from shardwright.dry_run.planned import Planned
+from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
+from shardwright.dry_run.run import DryRun, needed_bytes
+
+
+def document(found: DryRun) -> dict[str, Any]:
+    """Bytes are whole numbers; what the plan says is None, with the reason, where it says nothing."""
+    return {
+        "fits": found.fits,
+        "limit_bytes": found.how.limit_bytes,
+        "needed_bytes": needed_bytes(found.config, found.fullest),
+        "layout": found.config.layout.layout().settings(),
+        "world_size": found.config.layout.layout().world_size,
+        "fullest": found.fullest.rank,
+        "ranks": [_rank(found, record) for record in found.records],
+        "disagreements": [
+            {
+                "what": each.what,
+                "sides": [
+                    {"rank": rank, "message": None if side is None else _message(side)}
+                    for rank, side in zip(each.ranks, each.sides, strict=True)
+                ],
+            }
+            for each in found.disagreements
+        ],
+        "remedies": None if found.remedies is None else [vars(each) for each in found.remedies],
+    }
+
+
+def _rank(found: DryRun, record: RankRecord) -> dict[str, Any]:
+    plan = found.plans[record.rank]
+    return {
+        "rank": record.rank,
+        "peak": _moment(record.peak),
+        "peak_of_kinds": record.peak_of_kinds,
+        "plan": _plan(plan),
+        "groups": {name: {"dry_bytes": dry, "plan_bytes": by_plan} for name, dry, by_plan in found.groups(record)},
+        "curve": [_moment(moment) for moment in record.curve],
+        "largest": [block._asdict() for block in record.largest],
+        "traffic": [
+            {"axis": axis, "op": op, "calls": sums.calls, "bytes": sums.n_bytes}
+            for (axis, op), sums in record.sent.items()
+        ],
+        "flops": record.flops,
+        "messages": [_message(message) for message in record.messages if message.op != WAIT],
+    }
+
+
+def _plan(plan: Planned | str) -> dict[str, Any]:
+    if isinstance(plan, str):
+        return {"peak_bytes": None, "why": plan}
+    return {"peak_bytes": plan.peak_bytes, "workspace_bytes": plan.workspace_bytes, "moment": plan.moment}
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    return {**moment._asdict(), "bytes": moment.n_bytes}
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """`first_rank`, `n_ranks`: of the process group."""
+    fields = message._asdict()
+    ranks = fields.pop("ranks")
+    return fields | {"first_rank": ranks[0], "n_ranks": len(ranks)}

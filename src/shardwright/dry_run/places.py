@@ -1,0 +1,71 @@
+"""Which module of the model an operation belongs to, in the forward and in the backward pass."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class Places:
+    """The module that runs, by its name in the whole model.
+
+    In a forward pass that is the innermost module whose `forward` has not returned. In a backward pass it is the module
+    in whose forward pass the node of the graph was made: PyTorch numbers nodes in the order in which they are made.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._names: Mapping[nn.Module, str] = {
+            module: name or "model" for part in parts for name, module in part.named_modules()
+        }
+        self._stack: list[str] = []
+        self._starts: list[int] = []
+        """The number of the first node after each change of the module that runs."""
+        self._modules: list[str] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "Places":
+        self._handles = [
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def restart(self) -> None:
+        """Forget the nodes of steps before."""
+        self._starts.clear()
+        self._modules.clear()
+
+    @property
+    def module(self) -> str:
+        """The module that runs; empty outside of all."""
+        if self._stack:
+            return self._stack[-1]
+        node = torch._C._current_autograd_node()
+        if node is None or not self._starts:
+            return ""
+        at = bisect_right(self._starts, node._sequence_nr()) - 1
+        return self._modules[at] if at >= 0 else ""
+
+    def _entered(self, module: nn.Module, inputs: Any) -> None:
+        self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
+        self._note()
+
+    def _left(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        number = torch.autograd._get_sequence_nr()
+        now = self._stack[-1] if self._stack else "loss"
+        if self._starts and self._starts[-1] == number:
+            self._modules[-1] = now
+        else:
+            self._starts.append(number)
+            self._modules.append(now)

@@ -1,0 +1,142 @@
+"""Runs steps of the training program as one rank, on fake tensors or on real ones, and records the last."""
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # what collectives do to fake tensors
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwright.config import RunConfig
+from shardwright.data.batches import Batch
+from shardwright.dry_run.places import Places
+from shardwright.dry_run.record import RankRecord
+from shardwright.dry_run.recorder import Recorder
+from shardwright.dry_run.watch import watch
+from shardwright.model.device_type import assumed
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.expert import ReadCounts
+from shardwright.schedule.actions import Action
+from shardwright.training.build import build_model, build_trainer
+from shardwright.training.step import Trainer
+
+CPU = torch.device("cpu")
+_DIFFERENT = 3
+"""Micro-batches of a step without a pipeline that can differ: the first, one between, and the last."""
+
+
+def dry_rank(
+    config: RunConfig, rank: int, *, gpu: bool, steps: int = 2, imbalance: float = 1.0, read: ReadCounts | None = None
+) -> RankRecord:
+    """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
+
+    It has to run in a process of its own, in which no process group was used: PyTorch keeps what it has worked out for
+    the device meshes of a world. `gpu`: with the kernels and the allocator of a GPU, else as on a CPU. `read`: the
+    numbers of rows that ranks of ep exchange; by default those of `balanced`.
+    """
+    layout = config.layout.layout()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fill(part: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
+        with fake:
+            part.to_empty(device=device)
+
+    read = read or balanced(layout.ep, layout.coordinates(rank)["ep"], imbalance)
+    with assumed("cuda") if gpu else nullcontext():
+        model = build_model(config, CPU, compiled=False, fill=fill, read=read)
+        with fake:
+            trainer = build_trainer(config, model, CPU, compiled=False)
+            if gpu:
+                _fuse_norms(trainer.model.parts)
+            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu)
+
+
+def _fuse_norms(parts: Iterable[nn.Module]) -> None:
+    """Have norms allocate what the fused kernel of a GPU does; a CPU runs several operations, which keep more."""
+
+    def fused(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        y: Tensor = _FusedNorm.apply(x, norm.weight)
+        return y
+
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.forward = partial(fused, module)  # type: ignore[method-assign]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm without values, as `aten._fused_rms_norm` on a GPU: it keeps its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, scales)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def record_steps(
+    trainer: Trainer, config: RunConfig, rank: int, batch: Callable[[int, int], Batch], steps: int, gpu: bool
+) -> RankRecord:
+    """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first."""
+    rate, layout = config.optimizer.lr, config.layout.layout()
+    n_microbatches = config.accumulation
+    some = n_microbatches if layout.pp > 1 else min(n_microbatches, _DIFFERENT)
+    for step in range(steps - 1):
+        trainer.step(batch(step, n_microbatches if layout.pp > 1 else 1), step, rate)
+    gc.collect()
+    last = batch(steps - 1, some)
+    left_out = n_microbatches - len(last.tokens_ABT)
+    repeats = {str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out}
+    with Places(trainer.model.parts) as places, Recorder(layout, rank, places, gpu) as recorder:
+        tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB
+        for tensor in tensors:
+            recorder.mark(tensor, "activations")
+        recorder.hold(left_out * sum(each[0].nbytes for each in tensors), "activations")
+        watch(trainer, recorder)
+        recorder.begin("begin")
+        trainer.step(last, steps - 1, rate)
+        return recorder.record(repeats)
+
+
+def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:
+    """A batch of one data rank without padding; on fake tensors it has no values."""
+    shape_AB = (n_microbatches, config.batch.micro_batch)
+    seq_len = config.batch.seq_len
+    tokens_ABT = torch.zeros(*shape_AB, seq_len, dtype=torch.int64)
+    documents = None
+    if config.data.attention == "document":
+        documents = tuple(tuple((seq_len,) for _ in range(shape_AB[1])) for _ in range(shape_AB[0]))
+    n_targets = tokens_ABT.numel()
+    return Batch(tokens_ABT, tokens_ABT.clone(), torch.zeros(shape_AB, dtype=torch.int64), n_targets, documents)
+
+
+def balanced(n_ranks: int, mine: int, imbalance: float) -> ReadCounts:
+    """Numbers of rows where every rank sends the first rank of ep `imbalance` times the mean, and an equal part of the
+    others to each other rank. `mine`: this rank of ep."""
+
+    def read(rows_2n: Any, n_rows: int) -> list[list[int]]:
+        to = shares(n_rows, n_ranks, imbalance)
+        return [to, [to[mine]] * n_ranks]
+
+    return read
+
+
+def shares(n_rows: int, n_ranks: int, imbalance: float) -> list[int]:
+    """`n_rows` in parts for each rank: the first `imbalance` times the mean, the others equal, up to a remainder."""
+    first = min(n_rows, round(n_rows * imbalance / n_ranks)) if n_ranks > 1 else n_rows
+    each, more = divmod(n_rows - first, max(1, n_ranks - 1))
+    return [first, *(each + (number < more) for number in range(n_ranks - 1))]

@@ -1,0 +1,182 @@
+"""What one rank does in a step: its actions in order, the tensors that it allocates, and its messages. No torch.
+
+A record holds numbers and names alone, so that it can be sent to another process, compared and written to a file.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+KINDS = (
+    "parameters",
+    "gathered",
+    "gradients",
+    "states",
+    "activations",
+    "communication",
+    "temporaries",
+)
+"""The kinds of memory. `gathered`: whole parameters of FSDP in the compute type; `states`: of the optimizer;
+`activations`: what a forward pass leaves for the backward pass; `communication`: buffers of collectives and messages;
+`temporaries`: what is freed within its action."""
+
+WAIT = "wait"
+"""The operation of an entry that is no message: the rank waits for a message whose receive it has started."""
+
+
+class Message(NamedTuple):
+    """A collective, or a send or receive of a message.
+
+    `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
+    `n_bytes`: of the larger of the tensors given to it; `shapes`: of all of them; `splits`: rows to and from each rank
+    of an uneven all-to-all, or of a wait the number of the message among those from `peer`; `peer`: the other rank of
+    a send, receive or wait, in the world.
+    """
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    n_bytes: int
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    action: str
+    module: str
+    splits: tuple[int, ...] = ()
+    peer: int = -1
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What all ranks of a collective have to agree on."""
+        return self.op, self.n_bytes, self.dtype, self.shapes if not self.splits else ()
+
+
+@dataclass(slots=True)
+class Allocation:
+    """A storage. `sizes`: (time, bytes) whenever its size changed, the first when it was made; the last is 0 once it is
+    freed. `op`, `module`, `action`: what made it, `line`: for the largest ones the line of the program."""
+
+    op: str
+    module: str
+    action: str
+    shape: tuple[int, ...]
+    dtype: str
+    sizes: list[tuple[int, int]]
+    kind: str = ""
+
+
+class Block(NamedTuple):
+    """A tensor that is alive at the peak."""
+
+    n_bytes: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    module: str
+    action: str
+
+
+class Moment(NamedTuple):
+    """Bytes that are alive at one moment, by kind; `action` and `module` run, `op` has allocated last."""
+
+    kinds: dict[str, int]
+    action: str
+    module: str
+    op: str
+
+    @property
+    def n_bytes(self) -> int:
+        """Sum of all kinds."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A step of one rank. `curve`: of each action in order the moment with the most bytes; `peak`: of the whole step;
+    `largest`: the tensors of most bytes that are alive at the peak; `flops`: of matmuls and attention, by operation;
+    `peak_of_kinds`: of each kind its own largest sum, which may be at another moment. `repeats`: how many micro-batches
+    an action stands for, where it is not 1: without a pipeline all between the first and the last do the same, and one
+    of them is run; `flops` counts all."""
+
+    rank: int
+    curve: tuple[Moment, ...]
+    peak: Moment
+    peak_of_kinds: dict[str, int]
+    largest: tuple[Block, ...]
+    messages: tuple[Message, ...]
+    flops: dict[str, int] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sent(self) -> "dict[tuple[str, str], Traffic]":
+        """Number and bytes of the messages, by axis and operation."""
+        return traffic(self.messages, self.repeats)
+
+
+class Traffic(NamedTuple):
+    """Messages of one operation along one axis."""
+
+    calls: int
+    n_bytes: int
+
+
+def traffic(messages: Iterable[Message], repeats: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
+    """Number and bytes of messages, by axis and operation, in the order in which these come first."""
+    calls: Counter[tuple[str, str]] = Counter()
+    n_bytes: Counter[tuple[str, str]] = Counter()
+    for message in messages:
+        if message.op != WAIT:
+            times = repeats.get(message.action, 1)
+            calls[message.axis, message.op] += times
+            n_bytes[message.axis, message.op] += times * message.n_bytes
+    return {key: Traffic(calls[key], n_bytes[key]) for key in calls}
+
+
+N_LARGEST = 10
+
+
+def summed(
+    allocations: Sequence[Allocation], actions: Sequence[tuple[int, str]]
+) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[Block, ...]]:
+    """The curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`; `actions`: (time at which it
+    began, action)."""
+    changes = sorted(_changes(allocations))
+    curve: list[Moment] = []
+    now = dict.fromkeys(KINDS, 0)
+    tops = dict(now)
+    peak_at, peak_bytes, place = 0, -1, 0
+    last = Allocation("", "", "", (), "", [])
+    ends = [*(time for time, _ in actions[1:]), float("inf")]
+    for (_, action), end in zip(actions, ends, strict=True):
+        best = Moment(dict(now), action, last.module, last.op)
+        while place < len(changes) and changes[place][0] < end:
+            time, number, delta = changes[place]
+            place += 1
+            last = allocations[number]
+            now[last.kind] += delta
+            tops[last.kind] = max(tops[last.kind], now[last.kind])
+            if (total := sum(now.values())) > best.n_bytes:
+                best = Moment(dict(now), action, last.module, last.op)
+            if total > peak_bytes:
+                peak_at, peak_bytes = time, total
+        curve.append(best)
+    return tuple(curve), max(curve, key=lambda moment: moment.n_bytes), tops, tuple(_largest(allocations, peak_at))
+
+
+def _changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]:
+    """(time, number of the storage, bytes that are added)."""
+    for number, each in enumerate(allocations):
+        held = 0
+        for time, n_bytes in each.sizes:
+            yield time, number, n_bytes - held
+            held = n_bytes
+
+
+def _largest(allocations: Sequence[Allocation], time: int) -> Iterator[Block]:
+    alive = []
+    for each in allocations:
+        n_bytes = next((size for at, size in reversed(each.sizes) if at <= time), 0)
+        if n_bytes:
+            alive.append(Block(n_bytes, each.kind, each.shape, each.dtype, each.op, each.module, each.action))
+    yield from sorted(alive, key=lambda block: -block.n_bytes)[:N_LARGEST]

@@ -1,0 +1,335 @@
+"""Records what the program allocates and sends, on fake tensors as on real ones."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardwright.box import DENSE_AXES
+from shardwright.dry_run.places import Places
+from shardwright.dry_run.record import KINDS, WAIT, Allocation, Message, RankRecord, summed
+from shardwright.layout import Layout
+
+BLOCK_BYTES = 512
+"""CUDA's caching allocator rounds every tensor up to a multiple of this."""
+
+Flops = Callable[..., int]
+
+
+class Recorder(TorchDispatchMode):
+    """While active, records every storage that is made, resized and freed, and every collective and message.
+
+    It sees the operations that PyTorch dispatches. What a kernel allocates and frees inside is not among them; for
+    flash attention on a GPU, `gpu` adds it by formula and rounds sizes as CUDA's allocator does.
+    """
+
+    def __init__(self, layout: Layout, rank: int, places: Places, gpu: bool) -> None:
+        super().__init__()
+        self.layout, self.rank, self.places, self.gpu = layout, rank, places, gpu
+        self.allocations: list[Allocation] = []
+        self.actions: list[tuple[int, str]] = []
+        self.messages: list[Message] = []
+        self.flops: Counter[tuple[str, str]] = Counter()
+        """(action, operation) -> FLOPs."""
+        self._now = 0
+        self._live: dict[int, int] = {}
+        """Address of a storage -> its number in `allocations`."""
+        self._of_action: list[int] = []
+        self._in_messages: set[int] = set()
+        self._of_fsdp: set[int] = set()
+        self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._resize: Any = None
+
+    def __enter__(self) -> "Recorder":
+        resize = self._resize = torch.UntypedStorage.resize_
+        recorder = self
+
+        def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            found = resize(storage, n_bytes)
+            recorder._sized(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    # What the watched program tells
+
+    def begin(self, action: str) -> None:
+        """An action of the step begins."""
+        self._now += 1
+        self.actions.append((self._now, action))
+        self._of_action.clear()
+
+    def keep(self) -> None:
+        """The forward pass of a micro-batch ends, or a backward pass that leaves weight gradients to a later action:
+        what it has made and not freed is kept for later."""
+        for number in self._of_action:
+            each = self.allocations[number]
+            if not each.kind and each.sizes[-1][1] and number not in self._of_fsdp:
+                each.kind = "activations"
+        self._of_action.clear()
+
+    def hold(self, n_bytes: int, kind: str) -> None:
+        """Bytes are held for the whole step, which are not there in this process."""
+        self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self._rounded(n_bytes))], kind))
+
+    def mark(self, tensor: Tensor | None, kind: str) -> None:
+        """The storage of a tensor is of this kind; of two that it is told to be the one that comes first in KINDS."""
+        if tensor is None:
+            return
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        number = self._number(local)
+        known = self.allocations[number].kind
+        if not known or KINDS.index(kind) < KINDS.index(known):
+            self.allocations[number].kind = kind
+
+    def wait(self, what: str, peer: int, number: int) -> None:
+        """The rank waits for the message of that number from another one."""
+        pair = (min(peer, self.rank), max(peer, self.rank))
+        self.messages.append(Message(WAIT, "pp", pair, 0, "", (), self._action, what, (number,), peer))
+
+    def record(self, repeats: Mapping[str, int]) -> RankRecord:
+        """What was recorded, after the step; `repeats`: as of a `RankRecord`."""
+        for number, each in enumerate(self.allocations):
+            if not each.kind:
+                each.kind = "communication" if number in self._in_messages else "temporaries"
+        curve, peak, tops, largest = summed(self.allocations, self.actions)
+        flops: Counter[str] = Counter()
+        for (action, op), count in self.flops.items():
+            flops[op] += repeats.get(action, 1) * count
+        messages = tuple(self.messages)
+        return RankRecord(self.rank, curve, peak, tops, largest, messages, dict(flops), dict(repeats))
+
+    # What PyTorch dispatches
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; a guard against that around every operation costs a tenth of the time."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a fake tensor for its device
+            return func(*args, **kwargs)
+        self._now += 1
+        if func.namespace == "c10d":
+            self._message(func, args)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self._made(out, func)
+        elif isinstance(out, list | tuple):
+            for each in out:
+                if isinstance(each, Tensor):
+                    self._made(each, func)
+        count, inside = _formulas(func)
+        if count is not None:
+            self.flops[self._action, _name(func)] += count(*args, **kwargs, out_val=out)
+        if self.gpu and inside is not None:
+            self._passing(inside(*args), func)
+        return out
+
+    def _made(self, tensor: Tensor, func: Any) -> None:
+        # The storage of a DTensor is that of its shard, which another operation makes. A view of an unknown storage is
+        # of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
+        if isinstance(tensor, DTensor) or func.is_view or tensor.untyped_storage()._cdata in self._live:
+            return
+        self._of_action.append(self._number(tensor, _name(func), before=False))
+
+    def _number(self, tensor: Tensor, op: str = "", before: bool = True) -> int:
+        """The number of the storage of a tensor; one that is not known yet is `before` this record, or is made now."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return self._live[key]
+        number = self._live[key] = len(self.allocations)
+        at = 0 if before else self._now
+        module = "" if before else self.places.module
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        sizes = [(at, self._rounded(storage.nbytes()))]
+        self.allocations.append(Allocation(op, module, "" if before else self._action, shape, dtype, sizes))
+        weakref.finalize(storage, self._freed, key)
+        return number
+
+    def _freed(self, key: int) -> None:
+        number = self._live.pop(key, None)
+        if number is not None:
+            self._now += 1
+            self.allocations[number].sizes.append((self._now, 0))
+
+    def _sized(self, storage: torch.UntypedStorage) -> None:
+        number = self._live.get(storage._cdata)
+        if number is not None:
+            self._now += 1
+            self.allocations[number].sizes.append((self._now, self._rounded(storage.nbytes())))
+
+    def _passing(self, n_bytes: int, func: Any) -> None:
+        """Bytes that a kernel allocates and frees."""
+        sizes = [(self._now, self._rounded(n_bytes)), (self._now + 1, 0)]
+        self._now += 1
+        self.allocations.append(
+            Allocation(
+                f"inside of {_name(func)}", self.places.module, self._action, (n_bytes,), "uint8", sizes, "temporaries"
+            )
+        )
+
+    def _rounded(self, n_bytes: int) -> int:
+        return -(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.gpu else n_bytes
+
+    @property
+    def _action(self) -> str:
+        return self.actions[-1][1] if self.actions else ""
+
+    # Messages
+
+    def _message(self, func: Any, args: Any) -> None:
+        op = _name(func).strip("_")
+        op = _NAMES.get(op, op)
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        group = next((each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each)), None)
+        if group is None or not tensors:
+            return
+        axis, ranks = self._group(dist.ProcessGroup.unbox(group))
+        of_fsdp = op in ("all-gather", "reduce-scatter") and axis.startswith(("dp", "cp", "expert", "one"))
+        for tensor in tensors:
+            number = self._number(tensor)
+            self._in_messages.add(number)
+            if of_fsdp:
+                self._of_fsdp.add(number)
+        if of_fsdp and op == "reduce-scatter":
+            self.mark(tensors[0], "gradients")
+        largest = max(tensors, key=lambda each: each.numel() * each.element_size())
+        peer, splits = -1, ()
+        if op in ("send", "receive"):
+            peer = ranks[args[2]]
+        elif op == "all-to-all":
+            splits = (*args[3], -1, *args[4]) if args[3] or args[4] else ()
+        self.messages.append(
+            Message(
+                op,
+                axis,
+                ranks,
+                largest.numel() * largest.element_size(),
+                str(largest.dtype).removeprefix("torch."),
+                tuple(tuple(each.shape) for each in tensors),
+                self._action,
+                self.places.module,
+                splits,
+                peer,
+            )
+        )
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
+        key = id(group)
+        if key not in self._groups:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._groups[key] = axes_of(self.layout, ranks, self.rank), ranks
+        return self._groups[key]
+
+
+_NAMES = {
+    "allreduce": "all-reduce",
+    "allgather_base": "all-gather",
+    "allgather": "all-gather",
+    "reduce_scatter_base": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall_base": "all-to-all",
+    "alltoall": "all-to-all",
+    "recv": "receive",
+}
+
+
+def _is_group(each: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(each._type())
+
+
+def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:
+    """The axes along which the ranks of a process group differ: `tp`, `dp_shard x cp`, or `ep` where the group is one
+    of that axis and of no other; `one rank` where there is only one."""
+    if len(ranks) == 1:
+        return "one rank"
+    first, last = layout.coordinates(ranks[0]), layout.coordinates(ranks[-1])
+    # Groups are boxes, so their first and last rank differ along all of their axes.
+    differ = [axis for axis in DENSE_AXES if first[axis] != last[axis]]
+    if layout.ep > 1 and len(differ) > 1:
+        for axes in (("ep",), ("expert_dp_shard",), ("dp_replicate", "expert_dp_shard")):
+            if tuple(layout.group_of(rank, *axes)) == ranks:
+                return " x ".join(axes)
+    if layout.ep > 1 and tuple(layout.group_of(rank, "ep")) == ranks:
+        whole = tuple(layout.group_of(rank, *differ))
+        return f"{differ[0]} = ep" if whole == ranks else "ep"
+    return " x ".join(differ)
+
+
+@cache
+def _name(func: Any) -> str:
+    """`mm` of `aten::mm`."""
+    return str(func._schema.name.partition("::")[2])
+
+
+@cache
+def _formulas(func: Any) -> tuple[Flops | None, Flops | None]:
+    """The FLOPs of an operation, and the bytes that it allocates and frees inside on a GPU; None where it has none."""
+    name = _name(func)
+    return _OWN_FLOPS.get(name) or flop_registry.get(func._overloadpacket), _WORKSPACE.get(name)
+
+
+def _grouped(x_RD: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x_RD.shape[0] * weight.shape[-1] * weight.shape[-2]
+
+
+def _grouped_weight(dy_RF: Tensor, x_RD: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x_RD.shape[0] * x_RD.shape[1] * dy_RF.shape[1]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(
+        sdpa_flop_count(q.shape, (*k.shape[:1], q.shape[1], *k.shape[2:]), (*v.shape[:1], q.shape[1], *v.shape[2:]))
+    )
+
+
+def _attention_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    heads = q.shape[1]
+    k_shape, v_shape = ((*x.shape[:1], heads, *x.shape[2:]) for x in (k, v))
+    return int(sdpa_backward_flop_count(do.shape, q.shape, k_shape, v_shape))
+
+
+_OWN_FLOPS: dict[str, Flops] = {
+    "grouped_matmul": _grouped,
+    "grouped_weight_gradient": _grouped_weight,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
+}
+
+
+def _flash_backward_bytes(do: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
+    """What FlashAttention-2's backward pass allocates beside its results (`mha_bwd` of PyTorch 2.13): the sums of dq in
+    fp32 with tokens in blocks of 128 and heads in multiples of 32, the row sums of do * o, and with grouped heads dk
+    and dv of every query head."""
+    batch, heads, tokens, width = q.shape
+    rows = -(-tokens // 128) * 128
+    sums = batch * rows * heads * (-(-width // 32) * 32) * 4 + batch * heads * rows * 4
+    if k.shape[1] == heads:
+        return sums
+    return sums + 2 * batch * k.shape[2] * heads * width * k.element_size()
+
+
+_WORKSPACE: dict[str, Callable[..., int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward_bytes,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward_bytes,
+}

@@ -1,0 +1,250 @@
+"""Dry runs of a run file: of one rank, of one rank of each class, and of changes after which it would fit.
+
+Every rank runs in a process of its own, since PyTorch keeps what it has worked out for the device meshes of a world.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from os import cpu_count
+from typing import Any
+
+from shardwright.config import RunConfig, parse, resolved_toml
+from shardwright.config.settle import MARGIN, needs_memory, settled
+from shardwright.cost.stack import SHARDWRIGHT
+from shardwright.dry_run.agreement import Disagreement, disagreements
+from shardwright.dry_run.classes import one_of_each_class
+from shardwright.dry_run.planned import Planned, grouped, job_of, planned
+from shardwright.dry_run.record import RankRecord
+from shardwright.errors import InputError, LayoutError
+from shardwright.planner.recomputation import peak_bytes
+from shardwright.units import parsed_bytes
+
+TIMEOUT_S = 3600.0
+_MOST_REMEDIES = 3
+
+
+@dataclass(frozen=True)
+class How:
+    """How a dry run is made. `memory_bytes`: of the device of a rank; `gpu`: with the kernels and the allocator of a
+    GPU, else those of a CPU; `steps`: of which the last is recorded, 2 or more; `imbalance`: rows of experts that the
+    first rank of ep gets, over the mean."""
+
+    memory_bytes: float
+    gpu: bool = True
+    steps: int = 2
+    imbalance: float = 1.0
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a rank may need, with the margin of a plan."""
+        return (1 - MARGIN) * self.memory_bytes
+
+
+def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: float) -> How:
+    """How a dry run is made, from what a user says; `device_memory` in words, such as 80GiB, or in bytes. Raises
+    InputError with every problem at once."""
+    memory_bytes = parsed_bytes(device_memory) if isinstance(device_memory, str) else device_memory
+    wrong = []
+    if not memory_bytes:
+        wrong.append(f"device memory {device_memory}: a number above 0 and a unit are needed, such as 80GiB")
+    if count_as not in ("gpu", "cpu"):
+        wrong.append(f"counting as {count_as}: not one of gpu, cpu")
+    if steps < 2:
+        wrong.append(f"{steps} steps: 2 or more are needed; the first one prepares what all later ones use")
+    if not 1 <= imbalance < float("inf"):
+        wrong.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
+    if wrong or not memory_bytes:
+        raise InputError(*wrong)
+    return How(memory_bytes, count_as == "gpu", steps, imbalance)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the run file, and what the rank needs after it, in bytes."""
+
+    change: str
+    needed_bytes: float
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run file does on some of its ranks. `plans`: by rank what the plan says, or why it says nothing.
+    `remedies`: the changes that were found to make it fit; None where none were tried."""
+
+    config: RunConfig
+    how: How
+    records: tuple[RankRecord, ...]
+    plans: dict[int, Planned | str]
+    disagreements: tuple[Disagreement, ...] = ()
+    remedies: tuple[Remedy, ...] | None = None
+
+    @property
+    def fullest(self) -> RankRecord:
+        """The rank with the highest peak."""
+        return max(self.records, key=lambda record: record.peak.n_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank needs no more than its limit."""
+        return needed_bytes(self.config, self.fullest) <= self.how.limit_bytes
+
+    def groups(self, record: RankRecord) -> Iterator[tuple[str, int, float | None]]:
+        """(group of kinds, bytes of the dry run, bytes of the plan) at the peak of a rank."""
+        plan = self.plans[record.rank]
+        for name, n_bytes in grouped(record).items():
+            yield name, n_bytes, None if isinstance(plan, str) else plan.groups[name]
+
+
+def needed_bytes(config: RunConfig, record: RankRecord) -> float:
+    """The peak of a rank with what a dry run does not see, by the constants of the plan: workspace of libraries, and
+    what the allocator reserves beyond the tensors."""
+    experts = SHARDWRIGHT.expert_workspace_bytes if config.model.spec().moe is not None else 0.0
+    inside = SHARDWRIGHT.workspace_bytes + experts
+    return (record.peak.n_bytes + inside) * (1 + SHARDWRIGHT.fragmentation)
+
+
+def fullest_by_plan(config: RunConfig) -> int:
+    """The rank that needs most by the plan, the first of those with its place in `pp`; 0 where there is no plan."""
+    layout = config.layout.layout()
+    peaks = {}
+    for pp_rank in range(layout.pp):
+        rank = layout.rank_at({"pp": pp_rank})
+        plan = planned(config, rank)
+        peaks[rank] = 0.0 if isinstance(plan, str) else plan.peak_bytes
+    return max(peaks, key=lambda rank: peaks[rank])
+
+
+def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = True) -> DryRun:
+    """Run `rank` dry, or with None one rank of each class that can differ, whose messages then have to agree.
+
+    `remedies`: where it does not fit, try changes. Raises LayoutError for a rank outside of the world, and where with
+    recompute='auto' nothing fits; InputError for what a run file cannot do, and for
+    optimizer states on a disk.
+    """
+    if needs_memory(config):
+        config, _ = settled(config, how.memory_bytes)
+    layout = config.layout.layout()
+    if rank is not None and not 0 <= rank < layout.world_size:
+        raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
+    if layout.offload_optimizer != "none":
+        raise InputError(
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none', and "
+            f"see in `shardwright plan` what states on a disk save"
+        )
+    if config.precision.compile:
+        config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
+    ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
+    records = _run(config, how, ranks)
+    found = DryRun(
+        config,
+        how,
+        tuple(records),
+        {each: planned(config, each) for each in ranks},
+        tuple(disagreements(records)) if rank is None else (),
+    )
+    if found.fits or not remedies:
+        return found
+    tried = tuple(_remedies(config, how, found.fullest.rank))
+    return replace(found, remedies=tried)
+
+
+def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:
+    from shardwright.verification.ranks import end_all, run_ranks
+
+    text = resolved_toml(config)
+
+    def of(rank: int) -> RankRecord:
+        (record,) = run_ranks(_in_process, 1, text, rank, how, timeout_s=TIMEOUT_S)
+        assert isinstance(record, RankRecord)
+        return record
+
+    with ThreadPoolExecutor(min(len(ranks), cpu_count() or 1)) as pool:
+        try:
+            return list(pool.map(of, ranks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
+
+
+def _in_process(text: str, rank: int, how: How) -> RankRecord:
+    from shardwright.dry_run.program import dry_rank
+
+    return dry_rank(parse(tomllib.loads(text)), rank, gpu=how.gpu, steps=how.steps, imbalance=how.imbalance)
+
+
+def _remedies(config: RunConfig, how: How, rank: int) -> Iterator[Remedy]:
+    """Single changes after which the rank fits: first those that fit by the plan, each then run dry."""
+    found = 0
+    for changes in _changes(config):
+        try:
+            changed = _changed(config, changes)
+        except InputError:
+            continue
+        if not _planned_to_fit(changed, how):
+            continue
+        (record,) = _run(changed, how, [rank])
+        needed = needed_bytes(changed, record)
+        if needed <= how.limit_bytes:
+            yield Remedy(" ".join(f"--set {path}={_written(value)}" for path, value in changes.items()), needed)
+            found += 1
+        if found == _MOST_REMEDIES:
+            return
+
+
+def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Changes that need less memory, those that cost least time first, on as many ranks; then on twice as many."""
+    layout, micro_batch = config.layout.layout(), config.batch.micro_batch
+    single: list[dict[str, Any]] = []
+    if not layout.loss_chunk_tokens:
+        single.append({"layout.loss_chunk_tokens": 4096})
+    if layout.tp > 1 and not layout.sequence_parallel:
+        single.append({"layout.sequence_parallel": True})
+    single += [{"layout.zero": zero} for zero in range(max(1, layout.zero + 1), 4)]
+    if layout.dp_replicate > 1:
+        every = layout.dp_replicate * layout.dp_shard
+        single.append({"layout.dp_shard": every, "layout.dp_replicate": 1, "layout.zero": max(1, layout.zero)})
+    if micro_batch > 1:
+        single.append({"batch.micro_batch": micro_batch // 2})
+    if layout.recompute == "none":
+        single.append({"layout.recompute": "selective"})
+    if layout.recompute != "full":
+        single.append({"layout.recompute": "full"})
+    yield from single
+    together: dict[str, Any] = {"batch.micro_batch": 1, "layout.recompute": "full"}
+    if not layout.loss_chunk_tokens:
+        together["layout.loss_chunk_tokens"] = 4096
+    yield together
+    data_ranks = layout.dp_shard * layout.dp_replicate
+    most = {"layout.dp_shard": data_ranks, "layout.dp_replicate": 1, "layout.zero": 3}
+    yield together | most
+    for times in (2, 4, 8):
+        yield together | most | {"layout.dp_shard": times * data_ranks}
+    for times in (2, 4, 8):
+        yield together | {"layout.tp": times * layout.tp}
+
+
+def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """The run file with other values. Raises InputError where they do not fit."""
+    table = tomllib.loads(resolved_toml(config))
+    for path, value in changes.items():
+        section, _, key = path.partition(".")
+        table.setdefault(section, {})[key] = value
+    if "layout.recompute" in changes:
+        table["layout"].pop("recompute_modules", None)
+        table["layout"].pop("recompute_layers", None)
+    return parse(table)
+
+
+def _planned_to_fit(config: RunConfig, how: How) -> bool:
+    """Whether the plan, where it has formulas, says that the fullest rank needs at most a tenth more than it may."""
+    layout = config.layout.layout()
+    if config.precision.compute == "fp64":
+        return True
+    return peak_bytes(job_of(config), layout, config.batch.micro_batch) <= 1.1 * how.limit_bytes
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

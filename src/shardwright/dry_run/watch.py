@@ -1,0 +1,172 @@
+"""Tells a recorder when the actions of a step begin and end, and which tensors are what; changes nothing else."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.dry_run.recorder import Recorder
+from shardwright.parallel.data import DataEngine, Sharded
+from shardwright.parallel.microbatch_runner import SequentialRunner
+from shardwright.parallel.pipeline.messages import Messages, Need
+from shardwright.parallel.pipeline.runner import Pipeline
+from shardwright.parallel.pipeline.timeline import Timeline
+from shardwright.schedule.actions import Action
+from shardwright.schedule.messages import Exchange
+from shardwright.training.step import Trainer
+
+REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
+"""Actions after the last micro-batch: sums of the gradients of replicas and tied parameters; norm, clipping and update;
+nothing."""
+
+
+class _Model:
+    """The model of a rank without a pipeline; a call begins the forward pass of the next micro-batch."""
+
+    def __init__(self, model: Callable[..., Any], recorder: Recorder) -> None:
+        self.model, self.recorder, self.n_calls = model, recorder, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.recorder.begin(str(Action(0, "F", self.n_calls)))
+        self.n_calls += 1
+        return self.model(*args)
+
+
+class _Engine:
+    """The data engine of a rank without a pipeline."""
+
+    keeps_gradients: bool
+
+    def __init__(self, engine: DataEngine, recorder: Recorder) -> None:
+        self.engine, self.recorder, self.n_calls = engine, recorder, 0
+        self.keeps_gradients = engine.keeps_gradients
+
+    def before_backward(self, split: bool, last: bool) -> None:
+        self.recorder.keep()
+        self.recorder.begin(str(Action(0, "B", self.n_calls)))
+        self.n_calls += 1
+        self.engine.before_backward(split, last)
+
+    def after_gradients(self, split: bool, last: bool) -> None:
+        self.engine.after_gradients(split, last)
+
+    def end_step(self) -> None:
+        self.engine.end_step()
+        self.recorder.begin(REDUCE)
+
+    def release(self) -> None:
+        self.engine.release()
+
+
+class _Timeline(Timeline):
+    """The timeline of a pipeline."""
+
+    def __init__(self, device: torch.device, recorder: Recorder) -> None:
+        super().__init__(device)
+        self.recorder = recorder
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        self.recorder.begin(str(action))
+        with super().action(action):
+            yield
+        if action.op in ("F", "I"):
+            self.recorder.keep()
+
+
+class _Messages(Messages):
+    """The messages of a pipeline."""
+
+    def __init__(self, messages: Messages, recorder: Recorder, in_world: Sequence[int]) -> None:
+        super().__init__(messages.rank, messages.groups)
+        self.recorder, self.in_world = recorder, in_world
+        self._from: dict[Need, tuple[int, int]] = {}
+        """The sender of each message, in the world, and the number of the message among those of the sender."""
+        self._received: Counter[int] = Counter()
+
+    def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
+        for stage, op, microbatch, sender, _ in exchange.messages:
+            need: Need = (stage, op, microbatch)
+            if sender != self.rank:
+                there = self.in_world[sender]
+                self._from[need] = there, self._received[there]
+                self._received[there] += 1
+            elif op == "B":
+                self.recorder.mark(results[need], "communication")
+        super().start(exchange, results, empty)
+
+    def receive(self, need: Need) -> Tensor:
+        stage, op, microbatch = need
+        self.recorder.wait(f"{stage}{op}{microbatch}", *self._from.pop(need))
+        tensor = super().receive(need)
+        self.recorder.mark(tensor, "activations" if op == "F" else "communication")
+        return tensor
+
+
+class _Clock:
+    """The clock of a trainer: its phases are the last actions of a step."""
+
+    def __init__(self, recorder: Recorder, parameters: Iterable[Tensor]) -> None:
+        self.recorder, self.parameters = recorder, list(parameters)
+
+    def mark(self, phase: str) -> None:
+        if phase == "forward_backward":
+            for parameter in self.parameters:
+                self.recorder.mark(parameter.grad, "gradients")
+        self.recorder.begin(UPDATE if phase == "forward_backward" else AFTER)
+
+
+def watch(trainer: Trainer, recorder: Recorder) -> None:
+    """Have the next step of a trainer recorded. It has to have taken a step before, in which FSDP makes the tensors
+    that it gathers parameters into."""
+    model, runner = trainer.model, trainer.model.runner
+    trainer.clock = _Clock(recorder, model.named_parameters.values())  # type: ignore[assignment]
+    engines: list[Any] = []
+    if isinstance(runner, Pipeline):
+        engines = [stage.engine for stage in runner.stages.values()]
+        assert model.groups.pp is not None
+        in_world = torch.distributed.get_process_group_ranks(model.groups.pp)
+        runner.timeline = _Timeline(runner.timeline.device, recorder)
+        runner.messages = _Messages(runner.messages, recorder, in_world)
+    else:
+        assert isinstance(runner, SequentialRunner)
+        engines = [runner.engine]
+        runner.model = _Model(runner.model, recorder)  # type: ignore[assignment]
+        runner.engine = _Engine(runner.engine, recorder)
+    own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
+    for parameter in own:
+        recorder.mark(parameter.detach(), "parameters")
+        recorder.mark(parameter.grad, "gradients")
+    for engine in engines:
+        if isinstance(engine, Sharded):
+            own += _gathered(engine, recorder)
+        else:
+            for bucket in engine._buckets:
+                recorder.mark(bucket, "gradients")
+    for parameter in own:
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
+    _states(trainer.optimizer.state, recorder)
+
+
+def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
+    """Mark what FSDP gathers into; returns the whole parameters."""
+    found = []
+    for group in engine.groups:
+        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            for each in parameters.fsdp_params:
+                for gathered in each.all_gather_outputs:
+                    recorder.mark(gathered, "gathered")
+                found.append(each._unsharded_param)
+    return found
+
+
+def _states(states: Mapping[Any, Mapping[str, Any]], recorder: Recorder) -> None:
+    for of_parameter in states.values():
+        for value in of_parameter.values():
+            if isinstance(value, Tensor):
+                recorder.mark(value, "states")

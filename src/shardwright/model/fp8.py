@@ -1,0 +1,150 @@
+"""Matmuls of operands that are rounded to fp8, scaled so that the largest absolute value is the end of its range.
+
+For y = a b^T, with a (M, K) and b (N, K), and a scale s for each scaled part of an operand (`number_formats.py`):
+
+    s = amax / largest        q = round(a / s)        y = (q_a s_a) (q_b s_b)^T        summed in fp32 or wider
+
+Scales are fp32, made anew for each matmul ("current scaling"), so there is no state. On a GPU with matmuls in fp8
+(compute capability 8.9) PyTorch's `_scaled_mm` computes them, but for blocks. Elsewhere the rounded operands are
+multiplied in fp32 (in fp64 if the operands are): the rounding is that of fp8, the rate is not.
+
+Sharded operands: where ranks hold parts of what has one scale, its amax is the maximum over them (`Shared`), so that
+the scales are those of the whole tensor, for every layout. The tensor of an activation is a micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.model.number_formats import Fp8
+from shardwright.model.spec import ModelSpec
+
+FORWARD = torch.float8_e4m3fn
+GRADIENT = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn, "blockwise": torch.float8_e4m3fn}
+_LEAST = 1e-12
+"""Of an amax; a part that is all zeros has some scale."""
+
+Maximum = Callable[[Tensor], None]
+"""Makes each element of a tensor, in place, the largest of those of the ranks that hold other parts."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The ranks over which the operands of one linear are sharded: along tokens, input and output features; None where
+    every rank has all."""
+
+    tokens: Maximum | None = None
+    inputs: Maximum | None = None
+    outputs: Maximum | None = None
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An operand (R, K) in fp8. `scale`: fp32, (), (R, 1) or (R / r, K / k), of blocks of r x k."""
+
+    values: Tensor
+    scale: Tensor
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        """values x scale in `dtype`, which holds the products without rounding if it is float64."""
+        return self.values.to(dtype) * spread(self.scale, self.values.shape).to(dtype)
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """The scale of each element of a tensor of this shape, (R, K); one for all or for each row is to be broadcast."""
+    if scale.dim() == 0 or scale.shape == (shape[0], 1):
+        return scale
+    rows, columns = (n // m for n, m in zip(shape, scale.shape, strict=True))
+    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+
+class Fp8Linear:
+    """The three matmuls of a linear in fp8: x (..., D), weight (F, D), dy (..., F)."""
+
+    def __init__(self, settings: Fp8, shared: Shared = Shared()) -> None:
+        self.settings, self.shared = settings, shared
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T, summed over input features."""
+        shared = self.shared
+        a = self.scaled(x.flatten(0, -2), FORWARD, shared.tokens, shared.inputs, 1)
+        b = self.scaled(weight, FORWARD, shared.outputs, shared.inputs, self.settings.block)
+        return product(a, b, x.dtype).unflatten(0, x.shape[:-1])
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dy W, summed over output features."""
+        shared = self.shared
+        a = self.scaled(dy.flatten(0, -2), self.gradient, shared.tokens, shared.outputs, 1)
+        b = self.scaled(weight.T, FORWARD, shared.inputs, shared.outputs, self.settings.block)
+        return product(a, b, dy.dtype).unflatten(0, dy.shape[:-1])
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dy^T x, summed over tokens."""
+        shared = self.shared
+        a = self.scaled(dy.flatten(0, -2).T, self.gradient, shared.outputs, shared.tokens, 1)
+        b = self.scaled(x.flatten(0, -2).T, FORWARD, shared.inputs, shared.tokens, 1)
+        return product(a, b, x.dtype)
+
+    @property
+    def gradient(self) -> torch.dtype:
+        """The type of dy."""
+        return GRADIENT[self.settings.recipe]
+
+    def scaled(
+        self, x_RK: Tensor, dtype: torch.dtype, along_rows: Maximum | None, along_k: Maximum | None, rows: int
+    ) -> Scaled:
+        """An operand in fp8, which is summed over its last dim. `along_rows`, `along_k`: over the ranks that hold its
+        other rows and columns; `rows` of a block."""
+        largest = torch.finfo(dtype).max
+        wide = torch.promote_types(x_RK.dtype, torch.float32)
+        if self.settings.recipe == "blockwise":
+            k = self.settings.block
+            blocks = x_RK.unflatten(1, (-1, k)).unflatten(0, (-1, rows))
+            amax = blocks.abs().amax((1, 3))
+        elif self.settings.recipe == "rowwise":
+            amax = x_RK.abs().amax(1, keepdim=True)
+        else:
+            amax = x_RK.abs().amax()
+        amax = amax.to(wide)
+        crossed = {"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}
+        for maximum in crossed[self.settings.recipe]:
+            if maximum is not None:
+                maximum(amax)
+        scale = (amax.clamp(min=_LEAST) / largest).float()
+        divided = x_RK.to(wide) / spread(scale, x_RK.shape)
+        return Scaled(divided.clamp(-largest, largest).to(dtype), scale)
+
+
+def use_fp8(model: nn.Module, spec: ModelSpec, fp8: Fp8) -> None:
+    """Let the linears of a whole `Transformer` compute in fp8."""
+    for layer, row in fp8.linears(spec):
+        linear: Any = model.get_submodule(f"layers.{layer}.{row.module}")
+        linear.fp8 = Fp8Linear(fp8)
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """a b^T, (M, K) and (N, K) -> (M, N)."""
+    in_blocks = any(x.scale.dim() and x.scale.shape != (len(x.values), 1) for x in (a, b))
+    if has_fp8_matmul(a.values, b.values) and not in_blocks:
+        return scaled_mm(a, b, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (a.wide(wide) @ b.wide(wide).T).to(dtype)
+
+
+def has_fp8_matmul(a_MK: Tensor, b_NK: Tensor) -> bool:
+    """Whether `_scaled_mm` computes this on the device: in multiples of 16, on a GPU of capability 8.9 or newer."""
+    if not a_MK.is_cuda or a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
+        return False
+    return torch.cuda.get_device_capability(a_MK.device) >= (8, 9)
+
+
+def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """The same by PyTorch's matmul in fp8; scales of rows ask for an output in bf16."""
+    out = torch.bfloat16 if a.scale.dim() or dtype == torch.float64 else dtype
+    # The operands of the kernel are row-major and column-major.
+    q_MK, q_KN = a.values.contiguous(), b.values.contiguous().T
+    y_MN = torch._scaled_mm(q_MK, q_KN, scale_a=a.scale, scale_b=b.scale.T if b.scale.dim() else b.scale, out_dtype=out)
+    return y_MN.to(dtype)

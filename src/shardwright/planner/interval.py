@@ -1,0 +1,46 @@
+"""How far the measured step time may be from the predicted one: an interval that holds for four of five runs.
+
+The half width h is a logarithm, so the interval is t e^-h to t e^h:
+
+    h = base + outside x + experts [mixture] + narrow [fewer than 16 bits]
+
+x is the fraction of the step that is neither matmuls nor attention: those are known best, while communication, launches
+and idle times depend on software and network. The coefficients are a linear quantile regression, at 80 %, of the errors
+of families of runs that were left out of the fit of the constants (Koenker and Bassett, 1978;
+`benchmarks/calibrate.py`), in which a family counts as much as its rows, up to 20. Ignored: the rows of one table err
+in one direction, so their intervals hold or fail together.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardwright.cost.calibration import Calibration
+from shardwright.cost.formats import FORMATS
+from shardwright.cost.job import Floats, Job
+from shardwright.cost.step import StepTime
+
+TERMS = ("base", "outside", "experts", "narrow")
+COVERED = 0.8
+"""Share of runs that an interval is made for."""
+KNOWN = ("matmuls", "attention", "recomputation")
+"""Parts of a step that are computation of known rates."""
+
+
+def features(job: Job, time: StepTime) -> Floats:
+    """What the width depends on, (n, 4), in the order of `TERMS`."""
+    total = time.total_s
+    known = sum((time.parts[name] for name in KNOWN if name in time.parts), np.zeros(len(total)))
+    flags = [np.full(len(total), float(flag)) for flag in (job.model.moe is not None, FORMATS[job.precision].narrow)]
+    return np.stack([np.ones(len(total)), 1 - known / total, *flags], axis=1)
+
+
+def half_width(features_n4: Floats, coefficients: Mapping[str, float]) -> Floats:
+    """h, (n,)."""
+    return np.asarray(features_n4 @ np.array([coefficients[term] for term in TERMS]))
+
+
+def interval_s(job: Job, time: StepTime, by: Calibration) -> tuple[Floats, Floats]:
+    """The lowest and the highest seconds that a step is expected to take, each (n,)."""
+    width = np.exp(half_width(features(job, time), by.interval))
+    return time.total_s / width, time.total_s * width

@@ -1,0 +1,281 @@
+"""Predicted against measured, for published measurements of serving."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from shardwright.errors import InputError
+from shardwright.serving import forms
+from shardwright.serving.measured import FULL, LOOP, Case, Skipped, as_json, read
+from shardwright.serving.memory import largest_batch, memory
+from shardwright.serving.rates import Fitted, Rates, fitted
+from shardwright.serving.setting import Serving, Settings
+from shardwright.serving.simulate import PassTable, Scheduler, Served, closed_loop, lengths, run, steady_loop
+
+MEASUREMENTS = Path(__file__).with_name("published") / "inference_runs.csv"
+"""Published measurements that come with Shardwright."""
+ROUNDS = 10
+"""Requests of a closed loop for each one that is there at a time, as InferenceX sends them. Where lengths do not vary,
+users would stay in step for ever, which no client shows: then they are spread evenly (`simulate.steady_loop`)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement with what is predicted for it. `left_out`: by constants that were fitted without its source; None
+    where its source is not among those that they were fitted to."""
+
+    case: Case
+    predicted: float
+    left_out: float | None
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted / self.case.measured - 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of one metric of one source in one regime, as shares. `left_out`: mean absolute error by constants that
+    have not seen the source, or None."""
+
+    source: str
+    regime: str
+    metric: str
+    n: int
+    mean_absolute: float
+    median_absolute: float
+    bias: float
+    worst: float
+    worst_row: str
+    left_out: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found."""
+
+    path: Path
+    rows: tuple[Row, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def summaries(self) -> list[Summary]:
+        """One for each source, regime and metric, in the order of the file."""
+        kinds: dict[tuple[str, str, str], list[Row]] = {}
+        for row in self.rows:
+            case = row.case
+            kinds.setdefault((case.line.source_id, case.regime, case.line.metric), []).append(row)
+        return [_summary(kind, rows) for kind, rows in kinds.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """`rows`, with the skipped ones after the others, and `sources`."""
+        rows = [
+            {
+                "id": row.case.line.id,
+                "source": row.case.line.source_id,
+                "metric": row.case.line.metric,
+                "predicted": row.predicted,
+                "measured": row.case.measured,
+                "left_out": row.left_out,
+                "skipped": None,
+                **as_json(row.case),
+            }
+            for row in self.rows
+        ]
+        skipped = [
+            {
+                "id": each.line.id,
+                "source": each.line.source_id,
+                "metric": each.line.metric,
+                "predicted": None,
+                "measured": float(each.line.value),
+                "left_out": None,
+                "skipped": each.reason,
+            }
+            for each in self.skipped
+        ]
+        return {"file": str(self.path), "rows": rows + skipped, "sources": [vars(each) for each in self.summaries]}
+
+
+def evaluate(path: Path) -> Evaluation:
+    """Predict every row of a CSV with the columns of `serving.measured`.
+
+    Raises InputError with every column and cell that is not valid. A row that has no price is no error: it is skipped.
+    """
+    best, without = fitted()
+    rows, skipped = [], []
+    for each in read(path):
+        if isinstance(each, Skipped):
+            skipped.append(each)
+            continue
+        others = without.get(each.line.source_id)
+        try:
+            rows.append(Row(each, predict(each, best), None if others is None else predict(each, others)))
+        except InputError as error:
+            skipped.append(Skipped(each.line, error.problems[0]))
+    return Evaluation(path, tuple(rows), tuple(skipped))
+
+
+def predict(case: Case, constants: Fitted) -> float:
+    """What a row measures, predicted. Raises InputError if the weights or one request do not fit."""
+    if case.regime == LOOP:
+        return of_loop(case, constants)
+    serving = serving_of(case, constants.rates(case.engine.name, case.cluster.accelerator.name))
+    settings = Settings.of([case.degrees])
+    if case.regime == FULL:
+        requests = full_batch(case, serving, settings)
+        lengths_and_most = case.input_len, case.output_len, case.engine.max_tokens
+        found = forms.full_load_tokens_per_s(serving, settings, requests, *lengths_and_most)
+        return float(found[0]) * _counted(case)
+    return float(static(case, serving, settings)[0])
+
+
+def static(case: Case, serving: Serving, settings: Settings) -> Any:
+    """The measured quantity of a static batch."""
+    requests, read_in, out = float(max(case.requests, 1)), case.input_len, case.output_len
+    if case.line.metric == "ttft_s":
+        return forms.prefill_s(serving, settings, requests, read_in)
+    if case.line.metric == "tpot_s":
+        return forms.decode_s(serving, settings, requests, forms.middle(read_in, out))
+    seconds = forms.generation_s(serving, settings, requests, read_in, out)
+    return seconds if case.line.metric == "e2e_latency_s" else requests * out * _counted(case) / seconds
+
+
+def _counted(case: Case) -> float:
+    """Tokens that a metric counts for each output token."""
+    both = case.line.metric == "total_tokens_per_s"
+    return (case.input_len + case.output_len) / case.output_len if both else 1.0
+
+
+def serving_of(case: Case, rates: Rates) -> Serving:
+    """The model and machine of a row with constants."""
+    return Serving(
+        model=case.model, cluster=case.cluster, rates=rates, precision=case.precision, kv_precision=case.kv_precision
+    )
+
+
+def full_batch(case: Case, serving: Serving, settings: Settings) -> float:
+    """Requests in a batch at maximum load: as many as fit, at most what the engine takes at once."""
+    fits = largest_batch(serving, settings, case.input_len + case.output_len, case.engine.max_tokens)
+    most = case.requests or case.engine.max_batch * case.degrees.dp
+    return max(1.0, min(float(fits[0]), most, case.engine.max_batch * case.degrees.dp))
+
+
+def loop_key(case: Case) -> tuple[Any, ...]:
+    """What the simulation of a closed loop depends on beside the constants."""
+    return (*_table_key(case), case.input_len, case.output_len, case.requests, case.shortest)
+
+
+def _table_key(case: Case) -> tuple[Any, ...]:
+    return (case.model_name, case.cluster, case.engine, case.degrees, case.precision, case.kv_precision)
+
+
+class _Constants:
+    """`Fitted`, told apart by identity, so that it may be the key of a cache."""
+
+    def __init__(self, fitted: Fitted) -> None:
+        self.fitted = fitted
+
+    def __hash__(self) -> int:
+        return id(self.fitted)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constants) and other.fitted is self.fitted
+
+
+def of_loop(case: Case, constants: Fitted) -> float:
+    """The mean time to the first token, or of a further one, or tokens a second of a simulated closed loop."""
+    served = _looped(_Constants(constants), loop_key(case), _Held(case))
+    if case.line.metric == "ttft_s":
+        return float(served.ttft_s.mean())
+    if case.line.metric == "tpot_s":
+        return float(np.nanmean(served.tpot_s))
+    return served.tokens_per_s * _counted(case)
+
+
+class _Held:
+    """A case that a cache does not look at, since the key beside it says all that counts."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held)
+
+
+@lru_cache(maxsize=4096)
+def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
+    case = held.case
+    table, cache_tokens = _table(constants, _table_key(case), held)
+    limits = Scheduler(case.engine.max_batch * case.degrees.dp, case.engine.max_tokens, cache_tokens, case.engine.mixed)
+    concurrency = max(case.requests, 1)
+    if case.shortest >= 1:
+        return steady_loop(table, limits, case.input_len, case.output_len, concurrency, ROUNDS)
+    n = ROUNDS * concurrency
+    inputs, outputs = (lengths(case.input_len, case.shortest, n), lengths(case.output_len, case.shortest, n, seed=7))
+    return run(table, limits, closed_loop(inputs, outputs), concurrency)
+
+
+@lru_cache(maxsize=512)
+def _table(constants: _Constants, key: tuple[Any, ...], held: _Held) -> tuple[PassTable, float]:
+    case = held.case
+    serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.name))
+    held_bytes = memory(serving, Settings.of([case.degrees]), case.engine.max_tokens)
+    tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
+    return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
+
+
+def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
+    errors = [row.error for row in rows]
+    worst = max(rows, key=lambda row: abs(row.error))
+    left_out = [abs(row.left_out / row.case.measured - 1) for row in rows if row.left_out is not None]
+    return Summary(
+        *kind,
+        n=len(rows),
+        mean_absolute=fmean(map(abs, errors)),
+        median_absolute=median(map(abs, errors)),
+        bias=fmean(errors),
+        worst=worst.error,
+        worst_row=worst.case.line.id,
+        left_out=fmean(left_out) if left_out else None,
+    )
+
+
+def report_lines(found: Evaluation, every_row: bool = False) -> Iterator[str]:
+    """The evaluation as text: where asked, a line a row; then what was skipped and assumed, and a table by source."""
+    if every_row:
+        yield f"{'row':<10} {'model':<24} {'metric':<22} {'measured':>10} {'predicted':>10} {'error':>7}"
+        for row in found.rows:
+            line = row.case.line
+            yield (
+                f"{line.id[:10]:<10} {line.model[:24]:<24} {line.metric:<22} {row.case.measured:>10.4g} "
+                f"{row.predicted:>10.4g} {row.error:>+7.1%}"
+            )
+    yield from _counted_texts("skipped", [each.reason for each in found.skipped])
+    yield from _counted_texts("assumed", [text for row in found.rows for text in row.case.assumed])
+    yield ""
+    titles = "mean abs", "median", "bias", "worst", "left out", "rows"
+    yield " ".join(f"{title:>8}" for title in titles) + "  source, regime, metric (row of the worst)"
+    for each in found.summaries:
+        left_out = "" if each.left_out is None else f"{each.left_out:.1%}"
+        yield (
+            f"{each.mean_absolute:>8.1%} {each.median_absolute:>8.1%} {each.bias:>+8.1%} {each.worst:>+8.1%} "
+            f"{left_out:>8} {each.n:>8}  {each.source}, {each.regime}, {each.metric} ({each.worst_row})"
+        )
+    if any(each.left_out is not None for each in found.summaries):
+        yield "left out: mean absolute error by constants that were fitted without this source"
+
+
+def _counted_texts(what: str, texts: Sequence[str]) -> Iterator[str]:
+    for text in dict.fromkeys(texts):
+        n = texts.count(text)
+        yield f"{what} ({n} {'rows' if n > 1 else 'row'}): {text}"

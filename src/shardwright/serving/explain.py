@@ -1,0 +1,40 @@
+"""Every formula behind the times and the memory of one layout with one batch: the ledger of the cost model."""
+
+from shardwright.cost import ledger
+from shardwright.cost.ledger import Entry
+from shardwright.serving import forms
+from shardwright.serving.memory import largest_batch
+from shardwright.serving.search import Task
+from shardwright.serving.setting import Degrees, Settings
+
+
+def explain(task: Task, degrees: Degrees, batch: int) -> list[Entry]:
+    """Memory, a token of each request, and a pass that reads one prompt beside them."""
+    serving, settings = task.serving, Settings.of([degrees])
+    context = forms.middle(task.input_len, task.output_len)
+    with ledger.record() as memory_entries:
+        largest_batch(serving, settings, task.length, task.engine.max_tokens)
+    with ledger.record() as decode_entries:
+        each = forms.decode_s(serving, settings, float(batch), context)
+        ledger.note("a token of each request", "", each, "s", "", "a pass that decodes")
+    with ledger.record() as prompt_entries:
+        longer = forms.prompt_in_passing_s(serving, settings, float(batch), context, task.input_len)
+        ledger.note("longer for a prompt", "", longer, "s", "", "a pass that reads a prompt too")
+    return [
+        *_under("", memory_entries),
+        *_under("decode: ", decode_entries),
+        *_under("with a prompt: ", [entry for entry in prompt_entries if entry not in decode_entries]),
+    ]
+
+
+def _under(prefix: str, entries: list[Entry]) -> list[Entry]:
+    """Entries by section, whose names get a prefix."""
+    sections = list(dict.fromkeys(entry.section for entry in entries))
+    ordered = sorted(entries, key=lambda entry: sections.index(entry.section))
+    return [
+        Entry(f"{prefix}{each.section or 'memory of a rank'}", *(getattr(each, name) for name in _REST))
+        for each in ordered
+    ]
+
+
+_REST = ("what", "formula", "inputs", "value", "unit", "source")

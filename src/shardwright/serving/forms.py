@@ -1,0 +1,74 @@
+"""Times of static batches and of an instance at its maximum load, from the time of a pass.
+
+All functions take numbers or arrays (n,) and give arrays. `requests` of an instance have prompts of
+`input_len` tokens and are answered with `output_len` tokens each.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.cost import ledger
+from shardwright.cost.job import Floats
+from shardwright.serving.setting import Batch, Serving, Settings
+from shardwright.serving.work import latency_s, period_s
+
+
+def prefill_s(serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike) -> Floats:
+    """Seconds until all prompts of a batch are read and each request has its first token, one pass over all of them."""
+    tokens = np.asarray(requests, dtype=np.float64)
+    prompt = Batch(prompt=tokens * np.asarray(input_len), attended=np.asarray(input_len) / 2, logits=tokens)
+    return latency_s(serving, settings, prompt)
+
+
+def decode_s(serving: Serving, settings: Settings, requests: ArrayLike, context: ArrayLike) -> Floats:
+    """Seconds of one further token for each request of a batch, whose mean cached tokens are `context`."""
+    return period_s(serving, settings, Batch(requests=requests, context=context, logits=requests))
+
+
+def middle(input_len: ArrayLike, output_len: ArrayLike) -> Floats:
+    """Mean cached tokens while a request decodes; time grows evenly with them, so the mean has the mean time."""
+    return np.asarray(input_len) + np.asarray(output_len) / 2.0
+
+
+def generation_s(
+    serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike, output_len: ArrayLike
+) -> Floats:
+    """Seconds of a static batch, all requests of which start together and end together."""
+    first = prefill_s(serving, settings, requests, input_len)
+    each = decode_s(serving, settings, requests, middle(input_len, output_len))
+    return ledger.compute(
+        "whole generation", "prefill + (output_len - 1) * each_token", "s", "", prefill=first,
+        output_len=np.asarray(output_len), each_token=each,
+    )  # fmt: skip
+
+
+def prompt_in_passing_s(
+    serving: Serving, settings: Settings, requests: ArrayLike, context: ArrayLike, input_len: ArrayLike,
+    prompts: ArrayLike = 1.0,
+) -> Floats:  # fmt: skip
+    """Seconds by which a pass of `requests` is longer for reading `prompts` as well, over their number."""
+    together = Batch(
+        requests=requests, context=context, prompt=np.asarray(prompts) * np.asarray(input_len),
+        attended=np.asarray(input_len) / 2, logits=np.asarray(requests) + np.asarray(prompts),
+    )  # fmt: skip
+    longer = period_s(serving, settings, together) - decode_s(serving, settings, requests, context)
+    return np.asarray(longer / np.asarray(prompts))
+
+
+def full_load_tokens_per_s(
+    serving: Serving, settings: Settings, requests: ArrayLike, input_len: ArrayLike, output_len: ArrayLike,
+    max_tokens: ArrayLike,
+) -> Floats:  # fmt: skip
+    """Output tokens a second of an instance that always has `requests` in its batch.
+
+    Each request takes output_len parts of a pass, and its prompt a part of a pass of `max_tokens` tokens.
+    """
+    context = middle(input_len, output_len)
+    prompts = np.maximum(1.0, np.minimum(np.asarray(max_tokens) / np.asarray(input_len), requests))
+    prompt = prompt_in_passing_s(serving, settings, requests, context, input_len, prompts)
+    each = decode_s(serving, settings, requests, context)
+    return ledger.compute(
+        "output tokens a second", "requests * output_len / (output_len * decode + requests * prompt_in_passing)",
+        "1/s", "", requests=np.asarray(requests), output_len=np.asarray(output_len), decode=each,
+        prompt_in_passing=prompt,
+    )  # fmt: skip

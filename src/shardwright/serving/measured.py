@@ -1,0 +1,246 @@
+"""A table of published measurements of serving: its columns, and what each row says was run.
+
+`docs/serving.md` explains the columns. An empty cell was not stated by the source.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardwright.cost.hardware import Cluster, accelerator, cluster
+from shardwright.errors import InputError, nearest
+from shardwright.model.spec import ModelSpec
+from shardwright.serving.engines import ENGINES, Engine, engine_of
+from shardwright.serving.models import named
+from shardwright.serving.setting import Degrees
+
+METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e_latency_s")
+"""What a row may measure. Tokens a second are of all its accelerators together."""
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+STATIC, LOOP, FULL = "static batch", "closed loop", "maximum load"
+_LONGEST = 60
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row as it stands in the table; the fields are its columns."""
+
+    id: str
+    source_id: str
+    source: str
+    table: str
+    model: str
+    accelerator: str
+    n_accelerators: str
+    tp: str
+    pp: str
+    ep: str
+    dp: str
+    precision_weights: str
+    precision_kv: str
+    precision_compute: str
+    input_len: str
+    output_len: str
+    batch_or_concurrency: str
+    metric: str
+    value: str
+    notes: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row says was run. `regime`: STATIC, LOOP or FULL; `requests`: of the whole batch, 0 where not stated;
+    `shortest`: the least length of a request, as a share of the stated one, which is the most; lengths between are
+    equally frequent. `assumed`: what the row does not say."""
+
+    line: Line
+    model: ModelSpec
+    model_name: str
+    cluster: Cluster
+    engine: Engine
+    degrees: Degrees
+    precision: str
+    kv_precision: str
+    input_len: int
+    output_len: int
+    requests: int
+    regime: str
+    shortest: float
+    measured: float
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row without a prediction, and why."""
+
+    line: Line
+    reason: str
+
+
+COLUMNS = tuple(each.name for each in fields(Line))
+
+
+def read(path: Path) -> list[Case | Skipped]:
+    """Every row of a table. Raises InputError with every column and cell that is not valid."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            found = list(csv.reader(file, strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not found or not any(found[0]):
+        raise InputError(f"{path}: the file is empty; its first line names the columns")
+    head, body = found[0], [row for row in found[1:] if row]
+    problems = [
+        f"{path}: column {name!r} is not known; {nearest(name, COLUMNS)}" for name in head if name not in COLUMNS
+    ]
+    problems += [f"{path}: column {name!r} is missing" for name in COLUMNS if name not in head]
+    problems += [f"{path}: column {name!r} stands there twice" for name in COLUMNS if head.count(name) > 1]
+    if problems:
+        raise InputError(*problems)
+    wrong_width = [(at, row) for at, row in enumerate(body, 2) if len(row) != len(head)]
+    if wrong_width:
+        raise InputError(
+            *(f"{path}: row {at} has {len(row)} cells and the header {len(head)}" for at, row in wrong_width)
+        )
+    lines = [Line(**dict(zip(head, (cell.strip() for cell in row), strict=True))) for row in body]
+    problems = [f"{path}: row {at}: {text}" for at, line in enumerate(lines, 2) for text in _problems(line)]
+    seen: dict[str, int] = {}
+    for at, line in enumerate(lines, 2):
+        if line.id in seen:
+            problems.append(f"{path}: row {at}: id={line.id!r} is that of row {seen[line.id]} too; ids are unique")
+        seen.setdefault(line.id, at)
+    if problems:
+        raise InputError(*problems)
+    return [_case(line) for line in lines]
+
+
+_NEEDED = ("id", "source_id", "model", "accelerator", "metric", "value")
+_WHOLE = ("n_accelerators", "tp", "pp", "ep", "dp", "input_len", "output_len", "batch_or_concurrency")
+
+
+def _problems(line: Line) -> Iterator[str]:
+    for name in _NEEDED:
+        if not getattr(line, name):
+            yield f"{name} is empty, and has to be given"
+    for name in _WHOLE:
+        cell = getattr(line, name)
+        if cell and not (re.fullmatch("[0-9]{1,9}", cell) and int(cell) > 0):
+            yield f"{name}={_quoted(cell)}; valid: a whole number from 1 to 999,999,999"
+    if line.value and not (re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?", line.value) and float(line.value) > 0):
+        yield f"value={_quoted(line.value)}; valid: a decimal above 0"
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
+
+
+def _case(line: Line) -> Case | Skipped:
+    """What a row says was run, or why it cannot be priced."""
+    try:
+        return _priced(line)
+    except InputError as error:
+        return Skipped(line, error.problems[0])
+
+
+def _priced(line: Line) -> Case:
+    for name in ("precision_weights", "precision_kv", "precision_compute"):
+        if (cell := getattr(line, name)) and cell not in PRECISIONS:
+            raise InputError(f"{name} {cell!r} has no price; {', '.join(PRECISIONS)} have")
+    if line.metric not in METRICS:
+        raise InputError(f"metric {line.metric!r} is not predicted; {nearest(line.metric, METRICS)}")
+    model_name, model = named(line.model)
+    chip = accelerator(line.accelerator)
+    explicit = re.search(r"ENGINE: (\w+)", line.notes)
+    said = explicit[1] if explicit else f"{line.source_id} {line.notes} {line.source}"
+    engine = engine_of(line.notes.partition(";")[0]) if not explicit and line.notes else None
+    engine = engine or engine_of(said)
+    if engine is None:
+        raise InputError(
+            "the engine is not named, or is none of "
+            + ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES))
+        )
+    if not line.input_len or not line.output_len:
+        raise InputError("the lengths of prompts and answers are not stated")
+    assumed: list[str] = []
+    degrees = _degrees(line, model, assumed)
+    precision = line.precision_weights or line.precision_compute
+    if not precision:
+        precision = "bf16"
+        assumed.append("weights and matmuls in bf16")
+    if precision not in chip.flops_per_s:
+        raise InputError(f"{chip.name} has no matmuls in {precision}")
+    return Case(
+        line=line, model=model, model_name=model_name, cluster=_cluster(chip.name, degrees.size), engine=engine,
+        degrees=degrees, precision=precision, kv_precision=_kv_precision(line, engine, precision, assumed),
+        input_len=int(line.input_len), output_len=int(line.output_len),
+        requests=int(line.batch_or_concurrency or 0), regime=_regime(line, engine),
+        shortest=0.8 if "0.8 to 1.0" in line.notes else 1.0, measured=float(line.value), assumed=tuple(assumed),
+    )  # fmt: skip
+
+
+def _degrees(line: Line, model: ModelSpec, assumed: list[str]) -> Degrees:
+    pp, dp = int(line.pp or 1), int(line.dp or 1)
+    n = int(line.n_accelerators or int(line.tp or 1) * pp * dp)
+    tp = int(line.tp) if line.tp else n // (pp * dp)
+    if not line.tp:
+        assumed.append(f"tp {tp}, as many as there are accelerators")
+    if tp * pp * dp != n:
+        raise InputError(f"tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}, not n_accelerators={n}")
+    ep = int(line.ep or 1)
+    if ep > 1 and (model.moe is None or (tp * dp) % ep or model.moe.n_experts % ep):
+        raise InputError(f"ep {ep} does not divide the {tp * dp} ranks and the experts of the model")
+    if tp > model.n_heads or model.n_heads % tp:
+        raise InputError(f"tp {tp} does not divide {model.n_heads} heads")
+    return Degrees(tp, pp, dp, ep)
+
+
+def _cluster(name: str, size: int) -> Cluster:
+    """The smallest cluster of full nodes, or part of a node, that holds an instance."""
+    usual = cluster(f"{name}:1/1")
+    node = min(size, _usual_node(name))
+    return cluster(f"{name}:{-(-size // node) * node}/{node}") if size > 1 else usual
+
+
+def _usual_node(name: str) -> int:
+    from shardwright.cost.hardware import node_size
+
+    return node_size(name)
+
+
+def _kv_precision(line: Line, engine: Engine, precision: str, assumed: list[str]) -> str:
+    if line.precision_kv:
+        return line.precision_kv
+    by_blocks = "block" in line.notes or "deepseek" in line.model.lower()
+    found = "fp8" if precision == "fp8" and engine.kv_fp8 and not by_blocks else "bf16"
+    assumed.append(f"cache in {found}")
+    return found
+
+
+def _regime(line: Line, engine: Engine) -> str:
+    """How requests arrived: all at once and waited for, one after another at a concurrency, or at an infinite rate."""
+    if line.metric == "e2e_latency_s" or "static" in line.notes:
+        return STATIC
+    if not line.batch_or_concurrency or re.search("infinite rate|benchmark_throughput", line.notes):
+        return FULL
+    return STATIC if not engine.mixed else LOOP
+
+
+def cases(found: Iterable[Case | Skipped]) -> list[Case]:
+    """The rows that can be priced."""
+    return [each for each in found if isinstance(each, Case)]
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """What was understood of a row."""
+    return {
+        "model": case.model_name,
+        "accelerator": case.cluster.accelerator.name,
+        "engine": case.engine.name,
+        "layout": case.degrees._asdict(),
+        "regime": case.regime,
+        "assumed": list(case.assumed),
+    }

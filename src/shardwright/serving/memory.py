@@ -1,0 +1,98 @@
+"""Bytes of an accelerator that serves: weights, cache, working memory; and how many requests fit.
+
+The cache is allocated in blocks of tokens (PagedAttention, Kwon et al., arXiv 2309.06180), so a request takes half a
+block more than its tokens on average.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.cost import ledger
+from shardwright.cost.blocks import blocks
+from shardwright.cost.job import Floats
+from shardwright.model.modules import end_rows
+from shardwright.serving.setting import Serving, Settings
+from shardwright.serving.work import cache_token_bytes
+from shardwright.units import GiB
+
+BLOCK_TOKENS = 32
+"""Tokens of a block of the cache: 16 to 64 in the engines."""
+CACHE_SHARE = 0.9
+"""Of what weights and working memory leave, the part that engines take for the cache."""
+CONTEXT_BYTES = 1.0 * GiB
+"""CUDA's context, libraries and buffers of communication, on each accelerator. Of vLLM and TensorRT-LLM, about."""
+_SECTION = "memory of a rank"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank of a layout, (n,): `weights`; `working`: activations, logits, buffers; `token`: of one
+    token of a request, over the layers of a stage; `cache`: what is left for the cache."""
+
+    weights: Floats
+    working: Floats
+    token: Floats
+    cache: Floats
+
+
+def memory(serving: Serving, settings: Settings, max_tokens: ArrayLike) -> Memory:
+    """The memory of a rank; `max_tokens` of a pass."""
+    with ledger.section(_SECTION):
+        weights = _weights(serving, settings)
+        working = _working(serving, settings, np.asarray(max_tokens))
+        layers = np.ceil(serving.model.n_layers / settings.pp)
+        token = ledger.compute(
+            "cache of a token", "layers * cache_bytes", "B", "cost/cache.py", layers=layers,
+            cache_bytes=cache_token_bytes(serving, settings.tp),
+        )  # fmt: skip
+        cache = ledger.compute(
+            "memory for the cache", "max(0, (accelerator - weights - working) * share)", "B", "",
+            accelerator=serving.cluster.accelerator.memory_bytes, weights=weights, working=working, share=CACHE_SHARE,
+        )  # fmt: skip
+    return Memory(weights, working, token, cache)
+
+
+def _weights(serving: Serving, settings: Settings) -> Floats:
+    """Parameters of a stage: matrices in the precision of the matmuls, the rest and the ends in 16 bits or more."""
+    model, e, wide = serving.model, serving.weight_bytes, serving.wide_bytes
+    layers = np.asarray(0.0)
+    for block, numbers in blocks(model).items():
+        count = sum(number < model.n_layers for number in numbers)
+        dense = sum(
+            numel / {"column": settings.tp, "row": settings.tp, "kv_column": np.minimum(settings.tp, model.n_kv_heads)}
+            .get(split, np.asarray(1))
+            for split, numel in block.dense_numel.items()
+        )  # fmt: skip
+        layers = layers + count * e * (dense + block.expert_numel / settings.stage_ranks)
+    ends = sum(row.numel for row in end_rows(model)) * wide
+    first_or_last = np.where(settings.pp > 1, ends / 2, ends)
+    return ledger.compute(
+        "weights", "layers_bytes / pp + ends_bytes / tp", "B", "rows of the model", layers_bytes=layers,
+        pp=settings.pp, ends_bytes=first_or_last, tp=settings.tp,
+    )  # fmt: skip
+
+
+def _working(serving: Serving, settings: Settings, max_tokens: Floats) -> Floats:
+    """Residual stream, inputs and outputs of the widest matmul, for the tokens of a pass; logits of its requests."""
+    model = serving.model
+    inner = max(
+        block.inner + (model.moe.top_k * block.expert_inner if model.moe and block.experts else 0)
+        for block in blocks(model)
+    )
+    return ledger.compute(
+        "working memory", "context_bytes + max_tokens / dp * e * (4 * h + 3 * inner / tp)", "B", "",
+        context_bytes=CONTEXT_BYTES, max_tokens=max_tokens, dp=settings.dp, e=serving.wide_bytes, h=model.d_model,
+        inner=inner, tp=settings.tp,
+    )  # fmt: skip
+
+
+def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, max_tokens: ArrayLike) -> Floats:
+    """Requests of an instance whose `length` cached tokens each fit beside the weights, 0 where none does."""
+    found = memory(serving, settings, max_tokens)
+    return ledger.compute(
+        "largest batch", "floor_cache / (token_bytes * (length + half_block)) * dp", "", "arXiv 2309.06180",
+        floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,
+        dp=settings.dp,
+    ) // 1  # fmt: skip

@@ -1,0 +1,78 @@
+"""The constants of serving that no data sheet has: by engine and its generation, and by accelerator.
+
+`benchmarks/fit_serving.py` fits them to published measurements and writes rates.toml. An engine without numbers of its
+own, or an accelerator without, has those called "others".
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PACKAGED = Path(__file__).with_name("rates.toml")
+OTHERS = "others"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Numbers, or arrays with one for each setting.
+
+    Shares multiply the rates of `cost/hardware.toml`: `matmul_share` the best matmul, `memory_share` the bandwidth as
+    weights are read, `expert_share` the same for those of experts, `cache_share` for the cache in attention,
+    `flash_share` the best 16-bit matmul in attention over prompts, `cached_share` the same in attention over the cache
+    (small where an engine computes it for each query head alone, outside the matrix units), `link_share` the bandwidth
+    inside a node.
+
+    Times in seconds. `layer_s`: for each layer, beside all that is computed (kernels that wait for one another, small
+    element-wise kernels); `exchange_s`: for a layer with experts in addition (routing, gathering of rows); `reduce_s`:
+    for a small all-reduce. `pass_s`: once in each pass over the model (scheduler, start of the graph, sampling);
+    `prefill_s`: in addition once in each pass that reads prompts; `launch_s` for each layer, and `expert_launch_s` in
+    addition for each with experts: the least that a pass with prompts takes, as its kernels are started one by one,
+    without a graph; `request_s`: for each request in a pass. `arrive_s`: from a user's request to the scheduler.
+    """
+
+    matmul_share: Any
+    memory_share: Any
+    cache_share: Any
+    flash_share: Any
+    cached_share: Any
+    expert_share: Any
+    layer_s: Any
+    pass_s: Any
+    prefill_s: Any
+    launch_s: Any
+    expert_launch_s: Any
+    arrive_s: Any
+    request_s: Any
+    reduce_s: Any
+    exchange_s: Any
+    link_share: Any
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """`engines`: `Rates` by engine; `accelerators`: factors on some of them by accelerator."""
+
+    engines: Mapping[str, Mapping[str, float]] = field(hash=False)
+    accelerators: Mapping[str, Mapping[str, float]] = field(hash=False)
+
+    def rates(self, engine: str, accelerator: str) -> Rates:
+        """The constants of an engine on an accelerator."""
+        values = dict(self.engines.get(engine, self.engines[OTHERS]))
+        for name, factor in self.accelerators.get(accelerator, self.accelerators[OTHERS]).items():
+            values[name] *= factor
+        return Rates(**values)
+
+
+RATES = tuple(each.name for each in fields(Rates))
+
+
+@cache
+def fitted(path: Path = PACKAGED) -> tuple[Fitted, dict[str, Fitted]]:
+    """The constants, and for each source those that were fitted without it."""
+    with path.open("rb") as file:
+        document = tomllib.load(file)
+    left_out = document.pop("left_out", {})
+    return Fitted(**document), {source: Fitted(**tables) for source, tables in left_out.items()}

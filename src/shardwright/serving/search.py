@@ -1,0 +1,326 @@
+"""The best way to serve a model on a cluster: every layout and batch by closed forms, the best of them simulated."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+import numpy as np
+
+from shardwright.cost.job import Floats
+from shardwright.serving import forms
+from shardwright.serving.engines import USUAL, Engine
+from shardwright.serving.memory import Memory, memory
+from shardwright.serving.setting import Batch, Degrees, Serving, Settings
+from shardwright.serving.simulate import PassTable, Scheduler, Served, poisson, run, steady_loop
+from shardwright.serving.space import Layout, batches, layouts
+from shardwright.serving.work import period_s
+
+PERCENTILE = 95
+"""Of the simulated requests, that have to keep the limits."""
+SIMULATED = 24
+"""The most layouts and batches that are simulated to find the best ones."""
+ITERATIONS = 3
+"""Of the prompts in a pass."""
+LEAST_REQUESTS = 400
+"""Requests of a simulation, for percentiles that do not depend on a few."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding: `drafted` tokens are proposed in each pass, each accepted with probability `acceptance`
+    while those before it are; drafting one costs `draft_cost` of a pass."""
+
+    drafted: int = 0
+    acceptance: float = 0.0
+    draft_cost: float = 0.0
+
+    @property
+    def accepted(self) -> float:
+        """Tokens of a pass: (1 - a^(k+1)) / (1 - a). Leviathan et al., arXiv 2211.17192, equation 1."""
+        a, k = self.acceptance, self.drafted
+        return float(k + 1) if a >= 1 else (1 - a ** (k + 1)) / (1 - a)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be served. `concurrency`: users of the whole cluster at a time, or `rate_per_s`: requests that arrive
+    a second; with neither, as many as give the most tokens a second. `ttft_s`, `tpot_s`: limits, inf where there are
+    none. `price_per_hour`: of one accelerator."""
+
+    serving: Serving
+    input_len: int
+    output_len: int
+    engine: Engine = USUAL
+    concurrency: int | None = None
+    rate_per_s: float | None = None
+    ttft_s: float = inf
+    tpot_s: float = inf
+    speculation: Speculation = Speculation()
+    price_per_hour: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of a request at its end."""
+        return self.input_len + self.output_len
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout with a batch limit for each instance, by closed forms: mean seconds, tokens a second of the cluster."""
+
+    layout: Layout
+    batch: int
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s: float
+
+    def per_accelerator(self) -> float:
+        """Output tokens a second of one accelerator."""
+        return self.tokens_per_s / (self.layout.degrees.size * self.layout.replicas)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An option as simulated, for one of its instances. `tokens_per_s`: of the cluster."""
+
+    option: Option
+    served: Served
+    tokens_per_s: float
+
+    @property
+    def layout(self) -> Layout:
+        """Of the option."""
+        return self.option.layout
+
+    @property
+    def per_accelerator(self) -> float:
+        """Output tokens a second of one accelerator."""
+        return self.tokens_per_s / (self.layout.degrees.size * self.layout.replicas)
+
+    def ttft_s(self, percentile: float = 50) -> float:
+        """Seconds to the first token."""
+        return float(np.percentile(self.served.ttft_s, percentile))
+
+    def tpot_s(self, percentile: float = 50) -> float:
+        """Seconds of a further token; 0 where each request has one token only."""
+        there = self.served.tpot_s[~np.isnan(self.served.tpot_s)]
+        return float(np.percentile(there, percentile)) if len(there) else 0.0
+
+    @property
+    def per_user(self) -> float:
+        """Tokens a second that one user sees."""
+        return 1 / self.tpot_s() if self.tpot_s() else 0.0
+
+    def keeps(self, task: Task) -> bool:
+        """Whether the limits are kept by `PERCENTILE` of 100 requests."""
+        return self.ttft_s(PERCENTILE) <= task.ttft_s and self.tpot_s(PERCENTILE) <= task.tpot_s
+
+    def cost_per_million(self, task: Task) -> float | None:
+        """Price of a million output tokens."""
+        if task.price_per_hour is None:
+            return None
+        return task.price_per_hour / 3600 / self.per_accelerator * 1e6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found. `best`: the best simulated option of each layout
+    that keeps the limits, most tokens a second first; `missed`:
+    simulated ones that do not; `options`: all by closed forms; `pareto`: those of them that no other beats in both
+    tokens a second of an accelerator and of a user; `memory`: by layout, in the order of `layouts`."""
+
+    task: Task
+    layouts: list[Layout]
+    memory: Memory
+    largest: Floats
+    options: list[Option]
+    pareto: list[Option]
+    best: list[Found]
+    missed: list[Found]
+    n_settings: int
+
+
+def search(task: Task, top: int = 10) -> Plan:
+    """Price every layout and batch, simulate the most promising, and keep those within the limits."""
+    every = list(layouts(task.serving.model, task.serving.cluster))
+    settings = Settings.of([each.degrees for each in every])
+    held = memory(task.serving, settings, task.engine.max_tokens)
+    largest = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp + 1e-9)
+    options = price(task, every, largest)
+    best, missed = _simulated(task, options, held, every, top)
+    return Plan(task, every, held, largest, options, pareto(options), best, missed, len(options))
+
+
+def price(task: Task, every: Sequence[Layout], largest: Floats) -> list[Option]:
+    """Every layout with every batch that fits, as arrays."""
+    pairs = [(at, batch) for at, each in enumerate(every) for batch in _batches(task, each, int(largest[at]))]
+    if not pairs:
+        return []
+    at = np.array([pair[0] for pair in pairs])
+    requests = np.array([pair[1] for pair in pairs], dtype=np.float64)
+    settings = Settings.of([every[each].degrees for each in at])
+    tpot, ttft = closed(task, settings, requests)
+    replicas = np.array([every[each].replicas for each in at])
+    each_s = ttft + (task.output_len - 1) * tpot
+    rate = requests * task.output_len / each_s * replicas
+    return [
+        Option(every[at[k]], int(requests[k]), float(ttft[k]), float(tpot[k]), float(rate[k]))
+        for k in range(len(pairs))
+    ]
+
+
+def _batches(task: Task, layout: Layout, most: int) -> list[int]:
+    limit = min(most, task.engine.max_batch * layout.degrees.dp)
+    if task.concurrency is not None:
+        each = ceil(task.concurrency / layout.replicas)
+        return [min(each, limit)] if limit >= 1 else []
+    return batches(limit)
+
+
+def closed(task: Task, settings: Settings, requests: Floats) -> tuple[Floats, Floats]:
+    """Mean time of a token and to the first token, of a closed loop at `requests` of an instance.
+
+    As many prompts are read in a pass as have come since the last one: requests / output_len x its time / that of a
+    token, which is found by iteration. The first token takes half a pass that is under way, the pass that reads the
+    prompt, and the way to the scheduler.
+    """
+    serving, speculation = task.serving, task.speculation
+    context = forms.middle(task.input_len, task.output_len)
+    batch = Batch(
+        requests=requests, context=context, logits=requests * (1 + speculation.drafted), drafted=speculation.drafted
+    )
+    each = period_s(serving, settings, batch) * (1 + speculation.drafted * speculation.draft_cost)
+    prompts = np.ones_like(requests)
+    most = np.maximum(1.0, np.minimum(task.engine.max_tokens / task.input_len, requests))
+    for _ in range(ITERATIONS):
+        prompt = forms.prompt_in_passing_s(serving, settings, requests, context, task.input_len, prompts)
+        tpot = each / speculation.accepted + (requests - 1) / task.output_len * prompt
+        prompts = np.clip(requests / task.output_len * (each + prompts * prompt) / tpot, 1.0, most)
+    return tpot, each / 2 + prompts * prompt + each + serving.rates.arrive_s
+
+
+def pareto(options: Sequence[Option]) -> list[Option]:
+    """Options that no other beats in tokens a second of an accelerator and of a user; the fastest for a user first."""
+    found: list[Option] = []
+    for each in sorted(options, key=lambda option: (option.tpot_s, -option.per_accelerator())):
+        if not found or each.per_accelerator() > found[-1].per_accelerator():
+            found.append(each)
+    return found
+
+
+def _simulated(
+    task: Task, options: Sequence[Option], held: Memory, every: Sequence[Layout], top: int
+) -> tuple[list[Found], list[Found]]:
+    """The most promising options, simulated: those that keep the limits, and those that do not."""
+    good: list[Found] = []
+    bad: list[Found] = []
+    tables: dict[Degrees, PassTable] = {}
+    token_room = dict(zip(every, (held.cache / held.token).tolist(), strict=True))
+    for option in _promising(task, options)[: max(SIMULATED, top)]:
+        table = tables.setdefault(option.layout.degrees, pass_table(task, option.layout.degrees))
+        room = token_room[option.layout] * option.layout.degrees.dp
+        found = simulate(task, option, table, room)
+        (good if found.keeps(task) and _keeps_up(task, found) else bad).append(found)
+    good.sort(key=lambda each: each.tpot_s() if task.rate_per_s else -each.per_accelerator)
+    first = {each.layout: each for each in reversed(good)}
+    return [each for each in good if first[each.layout] is each][:top], bad
+
+
+def _keeps_up(task: Task, found: Found) -> bool:
+    """Whether an instance serves as many requests a second as arrive. If not, each waits longer than the one before it:
+    those of the last tenth 7 times as long as those of the first quarter."""
+    if task.rate_per_s is None:
+        return True
+    ttft = found.served.ttft_s
+    first, last = np.median(ttft[: len(ttft) // 4]), np.median(ttft[-(len(ttft) // 10) :])
+    return bool(last <= 3 * first)
+
+
+def _promising(task: Task, options: Sequence[Option]) -> list[Option]:
+    """Options worth a simulation: of each layout those with the most tokens a second that keep the limits by closed
+    forms, with a smaller batch in reserve; the best of all layouts first. Where none keeps them, the nearest."""
+    by_layout: dict[Layout, list[Option]] = {}
+    for each in options:
+        if keeps(task, each):
+            by_layout.setdefault(each.layout, []).append(each)
+    if not by_layout:
+        nearest = sorted(options, key=lambda each: excess(task, each))
+        return nearest[:SIMULATED]
+    chosen = [
+        (rank, each)
+        for those in by_layout.values()
+        for rank, each in enumerate(sorted(those, key=lambda option: _order(task, option))[:3])
+    ]
+    chosen.sort(key=lambda pair: (_order(task, pair[1]), pair[0]))
+    return [each for _, each in chosen]
+
+
+def _order(task: Task, option: Option) -> tuple[float, ...]:
+    """More tokens a second first; at a given rate, which fixes them, less time of a token."""
+    if task.rate_per_s is not None:
+        return (option.tpot_s, option.ttft_s)
+    return (-option.per_accelerator(), option.tpot_s)
+
+
+def keeps(task: Task, option: Option) -> bool:
+    """Whether an option keeps the limits and the rate, by closed forms."""
+    return excess(task, option) <= 1
+
+
+def excess(task: Task, option: Option) -> float:
+    """By what factor an option misses the limits, or the rate at which requests arrive; at most 1 if it does not."""
+    need = 0.0 if task.rate_per_s is None else task.rate_per_s * task.output_len / option.tokens_per_s
+    return max(option.ttft_s / task.ttft_s, option.tpot_s / task.tpot_s, need)
+
+
+def pass_table(task: Task, degrees: Degrees) -> PassTable:
+    """Seconds of passes on a layout, with what drafting costs."""
+    return PassTable(
+        task.serving, degrees, task.engine.max_tokens, task.speculation.drafted,
+        1 + task.speculation.drafted * task.speculation.draft_cost,
+    )  # fmt: skip
+
+
+def simulate(task: Task, option: Option, table: PassTable, cache_tokens: float) -> Found:
+    """A stream of requests through one instance of an option."""
+    limits = Scheduler(option.batch, task.engine.max_tokens, cache_tokens, task.engine.mixed, task.speculation.accepted)
+    if task.rate_per_s is None:
+        users = option.batch if task.concurrency is None else ceil(task.concurrency / option.layout.replicas)
+        rounds = max(3, min(100, LEAST_REQUESTS // users))
+        served = steady_loop(table, limits, task.input_len, task.output_len, users, rounds)
+        rate = users * task.output_len / float(served.e2e_s.mean())
+    else:
+        arriving = task.rate_per_s / option.layout.replicas
+        n = LEAST_REQUESTS + 4 * option.batch
+        served = run(table, limits, poisson(arriving, [task.input_len] * n, [task.output_len] * n))
+        rate = served.tokens_per_s
+    return Found(option, served, rate * option.layout.replicas)
+
+
+def smaller_need(task: Task) -> Iterator[str]:
+    """What would make weights and one request fit where nothing does, each tried."""
+    serving = task.serving
+    chip = serving.cluster.accelerator
+    tries = []
+    if "fp8" in chip.flops_per_s and serving.precision != "fp8":
+        tries.append(("--precision fp8", replace(serving, precision="fp8")))
+    if serving.kv_precision != "fp8":
+        tries.append(("--kv-precision fp8", replace(serving, kv_precision="fp8")))
+    for words, changed in tries:
+        if _fits(replace(task, serving=changed)):
+            yield words
+    size = serving.cluster.size
+    for _ in range(8):
+        size *= 2
+        node = max(serving.cluster.node_size, min(size, 8))
+        larger = replace(serving.cluster, size=size, node_size=node if size % node == 0 else serving.cluster.node_size)
+        if _fits(replace(task, serving=replace(serving, cluster=larger))):
+            yield f"{size} accelerators instead of {serving.cluster.size}"
+            return
+
+
+def _fits(task: Task) -> bool:
+    every = list(layouts(task.serving.model, task.serving.cluster))
+    settings = Settings.of([each.degrees for each in every])
+    held = memory(task.serving, settings, task.engine.max_tokens)
+    return bool(np.any(held.cache / (held.token * (task.length + 16)) * settings.dp >= 1))

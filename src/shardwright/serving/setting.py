@@ -1,0 +1,137 @@
+"""What is served (`Serving`) and on which layouts (`Settings`); arrays, so one layout or ten thousand at once.
+
+An instance serves requests on tp x dp x pp accelerators. With dp > 1, attention is replicated: each group of tp ranks
+has the requests of its own (dp attention), and the experts of a layer are sharded over all tp x dp ranks of a stage,
+ep ways by experts and tp x dp / ep ways within each. A cluster may hold several instances.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.cost.hardware import Cluster
+from shardwright.cost.job import Floats, Ints
+from shardwright.model.spec import ModelSpec
+from shardwright.serving.rates import Rates
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of an element by precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """`precision`: of the matrices of the layers and their matmuls; embedding and head are in 16 bits if it is fp8.
+    `kv_precision`: of the cache. `rates`: fitted constants of the engine on this accelerator."""
+
+    model: ModelSpec
+    cluster: Cluster
+    rates: Rates
+    precision: str = "bf16"
+    kv_precision: str = "bf16"
+
+    @property
+    def wide(self) -> str:
+        """Precision of attention, the head and the residual stream."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of a layer's matrices."""
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of an element of `wide`."""
+        return ELEMENT_BYTES[self.wide]
+
+    def flops_per_s(self, precision: str) -> Floats:
+        """FLOP/s that matmuls of the best shapes reach."""
+        chip = self.cluster.accelerator
+        return np.asarray(chip.flops_per_s[precision] * chip.matmul_share[precision] * self.rates.matmul_share)
+
+    @property
+    def bytes_per_s(self) -> Floats:
+        """Bandwidth of memory that reading weights reaches."""
+        return np.asarray(self.cluster.accelerator.memory_bytes_per_s * self.rates.memory_share)
+
+
+class Degrees(NamedTuple):
+    """The degrees of one layout."""
+
+    tp: int
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        names = {"tp": self.tp, "pp": self.pp, "dp attention": self.dp, "ep": self.ep}
+        return ", ".join(f"{name} {degree}" for name, degree in names.items() if degree > 1 or name == "tp")
+
+    @property
+    def size(self) -> int:
+        """Accelerators of an instance."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Layouts of an instance, arrays of shape (n,)."""
+
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    ep: Ints
+
+    @staticmethod
+    def of(layouts: Sequence[Degrees]) -> "Settings":
+        """Layouts as arrays."""
+        return Settings(*np.asarray(layouts, dtype=np.int64).reshape(-1, 4).T)
+
+    @property
+    def stage_ranks(self) -> Ints:
+        """Ranks of a pipeline stage: those that share the experts of a layer."""
+        return self.tp * self.dp
+
+    @property
+    def expert_tp(self) -> Ints:
+        """Ranks over which the matrices of one expert are split."""
+        return self.stage_ranks // self.ep
+
+    @property
+    def size(self) -> Ints:
+        """Accelerators of an instance."""
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one pass over the model computes, of a whole instance; numbers or arrays (n,).
+
+    `requests`: that decode one token each, with `context` cached tokens each on average. `prompt`: tokens of prompts,
+    each of which attends to `attended` tokens on average. `logits`: positions whose next token is chosen. `drafted`:
+    tokens that are verified for each request beyond its one, in speculative decoding.
+    """
+
+    requests: ArrayLike = 0.0
+    context: ArrayLike = 0.0
+    prompt: ArrayLike = 0.0
+    attended: ArrayLike = 0.0
+    logits: ArrayLike = 0.0
+    drafted: ArrayLike = 0.0
+
+    def shared(self, parts: ArrayLike) -> "Batch":
+        """The part of one micro-batch or replica of `parts`; a part has one request or none."""
+        split = np.asarray(parts)
+        asked = np.asarray(self.requests, dtype=np.float64)
+        return Batch(
+            asked / split, self.context, np.asarray(self.prompt) / split, self.attended,
+            np.asarray(self.logits) / split, self.drafted,
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> Floats:
+        """Tokens that go through the matmuls."""
+        return np.asarray(np.asarray(self.requests) * (1.0 + np.asarray(self.drafted)) + np.asarray(self.prompt))

@@ -1,0 +1,266 @@
+"""A stream of requests through the scheduler of an engine, pass by pass: the times that its users see.
+
+Continuous batching: a request joins the batch when there is room, and leaves it with its last token. Its prompt is read
+in the pass in which others decode (`mixed`), in chunks of at most `max_tokens` tokens a pass, or in passes of its own
+before anybody decodes further. Passes between two events, which all have the same requests, are computed at once.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwright.cost.job import Floats
+from shardwright.serving.setting import Batch, Degrees, Serving, Settings
+from shardwright.serving.work import period_s
+
+RESERVED = 0.5
+"""Share of an answer for which there has to be room in the cache before its request is admitted. Requests are at
+different places of their answers, so half of each is there on average; engines preempt one that finds no room, which is
+not simulated."""
+
+
+class PassTable:
+    """Seconds of a pass of one layout, as a table over its tokens, so that a simulation can ask for millions.
+
+    `drafted`: tokens of a request that are verified beside its one; `dearer`: factor on passes that decode.
+
+    A pass takes F(tokens) + A x cached tokens of its requests + B x pairs of tokens in its prompts: weights and
+    activations depend on the number of tokens alone, attention is linear in what it reads.
+    """
+
+    def __init__(
+        self, serving: Serving, degrees: Degrees, max_tokens: int, drafted: float = 0.0, dearer: float = 1.0
+    ) -> None:
+        rates, model = serving.rates, serving.model
+        self.least_s = float(
+            np.max(model.n_layers * rates.launch_s + model.n_expert_layers * rates.expert_launch_s + rates.pass_s)
+        )
+        serving = replace(serving, rates=replace(rates, launch_s=0.0, expert_launch_s=0.0))
+        grid = np.unique(np.round(np.geomspace(1, max(2, 2 * max_tokens), 72)))
+        settings = Settings.of([degrees])
+        decode = Batch(requests=grid, logits=grid * (1 + drafted), drafted=drafted)
+        self._tokens: list[float] = grid.tolist()
+        self._decode: list[float] = _row(period_s(serving, settings, decode) * dearer, grid)
+        self._prompt: list[float] = _row(period_s(serving, settings, Batch(prompt=grid, logits=1.0)), grid)
+        self.request_s = float(np.max(rates.request_s))
+        self.arrive_s = float(np.max(serving.rates.arrive_s))
+        far, one = 1e5, np.ones(1)
+        near = Batch(requests=one, logits=one, drafted=drafted)
+        away = Batch(requests=one, logits=one, drafted=drafted, context=far)
+        self.cached_s = float((period_s(serving, settings, away) - period_s(serving, settings, near))[0]) / far
+        read, pairs = Batch(prompt=one, logits=one), Batch(prompt=one, logits=one, attended=far)
+        self.pair_s = float((period_s(serving, settings, pairs) - period_s(serving, settings, read))[0]) / far
+
+    def decode_s(self, requests: int) -> float:
+        """Of a pass in which requests without any cached token decode."""
+        return _between(self._tokens, self._decode, requests)
+
+    def read_s(self, tokens: float, pairs: float, requests: int, cached: float) -> float:
+        """Of a pass of `tokens`, of which `requests` decode with `cached` tokens and the others are of prompts with
+        `pairs` of tokens; at least what the host takes to start its kernels."""
+        computing = _between(self._tokens, self._prompt, tokens) + self.pair_s * pairs + self.cached_s * cached
+        return max(computing, self.least_s) + self.request_s * requests
+
+
+def _row(seconds: Floats, grid: Floats) -> list[float]:
+    return [float(each) for each in np.broadcast_to(seconds, grid.shape)]
+
+
+def _between(xs: list[float], ys: list[float], x: float) -> float:
+    """Linear between the points, and beyond the last two of them."""
+    at = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+    x0, y0 = xs[at - 1], ys[at - 1]
+    return y0 + (x - x0) * (ys[at] - y0) / (xs[at] - x0)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """`max_batch`: requests; `max_tokens`: of a pass; `cache_tokens`: of the whole instance; `mixed`: whether prompts
+    are read beside requests that decode. `accepted`: tokens of a request in a pass, above 1 with speculative
+    decoding."""
+
+    max_batch: int
+    max_tokens: int
+    cache_tokens: float
+    mixed: bool = True
+    accepted: float = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """`arrival_s`, tokens in and out."""
+
+    arrival_s: float
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """By request, (n,): seconds to the first token, mean seconds of a further one (nan where there is none), seconds to
+    the last. `span_s`: from the first arrival to the last token. `output_tokens`: of all."""
+
+    ttft_s: Floats
+    tpot_s: Floats
+    e2e_s: Floats
+    span_s: float
+    output_tokens: int
+
+    def after(self, n: int) -> "Served":
+        """Without the first n requests, which start with nothing under way."""
+        return replace(self, ttft_s=self.ttft_s[n:], tpot_s=self.tpot_s[n:], e2e_s=self.e2e_s[n:])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.span_s
+
+
+def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
+    """Lengths of n requests, evenly drawn from `shortest` x stated to stated."""
+    if shortest >= 1:
+        return [stated] * n
+    low = max(1, round(stated * shortest))
+    return [int(each) for each in np.random.default_rng(seed).integers(low, stated + 1, n)]
+
+
+def steady_loop(
+    table: "PassTable", scheduler: "Scheduler", input_len: int, output_len: int, users: int, rounds: int
+) -> Served:
+    """A closed loop of equal requests whose users are evenly spread over its time: each begins somewhere in an answer,
+    and these first requests are not counted."""
+    parts = np.random.default_rng(3).integers(1, output_len + 1, users)
+    outputs = [*map(int, parts), *[output_len] * (users * (rounds - 1))]
+    return run(table, scheduler, closed_loop([input_len] * len(outputs), outputs), users).after(users)
+
+
+def closed_loop(inputs: Sequence[int], outputs: Sequence[int]) -> list[Request]:
+    """Requests of a closed loop; `run` with a `concurrency` starts each as another one ends."""
+    return [Request(0.0, read, out) for read, out in zip(inputs, outputs, strict=True)]
+
+
+def poisson(per_s: float, inputs: Sequence[int], outputs: Sequence[int], seed: int = 1) -> list[Request]:
+    """Requests that arrive independently of one another, `per_s` a second on average."""
+    times = np.cumsum(np.random.default_rng(seed).exponential(1 / per_s, len(inputs)))
+    return [Request(float(at), read, out) for at, read, out in zip(times, inputs, outputs, strict=True)]
+
+
+def run(table: PassTable, scheduler: Scheduler, requests: Sequence[Request], concurrency: int | None = None) -> Served:
+    """Serve requests in the order of their arrival; with `concurrency`, at most so many at a time are there, and the
+    next one arrives when one has ended."""
+    return _Run(table, scheduler, requests, concurrency).served()
+
+
+class _Run:
+    """The state of a simulation. Times are counted in passes (`passes`) for requests that decode, since all of them
+    advance by one pass together."""
+
+    def __init__(
+        self, table: PassTable, scheduler: Scheduler, requests: Sequence[Request], concurrency: int | None
+    ) -> None:
+        self.table, self.scheduler, self.requests = table, scheduler, requests
+        self.arrived = [each.arrival_s for each in requests]
+        self.first, self.last = [0.0] * len(requests), [0.0] * len(requests)
+        self.later = deque(range(len(requests)))
+        self.coming: list[tuple[float, int]] = []
+        self.waiting: deque[int] = deque()
+        self.reading: deque[list[int]] = deque()
+        self.ends: list[tuple[int, int]] = []
+        self.now = requests[0].arrival_s if requests else 0.0
+        self.passes, self.cached, self.held = 0, 0.0, 0.0
+        for _ in range(min(concurrency or len(requests), len(requests))):
+            self._send(self.later.popleft(), 0.0)
+
+    def served(self) -> Served:
+        """Run to the last token."""
+        while self.coming or self.waiting or self.reading or self.ends:
+            while self.coming and self.coming[0][0] <= self.now:
+                self.waiting.append(heapq.heappop(self.coming)[1])
+            self._admit()
+            if self.reading:
+                self._read()
+            elif self.ends:
+                self._decode()
+            else:
+                self.now = self.coming[0][0]
+        first, last, arrived = map(np.array, (self.first, self.last, self.arrived))
+        out = np.array([each.output_len for each in self.requests])
+        tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
+        span = float(last.max() - arrived.min())
+        return Served(first - arrived, tpot, last - arrived, span, int(out.sum()))
+
+    def _send(self, at: int, now: float) -> None:
+        """A user sends a request, which the scheduler has somewhat later."""
+        self.arrived[at] = max(self.arrived[at], now)
+        heapq.heappush(self.coming, (self.arrived[at] + self.table.arrive_s, at))
+
+    def _admit(self) -> None:
+        limit = self.scheduler
+        while self.waiting and len(self.ends) + len(self.reading) < limit.max_batch:
+            at = self.waiting[0]
+            needed = self._reserved(at)
+            if self.held + needed > limit.cache_tokens and (self.ends or self.reading):
+                return
+            self.held += needed
+            self.reading.append([self.waiting.popleft(), 0])
+
+    def _reserved(self, at: int) -> float:
+        """Tokens of the cache that a request is admitted with."""
+        return self.requests[at].input_len + RESERVED * self.requests[at].output_len
+
+    def _read(self) -> None:
+        """One pass that reads prompts, and in which the requests of the batch decode if they are mixed."""
+        decoding = len(self.ends) if self.scheduler.mixed else 0
+        room = max(1, self.scheduler.max_tokens - decoding)
+        tokens, pairs, ready = 0, 0.0, []
+        while self.reading and tokens < room:
+            at, done = self.reading[0]
+            chunk = min(self.requests[at].input_len - done, room - tokens)
+            tokens += chunk
+            pairs += chunk * (done + chunk / 2)
+            self.reading[0][1] += chunk
+            if self.reading[0][1] < self.requests[at].input_len:
+                break
+            ready.append(self.reading.popleft()[0])
+        cached = self.cached if decoding else 0.0
+        self.now += self.table.read_s(tokens + decoding, pairs, decoding, cached)
+        if decoding:
+            self._advance(1)
+        for at in ready:
+            self.first[at] = self.now
+            self.cached += self.requests[at].input_len
+            if self.requests[at].output_len == 1:
+                self._end(at)
+            else:
+                needed = -(-(self.requests[at].output_len - 1) // self.scheduler.accepted)
+                heapq.heappush(self.ends, (self.passes + int(needed), at))
+
+    def _decode(self) -> None:
+        """Passes up to the next end of a request, or the next arrival."""
+        n, count = len(self.ends), self.ends[0][0] - self.passes
+        each = self.table.decode_s(n) + self.table.cached_s * self.cached
+        grows = self.table.cached_s * n * self.scheduler.accepted
+        if self.coming and len(self.ends) < self.scheduler.max_batch:
+            wait = self.coming[0][0] - self.now
+            count = min(count, max(1, -int(-wait // (each + grows * min(count, wait / each) / 2))))
+        self.now += count * each + grows * count * (count - 1) / 2
+        self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        self.passes += count
+        self.cached += len(self.ends) * count * self.scheduler.accepted
+        while self.ends and self.ends[0][0] <= self.passes:
+            self._end(heapq.heappop(self.ends)[1])
+
+    def _end(self, at: int) -> None:
+        self.last[at] = self.now
+        done = self.requests[at]
+        self.held -= self._reserved(at)
+        self.cached -= done.input_len + done.output_len - 1 if done.output_len > 1 else done.input_len
+        self.cached = max(self.cached, 0.0)
+        if self.later:
+            self._send(self.later.popleft(), self.now)

@@ -1,0 +1,157 @@
+"""Why layouts lose, as sentences with numbers, and a plan as a JSON document."""
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task, excess, keeps
+from shardwright.serving.separate import Separate
+from shardwright.serving.space import Layout
+from shardwright.units import format_bytes, format_seconds
+
+
+def reasons(plan: Plan) -> Iterator[tuple[Layout, Option | None, str]]:
+    """Every layout that is not among the best, with its best option by closed forms and why it loses; the layouts that
+    come nearest first."""
+    chosen = plan.best[0] if plan.best else None
+    listed = {each.layout for each in plan.best}
+    late = {each.layout: each for each in reversed(plan.missed)}
+    by_layout: dict[Layout, list[Option]] = {}
+    for option in plan.options:
+        by_layout.setdefault(option.layout, []).append(option)
+    found: list[tuple[float, Layout, Option | None, str]] = []
+    for at, layout in enumerate(plan.layouts):
+        if layout in listed:
+            continue
+        if layout not in by_layout:
+            found.append((-1.0, layout, None, _too_large(plan, at)))
+            continue
+        option, kept = _best_of(plan.task, by_layout[layout])
+        if not kept:
+            found.append((0.0, layout, option, _missed(plan.task, option)))
+        elif layout in late:
+            found.append((0.5, layout, option, _late(plan.task, late[layout])))
+        elif chosen is not None:
+            found.append((option.per_accelerator(), layout, option, _slower(plan.task, option, chosen)))
+    for _, layout, best, why in sorted(found, key=lambda each: -each[0]):
+        yield layout, best, why
+
+
+def _best_of(task: Task, options: list[Option]) -> tuple[Option, bool]:
+    kept = [each for each in options if keeps(task, each)]
+    if kept:
+        return max(kept, key=lambda each: (each.per_accelerator(), -each.tpot_s)), True
+    return min(options, key=lambda each: excess(task, each)), False
+
+
+def _too_large(plan: Plan, at: int) -> str:
+    weights, working, token = (
+        float(np.broadcast_to(each, len(plan.layouts))[at])
+        for each in (plan.memory.weights, plan.memory.working, plan.memory.token)
+    )
+    whole = plan.task.serving.cluster.accelerator.memory_bytes
+    if weights + working > whole:
+        return f"weights {format_bytes(weights)} + {format_bytes(working)} of {format_bytes(whole)}"
+    return f"no room for one request: {format_bytes(token * plan.task.length)} of cache beside the weights"
+
+
+def _missed(task: Task, option: Option) -> str:
+    found = []
+    if option.ttft_s > task.ttft_s:
+        found.append(f"first token after {format_seconds(option.ttft_s)}, limit {format_seconds(task.ttft_s)}")
+    if option.tpot_s > task.tpot_s:
+        found.append(f"a further token each {format_seconds(option.tpot_s)}, limit {format_seconds(task.tpot_s)}")
+    if task.rate_per_s is not None and option.tokens_per_s < task.rate_per_s * task.output_len:
+        found.append(f"{option.tokens_per_s / task.output_len:.3g} of {task.rate_per_s:g} requests/s")
+    return f"{' and '.join(found)}, with {option.batch} {'requests' if option.batch > 1 else 'request'}"
+
+
+def _late(task: Task, found: Found) -> str:
+    """Of one that keeps the limits on average, and not for the percentile of its requests."""
+    first, further = found.ttft_s(PERCENTILE), found.tpot_s(PERCENTILE)
+    said = [f"first token within {format_seconds(first)}"] * (first > task.ttft_s)
+    said += [f"further ones within {format_seconds(further)}"] * (further > task.tpot_s)
+    said = said or ["requests arrive faster than it serves them"]
+    return f"{PERCENTILE} of 100 requests: {', '.join(said)}, with {found.option.batch}"
+
+
+def _slower(task: Task, option: Option, chosen: Found) -> str:
+    each, best = option.per_accelerator(), chosen.option.per_accelerator()
+    share = each / best - 1
+    batch = option.batch * option.layout.replicas, chosen.option.batch * chosen.layout.replicas
+    users = "as many users" if batch[0] == batch[1] else f"{batch[0]:,} users, not {batch[1]:,}"
+    return f"{share:+.0%} tokens/s: {users}, {1 / option.tpot_s:,.0f} tokens/s each, not {chosen.per_user:,.0f}"
+
+
+def document(plan: Plan, name: str, apart: Separate | None, remedies: list[str]) -> dict[str, Any]:
+    """A plan as JSON."""
+    task, serving = plan.task, plan.task.serving
+    return {
+        "model": name,
+        "cluster": serving.cluster.name,
+        "engine": task.engine.name,
+        "precision": serving.precision,
+        "kv_precision": serving.kv_precision,
+        "input_len": task.input_len,
+        "output_len": task.output_len,
+        "concurrency": task.concurrency,
+        "rate_per_s": task.rate_per_s,
+        "limits": {"ttft_s": _known(task.ttft_s), "tpot_s": _known(task.tpot_s), "percentile": PERCENTILE},
+        "settings_priced": plan.n_settings,
+        "best": [found_document(task, each) for each in plan.best],
+        "pareto": [_option_document(each) for each in plan.pareto],
+        "others": [
+            {"layout": str(layout), "option": None if best is None else _option_document(best), "why": why}
+            for layout, best, why in reasons(plan)
+        ],
+        "separate": None if apart is None else _separate_document(apart),
+        "remedies": remedies,
+    }
+
+
+def _known(limit: float) -> float | None:
+    return None if limit == inf else limit
+
+
+def _layout_document(layout: Layout) -> dict[str, int]:
+    return {"replicas": layout.replicas, **layout.degrees._asdict()}
+
+
+def _option_document(option: Option) -> dict[str, Any]:
+    return {
+        "layout": _layout_document(option.layout),
+        "batch": option.batch,
+        "ttft_s": option.ttft_s,
+        "tpot_s": option.tpot_s,
+        "tokens_per_s": option.tokens_per_s,
+        "tokens_per_s_per_accelerator": option.per_accelerator(),
+        "tokens_per_s_per_user": 1 / option.tpot_s,
+    }
+
+
+def found_document(task: Task, found: Found) -> dict[str, Any]:
+    """A simulated option as JSON."""
+    percentiles = (50, 90, 95, 99)
+    return {
+        "layout": _layout_document(found.layout),
+        "batch": found.option.batch,
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s_per_accelerator": found.per_accelerator,
+        "tokens_per_s_per_user": found.per_user,
+        "ttft_s": {f"p{each}": found.ttft_s(each) for each in percentiles},
+        "tpot_s": {f"p{each}": found.tpot_s(each) for each in percentiles},
+        "cost_per_million_tokens": found.cost_per_million(task),
+    }
+
+
+def _separate_document(apart: Separate) -> dict[str, Any]:
+    named = {name: getattr(apart, name) for name in ("readers", "writers", "batch", "ttft_s", "tpot_s", "transfer_s")}
+    return {
+        "prefill": apart.prefill._asdict(),
+        "decode": apart.decode._asdict(),
+        **named,
+        "tokens_per_s": apart.tokens_per_s,
+        "tokens_per_s_per_accelerator": apart.per_accelerator(),
+    }

@@ -1,0 +1,267 @@
+"""Seconds of one pass over the model: prompts that are read, requests that decode a token each, or both together.
+
+Sources: the roofline of decoding in Pope et al., "Efficiently Scaling Transformer Inference" (arXiv 2211.05102);
+absorbed matrices of latent attention in DeepSeek-V2 (arXiv 2405.04434), section 2.1.2. Ignored: that attention and
+feed-forward network of GPT-J and Falcon run beside each other, and that a power limit lowers the clock.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.cost import collectives, ledger
+from shardwright.cost.blocks import Block, Group, blocks
+from shardwright.cost.cache import cache_bytes_per_token
+from shardwright.cost.job import Floats, Ints
+from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
+from shardwright.serving.setting import ELEMENT_BYTES, Batch, Serving, Settings
+
+PARTIAL_WAVE, RAMP_K = 0.41, 110.0
+"""As `Matmul.seconds`: waves beyond the tiles, input features at which half of the rate is reached."""
+SMOOTH = 4.0
+"""Exponent by which the times of computing and of reading memory combine: near to where they are equal, both are
+slower than alone. Infinite would be the larger of the two, 1 their sum."""
+LEAST_TILE_ROWS = 64
+"""Rows that a matmul of fewer tokens computes."""
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """`layers_s`: of all layers; `head_s`: logits and sampling; `host_s`: once in each pass; `send_s`: to the next
+    stage. (n,)."""
+
+    layers_s: Floats
+    head_s: Floats
+    host_s: Floats
+    send_s: Floats
+
+    def latency_s(self, pp: Ints) -> Floats:
+        """Of the pass alone, through all stages."""
+        return self.layers_s + self.head_s + self.host_s + (np.asarray(pp) - 1) * self.send_s
+
+    def period_s(self, pp: Ints) -> Floats:
+        """Of pp micro-batches in the pipeline, each like this pass, from one token of a request to its next."""
+        return self.layers_s + np.asarray(pp) * (self.head_s + self.send_s) + self.host_s
+
+
+def period_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+    """Seconds from one token to the next with a batch of the whole instance, in pp micro-batches. (n,)."""
+    return pass_time(serving, settings, batch.shared(settings.pp)).period_s(settings.pp)
+
+
+def latency_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+    """Seconds of one pass that is not cut into micro-batches. (n,)."""
+    return pass_time(serving, settings, batch).latency_s(settings.pp)
+
+
+def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
+    """The seconds of one pass, by its parts."""
+    model, rates = serving.model, serving.rates
+    layers = np.asarray(0.0)
+    for block, numbers in blocks(model).items():
+        count = sum(number < model.n_layers for number in numbers)
+        if count:
+            with ledger.section(block.name):
+                layers = layers + count * _layer_s(serving, settings, batch, block)
+    with ledger.section("once in each pass"):
+        rows = np.asarray(batch.logits) / settings.dp
+        head = _matmul_s(serving, "logits", rows, model.d_model, model.vocab_size / settings.tp, serving.wide)
+        send = np.asarray(0.0)
+        if np.max(settings.pp) > 1:
+            n_bytes = batch.tokens / settings.dp * model.d_model * serving.wide_bytes
+            stride = settings.stage_ranks
+            send = collectives.point_to_point(serving.cluster, n_bytes, settings.pp, stride, "to the next stage")
+        host = ledger.compute(
+            "scheduling and sampling", "pass_s + prefill_s * reads_prompts + request_s * requests", "s", "rates.toml",
+            pass_s=rates.pass_s, prefill_s=rates.prefill_s, reads_prompts=np.asarray(batch.prompt) > 0,
+            request_s=rates.request_s, requests=batch.requests,
+        )  # fmt: skip
+        layers = _at_least_started(serving, batch, layers)
+    return PassTime(layers, head, host, send)
+
+
+def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Floats:
+    """Seconds of the layers of a pass; with prompts in it, at least what the host takes to start their kernels."""
+    model, rates = serving.model, serving.rates
+    return ledger.compute(
+        "all layers",
+        "max(computing, reads_prompts * (n_layers * launch_s + expert_layers * expert_launch_s))", "s", "",
+        computing=layers_s, reads_prompts=np.asarray(batch.prompt) > 0, n_layers=model.n_layers,
+        launch_s=rates.launch_s, expert_layers=model.n_expert_layers, expert_launch_s=rates.expert_launch_s,
+    )  # fmt: skip
+
+
+def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> Floats:
+    tokens = batch.tokens / settings.dp
+    parts: dict[str, Floats] = {}
+    for group in block.matmuls:
+        if group.rows[0].matmul == "routed":
+            parts[group.name] = _experts_s(serving, settings, batch, group)
+        else:
+            k, n = _shape(serving, settings, group)
+            precision = serving.wide if group.rows[0].kind == "router" else serving.precision
+            parts[group.name] = _matmul_s(serving, group.name, tokens, k, n, precision)
+    parts["attention over the cache"] = _decode_attention_s(serving, settings, batch)
+    parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch)
+    parts["element-wise kernels"] = _elementwise_s(serving, settings, block, tokens)
+    parts |= _communication_s(serving, settings, batch, block)
+    parts["waiting between kernels"] = np.asarray(serving.rates.layer_s)
+    if block.experts:
+        parts["routing"] = np.asarray(serving.rates.exchange_s)
+    for what in ("waiting between kernels", "routing"):
+        if what in parts:
+            ledger.note(what, "", parts[what], "s", "rates.toml")
+    return ledger.total(block.name, parts)
+
+
+def _shape(serving: Serving, settings: Settings, group: Group) -> tuple[Floats, Floats]:
+    """Input and output features of a matmul on one rank."""
+    first = group.rows[0]
+    k = first.shape[-1] / settings.tp if first.split == "row" else np.asarray(float(first.shape[-1]))
+    shards = {"column": settings.tp, "kv_column": np.minimum(settings.tp, serving.model.n_kv_heads)}
+    n = np.asarray(sum(row.shape[-2] / shards.get(row.split, 1) for row in group.rows), dtype=np.float64)
+    return np.asarray(k), n
+
+
+_MATMUL = (
+    f"q = max(M, {LEAST_TILE_ROWS}) / {TILE_ROWS} * max(N / {TILE_COLUMNS}, 0.25) * batch / multiprocessors; "
+    f"q = q / (q + {PARTIAL_WAVE}) * (K / (K + {RAMP_K:g})); "
+    "computing = 2 * M * K * N * batch / (rate * q); "
+    "reading = (e * K * N + e_input * M * (K + N)) * batch / bandwidth; "
+    f"(computing ** {SMOOTH:g} + reading ** {SMOOTH:g}) ** {1 / SMOOTH:g}"
+)
+
+
+def _matmul_s(
+    serving: Serving, what: str, m: Floats, k: Floats | float, n: Floats | float, precision: str,
+    batch: Floats | float = 1.0, bandwidth: Floats | None = None,
+) -> Floats:  # fmt: skip
+    """(m, k) by (k, n), `batch` times: computing and reading the weights, whichever is slower, smoothly."""
+    return ledger.compute(
+        what, _MATMUL, "s", "roofline; tiles as in training (cost/matmuls.py)", M=np.maximum(m, 1e-9), K=k, N=n,
+        batch=batch, multiprocessors=serving.cluster.accelerator.multiprocessors,
+        rate=serving.flops_per_s(precision), e=serving.weight_bytes if precision == serving.precision else
+        serving.wide_bytes, e_input=serving.wide_bytes,
+        bandwidth=serving.bytes_per_s if bandwidth is None else bandwidth,
+    )  # fmt: skip
+
+
+def _experts_s(serving: Serving, settings: Settings, batch: Batch, group: Group) -> Floats:
+    """The experts of one rank that any token goes to, with the rows that go to each.
+
+    Of E / ep experts, E / ep (1 - (1 - k/E)^tokens) are touched by a batch whose tokens choose k of E evenly. The
+    busiest rank of ep has more rows than the mean: by sqrt(2 ln(ep) / rows), the largest of ep Poisson counts.
+    """
+    moe, tokens = serving.model.moe, batch.tokens
+    assert moe is not None
+    first = group.rows[0]
+    inputs: ledger.Inputs = {"tokens": tokens, "n_experts": moe.n_experts, "top_k": moe.top_k, "ep": settings.ep}
+    touched = ledger.compute(
+        f"{group.name}: experts touched", "n_experts / ep * (1 - (1 - top_k / n_experts) ** tokens)", "",
+        "top_k of n_experts, evenly", **inputs,
+    )  # fmt: skip
+    rows = ledger.compute(
+        f"{group.name}: rows of the busiest rank",
+        "mean = tokens * top_k / ep; mean * (1 + (2 * ln_ep / max(mean, 1)) ** 0.5)", "", "largest of Poisson counts",
+        ln_ep=np.log(settings.ep), **inputs,
+    )  # fmt: skip
+    split_output = first.shape[-1] == serving.model.d_model
+    k = first.shape[-1] / (1 if split_output else settings.expert_tp)
+    n = sum(row.shape[-2] for row in group.rows) / (settings.expert_tp if split_output else 1)
+    touched = np.maximum(touched, 1e-9)
+    bandwidth = np.asarray(serving.cluster.accelerator.memory_bytes_per_s * serving.rates.expert_share)
+    return _matmul_s(
+        serving, group.name, rows / touched, np.asarray(k, float), n, serving.precision, touched, bandwidth
+    )
+
+
+def cache_token_bytes(serving: Serving, tp: Ints) -> Floats:
+    """Bytes of one token in one layer on a rank of tp, as `cost.cache`, for an array of degrees."""
+    e, degrees = ELEMENT_BYTES[serving.kv_precision], np.asarray(tp)
+    each = {int(degree): cache_bytes_per_token(serving.model, int(degree), e) for degree in np.unique(degrees)}
+    return np.vectorize(each.__getitem__, otypes=[float])(degrees)
+
+
+def _decode_attention_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+    """Every cached token is read once in each pass; with latent attention every head multiplies it."""
+    model, chip = serving.model, serving.cluster.accelerator
+    latent = model.latent_attention
+    width = 2 * latent.kv_rank + latent.rope_dim if latent else model.qk_dim + model.head_dim
+    return ledger.compute(
+        "attention over the cache",
+        "cached = requests / dp * context; reading = cached * cache_bytes / bandwidth; "
+        "computing = 2 * cached * (1 + drafted) * heads / tp * width / rate; "
+        f"(computing ** {SMOOTH:g} + reading ** {SMOOTH:g}) ** {1 / SMOOTH:g}", "s",
+        "each cached token read once; arXiv 2405.04434 for latent attention",
+        requests=batch.requests, dp=settings.dp, context=batch.context, drafted=batch.drafted, heads=model.n_heads,
+        tp=settings.tp, width=width, cache_bytes=cache_token_bytes(serving, settings.tp),
+        bandwidth=chip.memory_bytes_per_s * np.asarray(serving.rates.cache_share),
+        rate=serving.flops_per_s(serving.wide) * np.asarray(serving.rates.cached_share),
+    )  # fmt: skip
+
+
+def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+    """Scores and weighted sums of a prompt's tokens; a token attends to half of its prompt on average."""
+    model = serving.model
+    return ledger.compute(
+        "attention over prompts", "2 * prompt / dp * attended * heads / tp * (qk_dim + c) / rate", "s",
+        "FlashAttention-2, arXiv 2307.08691", prompt=batch.prompt, dp=settings.dp, attended=batch.attended,
+        heads=model.n_heads, tp=settings.tp, qk_dim=model.qk_dim, c=model.head_dim,
+        rate=serving.flops_per_s(serving.wide) * np.asarray(serving.rates.flash_share),
+    )  # fmt: skip
+
+
+def _elementwise_s(serving: Serving, settings: Settings, block: Block, tokens: Floats) -> Floats:
+    """Norms, residual sums, rotation, activation, quantisation: what they read and write."""
+    inner = block.inner / settings.tp
+    if block.experts and serving.model.moe is not None:
+        inner = inner + serving.model.moe.top_k * block.expert_inner / settings.stage_ranks
+    return ledger.compute(
+        "element-wise kernels", "tokens * e * (10 * h + 4 * heads_width / tp + 3 * inner) / bandwidth", "s",
+        "two norms and sums (5 h each), rotation, activation", tokens=tokens, e=serving.wide_bytes,
+        h=serving.model.d_model, heads_width=serving.model.n_heads * serving.model.head_dim, tp=settings.tp,
+        inner=inner, bandwidth=serving.bytes_per_s,
+    )  # fmt: skip
+
+
+def _communication_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -> dict[str, Floats]:
+    """Two all-reduces over tp; with dp attention the experts' one is an exchange of tokens among the whole stage."""
+    if np.max(settings.stage_ranks) == 1:
+        return {}
+    n_bytes = batch.tokens / settings.dp * serving.model.d_model * serving.wide_bytes
+    each = _all_reduce_s(serving, n_bytes, settings.tp)
+    across = (settings.dp > 1) & bool(block.experts)
+    found = {"all-reduces": ledger.compute(
+        "all-reduces", "reductions * small_or_large_all_reduce", "s", "",
+        reductions=np.where(across, 1, block.branches), small_or_large_all_reduce=each,
+    )}  # fmt: skip
+    if np.any(across):
+        found["tokens to experts and back"] = np.where(across, _exchange_s(serving, settings, batch), 0.0)
+    return found
+
+
+def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
+    """The faster of the library's all-reduce and the engine's own kernel, which inside a node reads its part of every
+    other rank's buffer and writes the sum back: a start and 2 S (n-1)/n bytes."""
+    link, rates = serving.cluster.inside, serving.rates
+    own = np.asarray(rates.reduce_s) + 2 * n_bytes * (size - 1) / size / (
+        link.bytes_per_s * np.asarray(rates.link_share)
+    )
+    library = collectives.all_reduce(serving.cluster, n_bytes, size)
+    fastest = np.where(size <= serving.cluster.node_size, np.minimum(own, library), library)
+    return np.where(size > 1, fastest, 0.0)
+
+
+def _exchange_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
+    """Tokens to the ranks of their experts and results back: all-to-alls of each token's copies, or an all-gather and
+    a reduce-scatter of all tokens, whichever is faster."""
+    model, ranks = serving.model, settings.stage_ranks
+    assert model.moe is not None
+    own = batch.tokens / ranks * model.d_model
+    copies = np.minimum(model.moe.top_k, settings.ep)
+    there = collectives.all_to_all(serving.cluster, own * copies * serving.weight_bytes, ranks, 1, "to experts")
+    back = collectives.all_to_all(serving.cluster, own * copies * serving.wide_bytes, ranks, 1, "from experts")
+    whole = batch.tokens * model.d_model
+    gather = collectives.all_gather(serving.cluster, whole * serving.wide_bytes, ranks, 1, "all tokens gathered")
+    scatter = collectives.reduce_scatter(serving.cluster, whole * serving.wide_bytes, ranks, 1, "results summed")
+    return np.minimum(there + back, gather + scatter)

@@ -1,0 +1,66 @@
+"""The model and the trainer of a run file, on this rank."""
+
+from pathlib import Path
+
+import torch
+
+from shardwright.config import RunConfig
+from shardwright.parallel.apply import Fill, apply
+from shardwright.parallel.expert import ReadCounts, read_counts
+from shardwright.parallel.initialise import materialise
+from shardwright.parallel.model import ParallelModel
+from shardwright.run_folder import OFFLOADED
+from shardwright.training.loss_scale import loss_scaler
+from shardwright.training.offload.states import Disk
+from shardwright.training.optimizer import build_optimizer
+from shardwright.training.step import Trainer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""`precision.compute` -> the type of matmuls."""
+
+
+def build_model(
+    config: RunConfig,
+    device: torch.device,
+    *,
+    compiled: bool,
+    fill: Fill = materialise,
+    read: ReadCounts = read_counts,
+) -> ParallelModel:
+    """The part of a run's model that this rank holds; every rank calls it. `compiled`, `fill`, `read`: as in
+    `parallel.apply.apply`."""
+    compute = DTYPES[config.precision.compute]
+    return apply(
+        config.model.spec(),
+        config.layout.layout(),
+        device,
+        seed=config.seed,
+        param_dtype=torch.promote_types(compute, torch.float32),
+        compute_dtype=compute,
+        compile_blocks=compiled,
+        seq_len=config.batch.seq_len,
+        fp8=config.precision.fp8_settings,
+        fill=fill,
+        read=read,
+    )
+
+
+def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device, *, compiled: bool) -> Trainer:
+    """What takes the steps of a run. `compiled`: the loss is."""
+    return Trainer(
+        model,
+        build_optimizer(model.named_parameters, model.spec, config.optimizer, disk_of(config)),
+        device=device,
+        seed=config.seed,
+        clip_norm=config.optimizer.clip_norm,
+        compile_loss=compiled,
+        restart_positions=config.data.positions == "document",
+        scaler=loss_scaler(config.precision),
+    )
+
+
+def disk_of(config: RunConfig) -> Disk | None:
+    """Where the optimizer states of a run are, if that is a disk."""
+    if config.layout.layout().offload_optimizer != "disk":
+        return None
+    return Disk(Path(config.offload_path or Path(config.out) / OFFLOADED))

@@ -1,0 +1,82 @@
+"""Dynamic loss scaling: the loss is multiplied by a scale, so that small gradients are not rounded to 0 in fp16.
+
+Source: Micikevicius et al., arXiv 1710.03740, section 3.2; when the scale changes, as in Megatron-LM's
+`DynamicGradScaler`:
+
+    an overflow          clean = 0; left -= 1; where left <= 0: scale = max(scale / 2, least); the step is skipped
+    a step without one   clean += 1; where clean = window: clean = 0; left = hysteresis; scale = 2 scale
+
+`left` is not raised again by clean steps, so after `hysteresis` overflows every further one halves the scale until it
+is doubled again. The scale is a power of 2, by which gradients are divided without rounding.
+
+The norm of all gradients of the model, which is equal on every rank, is infinite or not a number where any rank's
+gradient is. So the ranks agree on a step without a collective of their own.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import ConfigDict, Field, with_config
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwright.config import PrecisionSection
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass
+class LossScaleState:
+    """What a checkpoint holds of a loss scale. `clean`: steps since the last change or overflow; `left`: overflows
+    until the scale is halved; `skipped`: steps of the run that were skipped."""
+
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    left: Annotated[int, Field(ge=-(2**63), lt=2**63)]
+    clean: Count = 0
+    skipped: Count = 0
+
+
+class LossScaler:
+    """The loss scale of a run, the same on every rank, and the rule by which it changes."""
+
+    def __init__(self, config: PrecisionSection) -> None:
+        self.window, self.hysteresis = config.loss_scale_window, config.loss_scale_hysteresis
+        self.least = config.min_loss_scale
+        self.state = LossScaleState(config.loss_scale, self.hysteresis)
+
+    @property
+    def scale(self) -> float:
+        """What the loss of the next step is multiplied by."""
+        return self.state.scale
+
+    def takes(self, norm: Tensor) -> bool:
+        """Whether a step with gradients of this norm, a scalar that is equal on every rank, is taken and not skipped;
+        changes the scale.
+
+        Reads one number back from the device, as every optimizer step has to be told before it starts. On fake tensors,
+        which have no values, every step is taken.
+        """
+        state = self.state
+        if isinstance(norm, FakeTensor) or bool(torch.isfinite(norm)):
+            state.clean += 1
+            if state.clean == self.window:
+                state.clean, state.left, state.scale = 0, self.hysteresis, 2 * state.scale
+            return True
+        state.clean, state.left, state.skipped = 0, state.left - 1, state.skipped + 1
+        if state.left <= 0:
+            state.scale = max(state.scale / 2, self.least)
+        return False
+
+
+def loss_scaler(config: PrecisionSection) -> LossScaler | None:
+    """That of fp16; None in a type with the range of fp32."""
+    return LossScaler(config) if config.compute == "fp16" else None
+
+
+def skipped_in_words(step: int, scale: float) -> str:
+    """What is said of a skipped step; `scale`: that of the next one."""
+    return (
+        f"step {step} skipped: a gradient overflowed in fp16; weights and optimizer states stay, loss scale {scale:g}"
+    )

@@ -1,0 +1,98 @@
+"""Steps of an optimizer that updates each element on its own, with its states on a disk."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.parallel.norm import as_part, local_part
+from shardwright.training.offload.states import Chunk, Disk, Member, Piece, StatesOnDisk, StoredTensor
+
+
+class OnDisk(Optimizer):
+    """An optimizer whose `step` updates a chunk of elements at a time (`StatesOnDisk`): the same bits as without.
+
+    `state[parameter]` has the counters, which stay in memory, and for each state a tensor on the meta device that has
+    its shape, type and sharding; `stored` has the values.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], disk: Disk) -> None:
+        """`members`: all parameters of `optimizer`."""
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._of_pieces = optimizer
+        self._states = StatesOnDisk(members, disk)
+        for each in members:
+            shapes = {name: _without_values(each.parameter, dtype) for name, dtype in each.dtypes.items()}
+            self.state[each.parameter] = {**each.counters, **shapes}
+
+    def stored(self, parameter: nn.Parameter) -> dict[str, StoredTensor]:
+        """The states of this rank's shard of a parameter, by name."""
+        return self._states.of(parameter)
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The chunks of a step, in order."""
+        return self._states.chunks
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for chunk, data in self._states.in_turn():
+            self._update(chunk, data)
+
+    def _update(self, chunk: Chunk, data: Tensor) -> None:
+        inner, groups = self._of_pieces, defaultdict[int, list[nn.Parameter]](list)
+        inner.state = defaultdict(dict)
+        held = []
+        for piece in chunk.pieces:
+            shard = _shard_of(piece)
+            before = _states_of(piece, data)
+            counters = {name: number.clone() for name, number in piece.member.counters.items()}
+            inner.state[shard] = counters | {n: each.to(shard.device, shard.dtype) for n, each in before.items()}
+            groups[id(piece.member.group)].append(shard)
+            held.append((piece, shard, before))
+        inner.param_groups = [
+            {**group, "params": groups[id(group)]} for group in self.param_groups if id(group) in groups
+        ]
+        assert len(inner.param_groups) == len(groups), "`OptimizerKind.make` has to keep the groups that it is given"
+        inner.step()
+        for piece, shard, before in held:
+            self._keep(piece, inner.state.pop(shard), before)
+        inner.param_groups = []  # they hold gradients
+
+    def _keep(self, piece: Piece, after: dict[str, Any], before: dict[str, Tensor]) -> None:
+        """Take the states of a piece into the bytes of its chunk, and the counters, with the last of its parameter."""
+        for name, value in after.items():
+            if name not in before:
+                if piece.last:
+                    piece.member.counters[name].copy_(value)
+            elif value.data_ptr() != before[name].data_ptr():
+                before[name].copy_(value)
+
+
+def _shard_of(piece: Piece) -> nn.Parameter:
+    """The elements of a piece, a view of its parameter, with their gradient."""
+    parameter, part = piece.member.parameter, slice(piece.first, piece.first + piece.count)
+    shard = nn.Parameter(local_part(parameter.detach()).view(-1)[part])
+    if parameter.grad is not None:
+        shard.grad = local_part(parameter.grad).reshape(-1)[part]
+    return shard
+
+
+def _states_of(piece: Piece, data: Tensor) -> dict[str, Tensor]:
+    """The states of a piece, views of the bytes of its chunk."""
+    return {
+        name: data[at : at + piece.count * piece.member.dtypes[name].itemsize].view(piece.member.dtypes[name])
+        for name, at in piece.at.items()
+    }
+
+
+def _without_values(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape and sharding of a parameter, on the meta device."""
+    empty = torch.empty_like(local_part(parameter.detach()), dtype=dtype, device="meta")
+    if not isinstance(parameter, DTensor):
+        return empty
+    return as_part(empty, parameter, parameter.device_mesh, parameter.placements)

@@ -1,0 +1,31 @@
+"""Number formats at test size: the loss scale of float16 and the blocks of fp8."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwright.config import PrecisionSection
+from shardwright.layout import Layout
+from shardwright.model.number_formats import Fp8, block_of
+from shardwright.model.spec import ModelSpec
+
+LOSS_SCALING = PrecisionSection(compute="fp16", loss_scale=2.0**9, loss_scale_window=1, loss_scale_hysteresis=1)
+"""In float16: the scale changes in every step. Gradients of models at test size overflow above 2^15 and more."""
+OVERFLOW_STEP = 1
+"""The step, 0-based, in which a gradient overflows in float16."""
+
+
+def cut_fp8(fp8: Fp8 | None, spec: ModelSpec, layouts: Sequence[Layout]) -> Fp8 | None:
+    """fp8 for a reduced model: some layers in it where there were, and blocks that divide every shard."""
+    if fp8 is None:
+        return None
+    fp8 = replace(fp8, skip_layers=min(fp8.skip_layers, (spec.n_layers - 1) // 2))
+    return replace(fp8, block=min(block_of(spec, fp8, layout.tp) for layout in layouts))
+
+
+def no_fp8_in(dtype: str, fp8: Fp8) -> str:
+    """Why fp8 is compared in float64 alone, and the way out."""
+    return (
+        f"dtype={dtype!r} with precision.fp8={fp8.recipe!r}: a sum in another order is another number in {dtype}, "
+        f"which may round to the next number of fp8, so that no bound would tell a bug from rounding; valid: "
+        f"dtype='float64', or precision.fp8='none'"
+    )

@@ -1,0 +1,85 @@
+"""Proves that `shardwright dryrun` answers fits with 0, does not fit with 1 and what would, and bad input with 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardwright.cli.main import app
+
+RUN = """
+out = "nowhere"
+steps = 4
+[model]
+preset = "debug"
+n_layers = 2
+[data]
+path = "/no/data/is/needed"
+[batch]
+seq_len = 64
+global_batch = 4
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def dryrun(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["dryrun", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+def test_it_says_what_a_rank_needs_and_whether_it_fits(run_file: Path, tmp_path: Path):
+    page = tmp_path / "dry.html"
+    given = (run_file, "--set", "layout.tp=2", "--ranks", "all", "--json", "--html", page)
+    result = dryrun(*given, "--device-memory", "1GiB")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["fits"]
+    assert found["disagreements"] == []
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    rank = found["ranks"][0]
+    assert rank["peak"]["bytes"] == sum(rank["peak"]["kinds"].values()) == max(each["bytes"] for each in rank["curve"])
+    assert {(each["axis"], each["op"]) for each in rank["traffic"]} >= {("tp", "all-gather"), ("tp", "reduce-scatter")}
+    assert "<svg" in page.read_text()
+
+
+@pytest.mark.prove
+def test_what_does_not_fit_is_answered_with_1(run_file: Path):
+    result = dryrun(run_file, "--device-memory", "64MiB")
+    assert result.exit_code == 1, result.output
+    assert "does not fit" in result.stdout
+    assert "none of the changes that were tried makes it fit" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "the memory of a rank's device is not known; give --device-memory 80GiB"),
+        (("--device-memory", "80"), "device memory 80: a number above 0 and a unit are needed"),
+        (("--device-memory", "80GiB", "--accelerator", "h100"), "both say how much memory there is"),
+        (("--accelerator", "h1000"), "accelerator 'h1000' is not known"),
+        (("--device-memory", "80GiB", "--rank", "0", "--ranks", "all"), "--rank 0 and --ranks all: leave one out"),
+        (("--device-memory", "80GiB", "--ranks", "some"), "--ranks some: valid: all"),
+        (("--device-memory", "80GiB", "--rank", "1"), "rank 1 is not in the world of the layout"),
+        (("--device-memory", "80GiB", "--set", "layout.tp=3"), "tp=3"),
+        (("--device-memory", "80GiB", "--html", "no/such/folder.html"), "there is no folder no/such"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(run_file: Path, arguments: tuple[str, ...], said: str):
+    result = dryrun(run_file, *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.prove
+def test_training_refuses_a_run_that_does_not_fit(run_file: Path):
+    given = ["train", str(run_file), "--dryrun-first", "--set", "memory_gib=0.05"]
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "160"})
+    assert result.exit_code == 2, result.output
+    assert "rank 0 needs" in result.stderr

@@ -1,0 +1,133 @@
+"""Proves that `shardwright plan serve` and `plan evaluate-serving` find, say, write and refuse what they should."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardwright.cli.main import OF_TWO_WORDS, app
+
+ASKED = ("--model", "llama-3.1-8b", "--cluster", "h100:2/2", "--input-len", 1024, "--output-len", 128)
+
+
+def serve(*arguments: object, columns: int = 300) -> Result:
+    return CliRunner().invoke(app, ["plan", "serve", *map(str, arguments)], env={"COLUMNS": str(columns)})
+
+
+def document(*arguments: object, exit_code: int = 0) -> Any:
+    result = serve(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_best_is_told_with_its_times_memory_and_what_others_lose():
+    result = serve(*ASKED, "--concurrency", 32, "--ttft", "1s", "--tpot", "40ms", "--price", 2, "--separate")
+    assert result.exit_code == 0, result.output
+    for part in ("best: ", "tokens/s", "first token", "further token", "weights", "cost", "simulated", "separate"):
+        assert part in result.output, part
+
+
+def test_the_document_holds_what_the_page_tells(tmp_path: Path):
+    found = document(*ASKED, "--precision", "fp8", "--html", tmp_path / "plan.html", "--price", 3)
+    best = found["best"][0]
+    assert best["cost_per_million_tokens"] == pytest.approx(3 / 3600 / best["tokens_per_s_per_accelerator"] * 1e6)
+    assert best["ttft_s"]["p50"] <= best["ttft_s"]["p95"] <= best["ttft_s"]["p99"]
+    page = (tmp_path / "plan.html").read_text()
+    assert f"{best['tokens_per_s']:,.0f}" in page
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+    users = [point["tokens_per_s_per_user"] for point in found["pareto"]]
+    assert users == sorted(users, reverse=True)
+
+
+def test_where_no_layout_fits_it_says_what_would():
+    result = serve("--model", "llama-3.1-405b", "--cluster", "a100:8", "--input-len", 1000, "--output-len", 100)
+    assert result.exit_code == 1
+    assert "nothing fits" in result.output
+    assert "16 accelerators instead of 8" in result.output
+
+
+def test_where_no_layout_keeps_the_limits_it_says_what_the_best_is():
+    result = serve(*ASKED, "--tpot", "10us", "--ttft", "1ms")
+    assert result.exit_code == 1
+    assert "no layout keeps the limits" in result.output
+    assert "shortest time of a further token" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), ("--model is missing", "--cluster is missing", "--input-len is missing", "--output-len is missing")),
+        ((*ASKED, "--precision", "fp6", "--tpot", "40", "--rate", "5"), ("--precision fp6", "--tpot 40", "--rate 5")),
+        ((*ASKED[:3], "a100:8", *ASKED[4:], "--precision", "fp8"), ("a100-80gb has no fp8; it has fp32, bf16, fp16",)),
+        ((*ASKED[:5], 200_000, *ASKED[6:]), ("= 200128 tokens, and llama-3.1-8b is meant for 131072 at most",)),
+        ((*ASKED, "--concurrency", 0, "--top", 0), ("--concurrency 0", "--top 0")),
+        ((*ASKED, "--concurrency", 4, "--rate", "5/s"), ("leave one out",)),
+        ((*ASKED, "--draft-tokens", 3), ("--acceptance",)),
+        ((*ASKED, "--engine", "vlm"), ("--engine vlm", "vllm")),
+        ((*ASKED, "--explain", "tp=3,top=1"), ("--explain top=1",)),
+        ((*ASKED, "--explain", "tp=4"), ("not a layout of h100:2/2; valid: tp 1",)),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(arguments: tuple[object, ...], said: tuple[str, ...]):
+    result = serve(*arguments)
+    assert result.exit_code == 2, result.output
+    for part in said:
+        assert part in result.output, result.output
+    assert "Traceback" not in result.output
+
+
+def test_every_formula_of_a_layout_is_shown_and_comes_to_what_is_priced():
+    found = document(*ASKED, "--explain", "tp=2,batch=8")
+    values = {entry["what"]: entry["value"] for entry in found["formulas"] if entry["section"].startswith("decode")}
+    parts = [entry for entry in found["formulas"] if entry["section"] == "decode: a layer"]
+    (layer,) = [entry for entry in parts if entry["what"] == "a layer"]
+    assert layer["value"] == pytest.approx(sum(layer["inputs"].values()))
+    assert 32 * layer["value"] < values["a token of each request"] < 40 * layer["value"]
+    assert "attention over the cache = " in serve(*ASKED, "--explain", "tp=2,batch=8").output
+
+
+def test_the_evaluation_is_one_document(tmp_path: Path):
+    path = tmp_path / "two.csv"
+    from shardwright.serving.evaluate import MEASUREMENTS
+
+    lines = MEASUREMENTS.read_text().splitlines()
+    path.write_text("\n".join([lines[0], *[line for line in lines if ",trtllm-v0.5," in line][:5]]) + "\n")
+    result = CliRunner().invoke(app, ["plan", "evaluate-serving", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert len(found["rows"]) == 5
+    assert {"id", "predicted", "measured", "skipped"} <= set(found["rows"][0])
+    text = CliRunner().invoke(app, ["plan", "evaluate-serving", str(path), "--rows"]).output
+    assert "left out" in text
+    missing = CliRunner().invoke(app, ["plan", "evaluate-serving", str(tmp_path / "no.csv")])
+    assert missing.exit_code == 2
+
+
+@pytest.mark.parametrize("verb", OF_TWO_WORDS)
+def test_help_imports_nothing_heavy(verb: str):
+    code = (
+        f"import sys; sys.argv = ['shardwright', *{verb.split()!r}, '--help']\n"
+        "from shardwright.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'shardwright.config', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_serving_is_planned_without_torch():
+    code = (
+        "import sys; from typer.testing import CliRunner; from shardwright.cli.main import app\n"
+        f"made = CliRunner().invoke(app, ['plan', 'serve', *{[str(each) for each in ASKED]!r}])\n"
+        "assert made.exit_code == 0, made.output\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,54 @@
+"""Proves what a plan says of optimizer states on a disk: the memory and time of the formulas, and that they are offered
+where nothing else fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwright.cost.estimate import estimate
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.model.presets import PRESETS
+from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
+from shardwright.planner.fixed import fixed_values
+from shardwright.planner.nearest import remedies
+from shardwright.planner.search import search
+
+MODEL = PRESETS["llama-3.1-8b"]
+JOB = Job(model=MODEL, cluster=cluster("h100:2/2"), seq_len=8192, global_batch=64)
+SHARDED = Layout(dp_shard=2, zero=3, recompute="full")
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_memory_falls_by_the_states_and_the_step_is_longer_by_their_way_to_the_disk_and_back(narrow: bool):
+    job = replace(JOB, narrow_states=narrow)
+    in_memory, on_disk = (estimate(job, SHARDED.changed(offload_optimizer=where)) for where in ("none", "disk"))
+    states_bytes = 2 * (2 if narrow else 4) * MODEL.n_parameters / 2
+    fallen = in_memory.memory.kinds["optimizer"] - on_disk.memory.kinds["optimizer"]
+    assert fallen.max() == pytest.approx(states_bytes - OFFLOAD_CHUNK_BYTES)
+    longer_s = on_disk.parts_s["optimizer"] - in_memory.parts_s["optimizer"]
+    assert longer_s == pytest.approx(2 * states_bytes * (1 / 4e9 + 1 / 63e9))
+    assert {k: v for k, v in on_disk.parts_s.items() if k not in ("optimizer", "stragglers")} == {
+        k: v for k, v in in_memory.parts_s.items() if k not in ("optimizer", "stragglers")
+    }
+
+
+def test_a_disk_is_offered_where_nothing_fits_and_found_where_it_is_asked_for():
+    assert not search(JOB).best
+    (offered,) = [each.what for each in remedies(JOB, 0.1) if "disk" in each.what]
+    assert offered == "optimizer states on a disk: --fix offload_optimizer=disk"
+    found = search(JOB, fixed=fixed_values({"offload_optimizer": "disk"})).best
+    assert found
+    assert {each.layout.offload_optimizer for each in found} == {"disk"}
+    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "disk" in each.what]
+
+
+def test_a_disk_of_which_nothing_is_known_has_no_price():
+    chip = replace(JOB.cluster.accelerator, disk_bytes_per_s=0.0)
+    job = replace(JOB, cluster=replace(JOB.cluster, accelerator=chip))
+    with pytest.raises(LayoutError, match=r"no price for it, accelerators\.h100 has no disk_gb_per_s"):
+        estimate(job, SHARDED.changed(offload_optimizer="disk"))
+    with pytest.raises(LayoutError, match=r"optimizer\.name='muon': it updates whole matrices"):
+        estimate(replace(JOB, optimizer="muon"), SHARDED.changed(offload_optimizer="disk"))

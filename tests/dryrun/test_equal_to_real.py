@@ -1,0 +1,78 @@
+"""Proves that a dry run is the real run: on every axis, the messages of a step are those of ranks on gloo, one by one,
+and the bytes that are alive are the same, by kind.
+
+Both are recorded by the same code, which sees what PyTorch dispatches. Numbers of rows of experts, which a dry run
+cannot read, are those of the real run.
+"""
+
+from typing import Any
+
+import pytest
+
+from shardwright.dry_run.record import KINDS, RankRecord
+from shardwright.schedule.registry import names
+from tests.dryrun.worlds import both, run_file
+from tests.marks import rest_prove
+
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "one rank": ("dense", "bf16", {}),
+    "zero 0": ("dense", "fp32", {"dp_replicate": 2}),
+    "zero 0 in bf16": ("dense", "bf16", {"dp_replicate": 2}),
+    "zero 1": ("dense", "bf16", {"dp_shard": 2, "zero": 1}),
+    "zero 2": ("dense", "fp32", {"dp_shard": 2, "zero": 2}),
+    "zero 3": ("dense", "fp32", {"dp_shard": 2}),
+    "hybrid": ("dense", "bf16", {"dp_replicate": 2, "dp_shard": 2}),
+    "tp": ("dense", "fp32", {"tp": 2, "sequence_parallel": False}),
+    "token shards": ("dense", "bf16", {"tp": 2}),
+    "replicated kv heads": ("dense", "bf16", {"tp": 4}),
+    "zigzag": ("dense", "bf16", {"cp": 2}),
+    "ring": ("dense", "fp32", {"cp": 2, "cp_method": "ring"}),
+    "all-gather": ("dense", "bf16", {"cp": 4, "cp_method": "allgather"}),
+    "ulysses": ("dense", "bf16", {"cp": 2, "cp_method": "ulysses"}),
+    "usp": ("dense", "bf16", {"cp": 4, "cp_method": "usp", "ulysses_degree": 2}),
+    "recompute some": ("dense", "bf16", {"dp_shard": 2, "recompute": "selective"}),
+    "recompute all": ("dense", "bf16", {"tp": 2, "recompute": "full"}),
+    "chunked loss": ("dense", "bf16", {"tp": 2, "loss_chunk_tokens": 24}),
+    "ep": ("mixture", "fp32", {"dp_shard": 2, "ep": 2}),
+    "ep and tp": ("mixture", "bf16", {"dp_shard": 2, "tp": 2, "ep": 4, "zero": 2}),
+    "latent attention": ("latent", "bf16", {"tp": 2, "dp_shard": 2, "ep": 2}),
+    "gathered once a step": ("dense", "bf16", {"pp": 2, "dp_shard": 2}),
+    "gathered each micro-batch": ("dense", "fp32", {"pp": 2, "dp_shard": 2, "zero_pp_gather": "microbatch"}),
+    "pipeline of experts": ("mixture", "bf16", {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1}),
+    "pipeline on token shards": ("dense", "bf16", {"pp": 2, "tp": 2, "cp": 2}),
+    "four stages": ("dense", "fp32", {"pp": 4, "pp_schedule": "zb-h1"}),
+} | {
+    f"schedule {name}": ("dense", "fp32", {"pp": 2, "pp_schedule": name})
+    for name in names()
+    if name not in ("auto", "zb-h1", "1f1b")
+}
+QUICK = ("token shards", "gathered each micro-batch")
+
+
+def lines(record: RankRecord) -> list[tuple[object, ...]]:
+    """What the dry run has to say of each message as the real one does: everything."""
+    return [tuple(message) for message in record.messages]
+
+
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, *QUICK))
+def test_messages_and_live_bytes_are_those_of_the_real_run(name: str):
+    model, compute, layout = LAYOUTS[name]
+    for real, dry in both(run_file(model, layout, compute)):
+        assert lines(dry) == lines(real)
+        assert [moment.action for moment in dry.curve] == [moment.action for moment in real.curve]
+        assert dry.peak.n_bytes == pytest.approx(real.peak.n_bytes, rel=0.01)
+        for kind in KINDS:
+            whole = real.peak.n_bytes
+            assert dry.peak.kinds[kind] == pytest.approx(real.peak.kinds[kind], rel=0.01, abs=0.002 * whole), kind
+        assert dry.flops == real.flops
+
+
+@pytest.mark.prove
+def test_micro_batches_that_are_not_run_are_counted():
+    table = run_file("dense", {"dp_shard": 2, "zero": 2}, "bf16")
+    table["batch"]["global_batch"] = 7 * 4  # of which three are run dry
+    for real, dry in both(table):
+        assert dry.repeats == {"0F1": 5, "0B1": 5}
+        assert dry.sent == real.sent
+        assert dry.flops == real.flops
+        assert dry.peak.n_bytes == pytest.approx(real.peak.n_bytes, rel=0.01)

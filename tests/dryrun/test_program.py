@@ -1,0 +1,94 @@
+"""Proves what of a dry run no real run on a CPU can be compared with: the paths of a GPU, large worlds, bad input."""
+
+from typing import Any
+
+import pytest
+
+from shardwright.config import parse
+from shardwright.dry_run.program import dry_rank
+from shardwright.dry_run.record import RankRecord
+from shardwright.dry_run.run import DryRun, How, dry_run, how_of
+from shardwright.errors import InputError, LayoutError
+from shardwright.units import GiB
+from tests.distributed import run_ranks
+from tests.dryrun.worlds import Table, run_file
+
+# Attention on a GPU is by flash kernels with other operations; a reduce-scatter of token shards is one call there.
+ON_GPUS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zigzag": {"cp": 2},
+    "ring": {"cp": 2, "cp_method": "ring"},
+    "all-gather": {"cp": 2, "cp_method": "allgather"},
+    "usp": {"cp": 4, "cp_method": "usp", "ulysses_degree": 2},
+}
+
+
+def dry(table: Table, rank: int, gpu: bool) -> RankRecord:
+    return dry_rank(parse(table), rank, gpu=gpu)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_the_paths_of_a_gpu_send_and_keep_the_same(name: str):
+    table = run_file("dense", ON_GPUS[name], "bf16")
+    on_cpu, on_gpu = (run_ranks(dry, 1, table, 0, gpu)[0] for gpu in (False, True))
+    assert [message.content for message in on_gpu.messages] == [message.content for message in on_cpu.messages]
+    # A fused norm keeps its input and a number a row; on a CPU a norm keeps more.
+    assert 0.5 < on_gpu.peak_of_kinds["activations"] / on_cpu.peak_of_kinds["activations"] < 1
+    for kind in ("parameters", "gradients", "states"):
+        # Blocks of 512 bytes, of which these tensors have few.
+        assert on_gpu.peak_of_kinds[kind] == pytest.approx(on_cpu.peak_of_kinds[kind], rel=0.1), kind
+
+
+@pytest.mark.prove
+def test_a_reduce_scatter_of_token_shards_is_one_call_on_a_gpu():
+    table = run_file("dense", {"tp": 2}, "bf16")
+    on_cpu, on_gpu = (run_ranks(dry, 1, table, 0, gpu)[0].sent for gpu in (False, True))
+    assert on_gpu["tp", "reduce-scatter"] == on_cpu["tp", "all-to-all"]
+    assert on_gpu["tp", "all-gather"] == on_cpu["tp", "all-gather"]
+
+
+def large(tmp: str = "none", **layout: Any) -> Table:
+    return {
+        "out": tmp,
+        "steps": 1,
+        "model": {"preset": "llama-3.1-8b", "n_layers": 2},
+        "data": {"path": "none"},
+        "batch": {"seq_len": 8192, "global_batch": 1024},
+        "layout": layout,
+        "precision": {"compute": "bf16"},
+    }
+
+
+@pytest.mark.prove
+def test_a_rank_of_a_thousand_has_its_shards():
+    table = large(dp_shard=128, tp=8)
+    found = dry_run(parse(table), How(80 * GiB), rank=777, remedies=False)
+    (record,) = found.records
+    n_parameters = parse(table).model.spec().n_parameters
+    assert record.peak_of_kinds["parameters"] == pytest.approx(4 * n_parameters / 1024, rel=0.01)
+    assert record.peak_of_kinds["states"] == pytest.approx(8 * n_parameters / 1024, rel=0.01)
+    assert record.repeats == {"0F1": 6, "0B1": 6}
+    assert found.fits
+
+
+@pytest.mark.prove
+def test_what_does_not_fit_has_a_remedy_that_does():
+    table = large(dp_shard=8)
+    without = dry_run(parse(table), How(80 * GiB), remedies=False)
+    memory_bytes = 0.95 * without.fullest.peak.n_bytes
+    found: DryRun = dry_run(parse(table), How(memory_bytes))
+    assert not found.fits
+    assert found.remedies
+    assert all(each.needed_bytes <= found.how.limit_bytes for each in found.remedies)
+
+
+def test_a_rank_outside_of_the_world_is_refused():
+    with pytest.raises(LayoutError, match="rank 2 is not in the world of the layout; valid: 0 to 1"):
+        dry_run(parse(run_file("dense", {"tp": 2})), How(GiB), rank=2)
+
+
+def test_every_wrong_choice_is_told_at_once():
+    with pytest.raises(InputError) as told:
+        how_of("80", "tpu", 1, 0.5)
+    assert len(told.value.problems) == 4

@@ -1,0 +1,187 @@
+"""Proves that matmuls in fp8 round their operands to the numbers of the format, part by part, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwright.layout import Layout
+from shardwright.model import matmul
+from shardwright.model.fp8 import FORWARD, GRADIENT, Fp8Linear, product, scaled_mm, use_fp8
+from shardwright.model.init import initialise
+from shardwright.model.number_formats import Fp8, block_of, problems
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import MoESpec
+from shardwright.model.transformer import Transformer
+
+RECIPES = {
+    "tensorwise": Fp8("tensorwise"),
+    "rowwise": Fp8("rowwise"),
+    "blockwise": Fp8("blockwise", weight_gradient=False, block=8),
+}
+DEBUG = replace(PRESETS["debug"], n_layers=4)
+
+
+def numbers(dtype: torch.dtype) -> Tensor:
+    """Every finite number of a format of 8 bits, in order, from its bits: sign, exponent, significand."""
+    exponent_bits, significand_bits = (4, 3) if dtype == torch.float8_e4m3fn else (5, 2)
+    bias, found = 2 ** (exponent_bits - 1) - 1, []
+    for e in range(2**exponent_bits):
+        for m in range(2**significand_bits):
+            fraction = m / 2**significand_bits
+            value = 2.0 ** (e - bias) * (1 + fraction) if e else 2.0 ** (1 - bias) * fraction
+            found.append(value)
+    largest = 448.0 if exponent_bits == 4 else 57344.0
+    positive = torch.tensor([value for value in found if value <= largest], dtype=torch.float64)
+    return torch.cat([-positive.flip(0), positive]).unique()
+
+
+def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far each element is from the nearest number of the format."""
+    return (x[..., None] - numbers(dtype)).abs().amin(-1)
+
+
+def parts(recipe: str, rows: int, x_RK: Tensor) -> Tensor:
+    """The largest absolute value of the part of each element that has one scale."""
+    if recipe == "tensorwise":
+        return x_RK.abs().max().expand_as(x_RK)
+    if recipe == "rowwise":
+        return x_RK.abs().max(1, keepdim=True).values.expand_as(x_RK)
+    amax_RK = torch.empty_like(x_RK)
+    for i in range(0, len(x_RK), rows):
+        for j in range(0, x_RK.shape[1], 8):
+            amax_RK[i : i + rows, j : j + 8] = x_RK[i : i + rows, j : j + 8].abs().max()
+    return amax_RK
+
+
+def check_rounding(recipe: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    # Rows and columns of very different sizes, so that scales of other parts would show.
+    spread = torch.logspace(-6, 2, 24, dtype=torch.float64)
+    x_RK = torch.randn(24, 16, generator=generator, dtype=torch.float64) * spread[:, None] * spread[:16]
+    computes = Fp8Linear(RECIPES[recipe])
+    for dtype, rows in ((FORWARD, 1), (FORWARD, 8), (GRADIENT[recipe], 1)):
+        found = computes.scaled(x_RK, dtype, None, None, rows)
+        assert found.values.dtype == dtype
+        assert nearest(found.values.double(), dtype).max() == 0
+        largest = numbers(dtype).max()
+        scale_RK = (parts(recipe, rows, x_RK) / largest).float().double()
+        error = (found.values.double() - (x_RK / scale_RK).clamp(-largest, largest)).abs()
+        assert torch.allclose(error, nearest((x_RK / scale_RK).clamp(-largest, largest), dtype), rtol=1e-6, atol=0)
+        assert torch.equal(found.wide(torch.float64), found.values.double() * scale_RK)
+
+
+def test_operands_are_rounded_to_the_nearest_number_of_the_format():
+    for recipe in RECIPES:
+        check_rounding(recipe)
+
+
+def test_every_operand_has_the_type_of_its_recipe():
+    """Matmuls of operands rounded to other formats are other numbers, so they are compared with plain float64."""
+    generator = torch.Generator().manual_seed(2)
+    x_ND, weight_FD, dy_NF = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((32, 16), (24, 16), (32, 24))
+    )
+    for recipe, settings in RECIPES.items():
+        computes, gradient = Fp8Linear(settings), GRADIENT[recipe]
+        assert (gradient == torch.float8_e5m2) == (recipe == "tensorwise")
+
+        def rounded(x_RK: Tensor, dtype: torch.dtype, rows: int, computes: Fp8Linear = computes) -> Tensor:
+            return computes.scaled(x_RK, dtype, None, None, rows).wide(torch.float64)
+
+        y_NF = rounded(x_ND, FORWARD, 1) @ rounded(weight_FD, FORWARD, 8).T
+        dx_ND = rounded(dy_NF, gradient, 1) @ rounded(weight_FD.T, FORWARD, 8).T
+        assert torch.equal(computes.forward(x_ND, weight_FD), y_NF)
+        assert torch.equal(computes.input_gradient(dy_NF, weight_FD), dx_ND)
+        assert 1e-3 < (y_NF - x_ND @ weight_FD.T).norm() / y_NF.norm() < 0.1
+        if settings.weight_gradient:
+            dweight_FD = rounded(dy_NF.T, gradient, 1) @ rounded(x_ND.T, FORWARD, 1).T
+            assert torch.equal(computes.weight_gradient(dy_NF, x_ND), dweight_FD)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_pytorchs_matmul_in_fp8_gives_the_same(recipe: str, dtype: torch.dtype):
+    """What GPUs run, where PyTorch has it for CPUs, too; its outputs are rounded to bf16."""
+    generator = torch.Generator().manual_seed(3)
+    a_MK, b_NK = (torch.randn(shape, generator=generator).bfloat16() for shape in ((48, 64), (32, 64)))
+    computes = Fp8Linear(RECIPES[recipe])
+    a = computes.scaled(a_MK, dtype, None, None, 1)
+    b = computes.scaled(b_NK, FORWARD, None, None, 1)
+    expected = product(a, b, torch.float64)
+    found = scaled_mm(a, b, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - expected).norm() / expected.norm() < 2.0**-8
+
+
+def test_the_matmuls_of_the_layers_are_in_fp8_but_those_that_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    spec = replace(DEBUG, moe=MoESpec(n_experts=4, top_k=2, d_ffn=16, n_shared=1, first_dense=2))
+    for skip, expected in ((0, {0, 1, 2, 3}), (1, {1, 2})):
+        model = Transformer(spec)
+        fp8 = Fp8("tensorwise", skip_layers=skip)
+        use_fp8(model, spec, fp8)
+        inside = {name for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
+        attention = {f"layers.{layer}.attention.{name}" for layer in expected for name in "qkvo"}
+        networks = {
+            f"layers.{layer}.ffn.{'shared.' * (layer >= 2)}{name}"
+            for layer in expected
+            for name in ("gate", "up", "down")
+        }
+        assert inside == attention | networks
+
+
+def test_what_autograd_saves_is_as_large_as_without_fp8():
+    found = []
+    for fp8 in (None, *RECIPES.values()):
+        model = Transformer(DEBUG)
+        initialise(model, DEBUG, seed=0)
+        if fp8 is not None:
+            use_fp8(model, DEBUG, fp8)
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logits_BTV = model(torch.zeros(2, 16, dtype=torch.long))
+            found.append(sum(kept.values()))
+        logits_BTV.sum().backward()
+    assert len(set(found)) == 1, found
+
+
+def test_gradients_of_a_linear_are_those_of_its_matmuls():
+    computes = Fp8Linear(RECIPES["rowwise"])
+    x, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((2, 8, 16), (24, 16), (24,)))
+    dy = torch.randn(2, 8, 24)
+    for saves_first in (False, True):
+        y = matmul.linear(x, weight, bias, fp8=computes, saves_first=saves_first)
+        gradients = torch.autograd.grad(y, (x, weight, bias), dy)
+        expected = (computes.input_gradient(dy, weight), computes.weight_gradient(dy, x), dy.sum((0, 1)))
+        assert torch.equal(y, computes.forward(x, weight) + bias)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "layout", "tokens", "said"),
+    [
+        (Fp8("tensorwise"), Layout(), 24, ["24 tokens", "no multiple of 16", "fp8_weight_gradient=false"]),
+        (Fp8("tensorwise", skip_layers=2), Layout(), 32, ["leaves none of the 4 layers", "valid: 0 to 1"]),
+        (Fp8("blockwise", weight_gradient=False), Layout(tp=2), 32, ["multiples of 128", "lower layout.tp"]),
+        (Fp8("rowwise"), Layout(tp=4), 32, ["tp=4 above 2 kv heads", "valid: tp up to 2"]),
+    ],
+)
+def test_what_cannot_be_computed_in_fp8_is_refused_with_the_way_out(fp8, layout, tokens, said):
+    told = "\n".join(problems(DEBUG, layout, fp8, tokens))
+    for words in said:
+        assert words in told
+
+
+def test_sizes_that_are_no_multiple_of_16_are_refused_all_at_once():
+    spec = replace(DEBUG, d_ffn=DEBUG.d_ffn + 8)
+    (told,) = problems(spec, Layout(), Fp8("tensorwise"), 32)
+    assert f"ffn.up.weight: {spec.d_ffn} output features" in told
+    assert f"ffn.down.weight: {spec.d_ffn} input features" in told
+    assert list(problems(DEBUG, Layout(), Fp8("tensorwise"), 32)) == []
+    assert block_of(spec, Fp8("blockwise", weight_gradient=False), 2) == 4

@@ -1,0 +1,71 @@
+"""The interval of a step time: its width by hand, wider where less is known, and true of runs that were left out."""
+
+from dataclasses import replace
+from math import exp
+
+import numpy as np
+import pytest
+
+from shardwright.cost.calibration import CALIBRATED, LEFT_OUT
+from shardwright.cost.step import StepTime, step_time
+from shardwright.planner.choice import read
+from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
+from shardwright.planner.headline import headline
+from shardwright.planner.interval import features, interval_s
+from shardwright.planner.search import Priced
+from shardwright.planner.tie import complexity, simplest
+from tests.cost.jobs import candidates, job
+
+COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05}
+
+
+def test_the_width_is_that_of_the_formula():
+    the_job = job("mixtral-8x7b", precision="fp8")
+    time = StepTime({"matmuls": np.array([6.0]), "attention": np.array([2.0]), "pipeline": np.array([2.0])})
+    by = replace(CALIBRATED, interval=COEFFICIENTS)
+    low, high = interval_s(the_job, time, by)
+    width = exp(0.1 + 0.2 * 0.2 + 0.3 + 0.05)
+    assert (float(low[0]), float(high[0])) == pytest.approx((10 / width, 10 * width))
+
+
+def test_a_run_that_communicates_more_is_known_less_well():
+    quiet, loud = candidates(dp_shard=64, zero=1), candidates(tp=16, dp_shard=4, zero=1)
+    widths = []
+    for of in (quiet, loud):
+        time = step_time(job(), of)
+        assert features(job(), time)[0, 0] == 1
+        low, high = interval_s(job(), time, CALIBRATED)
+        widths.append(float(high[0] / low[0]))
+    assert widths[1] > widths[0] > 1
+
+
+def test_no_coefficient_narrows_an_interval():
+    for each in (CALIBRATED, *LEFT_OUT.values()):
+        assert min(each.interval.values()) >= 0
+        assert each.interval["base"] > 0
+
+
+@pytest.mark.prove
+def test_four_of_five_runs_of_families_that_were_left_out_are_inside():
+    everything = evaluate(MEASURED_RUNS).families
+    (whole,) = (each for each in everything if each.group == "all" and each.quantity == "step time")
+    assert whole.n > 450
+    assert whole.inside is not None
+    assert 0.75 <= whole.inside <= 0.9
+
+
+def test_the_simplest_layout_within_the_interval_is_the_one_with_the_fewest_axes():
+    the_job = job(on="h100:8", global_batch=128)
+
+    def priced(text: str) -> Priced:
+        return Priced.of(the_job, read(text))
+
+    best = priced("pp=2,pp_schedule=interleaved-1f1b,virtual_stages=4,dp_shard=4,zero=1,recompute=selective")
+    plain, piped = priced("dp_shard=8,zero=2,recompute=selective"), priced("pp=2,dp_shard=4,zero=1")
+    slow = priced("dp_shard=8,zero=2,recompute=full")
+    assert complexity(plain.layout)[0] == 0
+    assert complexity(best.layout) > complexity(piped.layout) > complexity(plain.layout)
+    assert plain.step_s < headline(best).interval_s[1] < slow.step_s
+    assert simplest(best, [best, piped, plain, slow]) is plain
+    assert simplest(best, [best, slow]) is None
+    assert simplest(plain, [best, piped]) is None

@@ -1,0 +1,1 @@
+"""Tests of serving: prices, the simulated scheduler, the search, published measurements."""

@@ -1,0 +1,147 @@
+"""The simulated scheduler against one that goes pass by pass, and against what no scheduler can change."""
+
+from collections import deque
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from shardwright.serving.setting import Degrees
+from shardwright.serving.simulate import (
+    PassTable,
+    Request,
+    Scheduler,
+    closed_loop,
+    lengths,
+    poisson,
+    run,
+    steady_loop,
+)
+from tests.serving.cases import serving
+
+
+@cache
+def a_table() -> PassTable:
+    there = serving("llama-3.1-8b", "h100:1/1")
+    return PassTable(replace(there, rates=replace(there.rates, launch_s=1e-5)), Degrees(1), 2048)
+
+
+def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], users: int | None) -> np.ndarray:
+    """Times of first and last tokens, (n, 2): every pass on its own, in the plainest way."""
+    sent = [each.arrival_s for each in requests]
+    times = np.zeros((len(requests), 2))
+    later = deque(range(len(requests)))
+    coming = [later.popleft() for _ in range(min(users or len(requests), len(requests)))]
+    waiting: list[int] = []
+    read: dict[int, int] = {}
+    left: dict[int, int] = {}
+    cached: dict[int, int] = {}
+    now = requests[0].arrival_s
+    while coming or waiting or read or left:
+        arrived = sorted((i for i in coming if sent[i] + table.arrive_s <= now), key=lambda i: (sent[i], i))
+        coming = [i for i in coming if i not in arrived]
+        waiting += arrived
+        while waiting and len(left) + len(read) < limit.max_batch:
+            held = sum(requests[i].input_len + requests[i].output_len / 2 for i in (*left, *read))
+            first = requests[waiting[0]]
+            if held + first.input_len + first.output_len / 2 > limit.cache_tokens and held:
+                break
+            read[waiting.pop(0)] = 0
+        if not read and not left:
+            now = min(sent[i] for i in coming) + table.arrive_s
+            continue
+        decoding = list(left) if limit.mixed or not read else []
+        room, tokens, pairs, ready = max(1, limit.max_tokens - len(decoding)), 0, 0.0, []
+        for i in list(read):
+            if tokens >= room:
+                break
+            chunk = min(requests[i].input_len - read[i], room - tokens)
+            pairs += chunk * (read[i] + chunk / 2)
+            tokens, read[i] = tokens + chunk, read[i] + chunk
+            if read[i] == requests[i].input_len:
+                ready.append(i)
+        if tokens:
+            over = sum(cached[i] for i in decoding)
+            now += table.read_s(tokens + len(decoding), pairs, len(decoding), over)
+        else:
+            now += table.decode_s(len(decoding)) + table.cached_s * sum(cached[i] for i in decoding)
+        ended = []
+        for i in decoding:
+            left[i], cached[i] = left[i] - 1, cached[i] + 1
+            ended += [i] if left[i] == 0 else []
+        for i in ready:
+            del read[i]
+            times[i, 0] = now
+            left[i], cached[i] = requests[i].output_len - 1, requests[i].input_len
+            ended += [i] if left[i] == 0 else []
+        for i in ended:
+            del left[i], cached[i]
+            times[i, 1] = now
+            if later:
+                coming.append(later[0])
+                sent[later.popleft()] = now
+    return times - np.array(sent)[:, None]
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill first"])
+@pytest.mark.parametrize("users", [None, 7], ids=["poisson", "closed loop"])
+def test_passes_computed_at_once_are_those_computed_one_by_one(mixed: bool, users: int | None):
+    table = a_table()
+    limit = Scheduler(max_batch=5, max_tokens=300, cache_tokens=1500, mixed=mixed)
+    ins, outs = lengths(900, 0.1, 40, seed=5), lengths(60, 0.1, 40, seed=6)
+    requests = poisson(20.0, ins, outs) if users is None else closed_loop(ins, outs)
+    found = run(table, limit, requests, users)
+    expected = pass_by_pass(table, limit, requests, users)
+    assert found.ttft_s == pytest.approx(expected[:, 0], rel=1e-9)
+    assert found.e2e_s == pytest.approx(expected[:, 1], rel=1e-9)
+
+
+def test_one_request_takes_its_prompt_and_its_tokens():
+    table = a_table()
+    limit = Scheduler(max_batch=8, max_tokens=2048, cache_tokens=1e6)
+    found = run(table, limit, [Request(0.0, 1000, 11)])
+    first = table.arrive_s + table.read_s(1000, 1000 * 500, 0, 0)
+    further = sum(table.decode_s(1) + table.cached_s * (1000 + k) for k in range(10))
+    assert found.ttft_s[0] == pytest.approx(first)
+    assert found.e2e_s[0] == pytest.approx(first + further)
+    assert found.tpot_s[0] == pytest.approx(further / 10)
+
+
+def test_users_of_a_steady_loop_are_always_there():
+    table = a_table()
+    limit = Scheduler(max_batch=64, max_tokens=2048, cache_tokens=1e6)
+    found = steady_loop(table, limit, 512, 128, users=16, rounds=12)
+    rate = 16 * 128 / found.e2e_s.mean()  # Little's law
+    assert rate == pytest.approx(found.tokens_per_s, rel=0.1)
+
+
+def test_a_faster_arrival_waits_longer_and_more_than_capacity_ever_longer():
+    table = a_table()
+    limit = Scheduler(max_batch=16, max_tokens=2048, cache_tokens=1e6)
+    ins, outs = [512] * 300, [64] * 300
+    waits = [run(table, limit, poisson(rate, ins, outs)).ttft_s for rate in (1.0, 10.0, 1000.0)]
+    assert waits[0].mean() < waits[1].mean() < waits[2].mean()
+    assert waits[2][200:].mean() > 2 * waits[2][:100].mean()
+
+
+def test_a_longer_prompt_of_as_many_tokens_has_more_attention():
+    table = a_table()
+    assert table.pair_s > 0
+    assert table.read_s(8192, 8192 * 4096, 0, 0) > table.read_s(8192, 8192 * 512, 0, 0) > table.least_s
+
+
+def test_a_request_larger_than_the_cache_is_served_alone():
+    table = a_table()
+    limit = Scheduler(max_batch=16, max_tokens=512, cache_tokens=100)
+    found = run(table, limit, closed_loop([400, 400], [4, 4]), 2)
+    assert found.ttft_s[1] > found.e2e_s[0]
+
+
+def test_more_accepted_tokens_end_sooner():
+    table = a_table()
+    plain, drafted = (
+        run(table, Scheduler(8, 2048, 1e6, accepted=accepted), closed_loop([256] * 8, [101] * 8), 8).e2e_s.mean()
+        for accepted in (1.0, 2.5)
+    )
+    assert drafted < 0.6 * plain

@@ -1,0 +1,109 @@
+"""Times of a pass against what can be counted by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardwright.cost.cache import cache_bytes_per_token
+from shardwright.serving import forms
+from shardwright.serving.memory import BLOCK_TOKENS, largest_batch, memory
+from shardwright.serving.setting import Batch, Degrees, Settings
+from shardwright.serving.work import latency_s, period_s
+from tests.serving.cases import IDEAL, serving
+
+ONE = Settings.of([Degrees(1)])
+
+
+def test_a_token_of_one_request_takes_as_long_as_reading_weights_and_cache():
+    there = serving(rates=IDEAL)
+    found = forms.decode_s(there, ONE, 1.0, 1000.0)
+    model, bandwidth = there.model, there.cluster.accelerator.memory_bytes_per_s
+    weights = 2 * (model.n_parameters - model.vocab_size * model.d_model)  # the embedding is looked up, not read
+    cache = 1000 * model.n_layers * cache_bytes_per_token(model, 1, 2)
+    assert float(found[0]) == pytest.approx((weights + cache) / bandwidth, rel=0.01)
+
+
+def test_a_long_prompt_takes_as_long_as_its_flops():
+    there = serving(rates=IDEAL)
+    tokens = 4096
+    found = float(latency_s(there, ONE, Batch(prompt=tokens, attended=tokens / 2, logits=1))[0])
+    model = there.model
+    matmuls = 2 * (model.n_matmul_parameters - model.vocab_size * model.d_model) * tokens
+    attention = 2 * model.n_layers * model.n_heads * 2 * model.head_dim * tokens * tokens / 2
+    least = (matmuls + attention) / float(there.flops_per_s("bf16"))
+    assert least < found < 1.35 * least  # waves of tiles that are not full, element-wise kernels
+
+
+def test_experts_that_a_batch_touches_are_those_that_random_choices_touch():
+    there = serving("qwen3-235b-a22b", "h100:8", precision="fp8", rates=replace(IDEAL, matmul_share=1e9))
+    settings, moe = Settings.of([Degrees(8, ep=8)]), there.model.moe
+    assert moe is not None
+    random = np.random.default_rng(0)
+    for tokens in (1, 16, 200):
+        seconds = float(period_s(there, settings, Batch(requests=tokens, logits=tokens))[0])
+        dense = replace(there, rates=replace(there.rates, expert_share=1e9))
+        of_experts = seconds - float(period_s(dense, settings, Batch(requests=tokens, logits=tokens))[0])
+        chosen = [random.permuted(np.tile(np.arange(128), (tokens, 1)), axis=1)[:, : moe.top_k] for _ in range(300)]
+        touched = float(np.mean([len(np.unique(each)) for each in chosen])) / 8
+        expert_bytes = 3 * there.model.d_model * moe.d_ffn
+        reading = there.model.n_layers * touched * expert_bytes / there.cluster.accelerator.memory_bytes_per_s
+        assert of_experts == pytest.approx(reading, rel=0.1), tokens
+
+
+def test_time_grows_with_requests_context_and_prompts():
+    there = serving("llama-3.1-70b", "h100:8", precision="fp8")
+    settings = Settings.of([Degrees(tp) for tp in (1, 2, 4, 8)])
+    base = Batch(requests=8.0, context=1000.0, logits=8.0)
+    least = period_s(there, settings, base)
+    for more in ({"requests": 64.0}, {"context": 8000.0}, {"prompt": 512.0, "attended": 256.0}, {"drafted": 4.0}):
+        assert (period_s(there, settings, replace(base, **more)) > least).all(), more
+    assert (np.diff(least) < 0).all()  # and less with tp
+
+
+def test_a_pipeline_has_as_many_tokens_a_second_and_waits_for_its_stages():
+    there = serving("llama-3.1-70b", "h100:8", rates=IDEAL)
+    one, four = (Settings.of([Degrees(1, pp)]) for pp in (1, 4))
+    together = period_s(there, one, Batch(requests=1.0, logits=1.0))
+    apart = period_s(there, four, Batch(requests=4.0, logits=4.0))
+    assert float(apart[0]) == pytest.approx(float(together[0]), rel=0.1)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "qwen3-235b-a22b", "gpt-20b"])
+def test_weights_and_cache_of_one_rank_are_those_of_the_model(model: str):
+    there = serving(model, "h100:1/1")
+    found = memory(there, ONE, 1024)
+    assert float(found.weights[0]) == 2 * there.model.n_parameters
+    each = there.model.n_layers * cache_bytes_per_token(there.model, 1, 2)
+    assert float(found.token[0]) == each
+
+
+def test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not():
+    there = serving("deepseek-v3", "h100:8")
+    found = memory(there, Settings.of([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), 1024)
+    experts = sum(block.expert_numel * len(layers) for block, layers in _blocks(there).items())
+    rest = there.model.n_parameters - experts
+    assert float(found.weights[1]) == pytest.approx(2 * (experts / 8 + rest), rel=1e-3)
+    assert float(found.weights[0]) < float(found.weights[1])
+
+
+def _blocks(there):  # type: ignore[no-untyped-def]
+    from shardwright.cost.blocks import blocks
+
+    return blocks(there.model)
+
+
+def test_the_largest_batch_fills_the_cache_and_one_more_does_not_fit():
+    there = serving("llama-3.1-8b", "h100:1/1")
+    held = memory(there, ONE, 8192)
+    n = float(largest_batch(there, ONE, 1000, 8192)[0])
+    each = float(held.token[0]) * (1000 + BLOCK_TOKENS / 2)
+    assert n * each <= float(held.cache[0]) < (n + 1) * each
+
+
+def test_a_prompt_lengthens_a_pass_by_less_where_several_share_it():
+    there = serving()
+    alone, together = (
+        float(forms.prompt_in_passing_s(there, ONE, 32.0, 576, 512, prompts)[0]) for prompts in (1.0, 8.0)
+    )
+    assert 0 < together < alone

@@ -1,0 +1,79 @@
+"""Bugs of fp8: a scale of a shard and not of the whole tensor, a scale of another micro-batch, another format."""
+
+from typing import Any
+
+from shardwright.layout import Layout
+from shardwright.model.number_formats import Fp8
+from tests.mutation import Mutation
+from tests.training.bugs.bug import LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
+
+_USE, _SCALED = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scaled"
+_SCALE = "(amax.clamp(min=_LEAST) / largest).float()"
+_CROSSED = '{"tensorwise": (along_rows, along_k), "rowwise": (along_k,), "blockwise": ()}'
+_TENSORWISE, _ROWWISE = Fp8("tensorwise"), Fp8("rowwise")
+_TYPES = "tests/model/test_fp8.py:test_every_operand_has_the_type_of_its_recipe"
+
+
+def _bug(function: str, before: str, after: str, *layouts: Layout, fp8: Fp8 = _TENSORWISE, **spec: Any) -> Bug:
+    return Bug(Mutation(function, before, after), list(layouts), fp8=fp8, spec=spec)
+
+
+REDUCTION: dict[str, AnyBug] = {
+    "fp8: the scale of a row-parallel input is that of a shard": _bug(
+        _USE, "Shared(maximum(*context), inputs=maximum(tp))", "Shared(maximum(*context))", TP, SP
+    ),
+    "fp8: the scale of a column-parallel output's gradient is that of a shard": _bug(
+        _USE, "Shared(maximum(*context), outputs=maximum(tp))", "Shared(maximum(*context))", TP, SP
+    ),
+    "fp8: the scale of an activation is that of the tokens of a rank of cp": _bug(
+        _USE, "(groups.cp_ring, groups.cp_ulysses)", "(None, None)", ZIGZAG, Layout(cp=2, cp_method="ulysses")
+    ),
+    "fp8: the scale of a replicated linear is that of its token shard": _bug(
+        _USE, "tp if layout.token_shards else None", "None", SP, n_kv_heads=4, latent_attention=LATENT
+    ),
+    "fp8: scales of rows are those of a shard of the row": _bug(
+        _SCALED, _CROSSED, _CROSSED.replace("(along_k,)", "()"), TP, SP, ZIGZAG, fp8=_ROWWISE
+    ),
+    "fp8: largest values are summed over ranks": _bug(
+        "shardwright.parallel.fp8:_maximum", "dist.ReduceOp.MAX", "dist.ReduceOp.SUM", TP, ZIGZAG
+    ),
+}
+STALE: dict[str, AnyBug] = {
+    "fp8: the scale of the first micro-batch is kept": _bug(
+        _SCALED, _SCALE, f"self.__dict__.setdefault(str((dtype, rows, x_RK.shape)), {_SCALE})", ZERO_0, ZERO_3
+    ),
+}
+SHARD: dict[str, AnyBug] = {
+    "fp8: the layers that are left out are counted from the start of a stage": _bug(
+        _USE,
+        "fp8.rows(model.spec, int(number))",
+        "fp8.rows(model.spec, list(model.layers).index(number))",
+        PP,
+        fp8=Fp8("tensorwise", skip_layers=1),
+        n_layers=4,
+    ),
+}
+DTYPE: dict[str, AnyBug] = {
+    "fp8: a gradient of weights that is deferred is not in fp8": _bug(
+        "shardwright.parallel.deferred:_add_gradient",
+        "weight.grad = matmul.weight_gradient(dy, x, counts_E, fp8=fp8)",
+        "weight.grad = matmul.weight_gradient(dy, x, counts_E)",
+        ZB,
+    ),
+    "fp8: gradients are in e4m3 where e5m2 was asked for": UnitBug(
+        Mutation("shardwright.model.fp8:Fp8Linear.input_gradient", "self.gradient", "FORWARD"), _TYPES
+    ),
+    "fp8: the gradient of a weight takes dy in e4m3 where e5m2 was asked for": UnitBug(
+        Mutation("shardwright.model.fp8:Fp8Linear.weight_gradient", "self.gradient", "FORWARD"), _TYPES
+    ),
+}
+SCALE: dict[str, AnyBug] = {
+    "fp8: the scale goes by the largest number of the other format": UnitBug(
+        Mutation(_SCALED, "torch.finfo(dtype).max", "torch.finfo(GRADIENT['tensorwise']).max"),
+        "tests/model/test_fp8.py:test_operands_are_rounded_to_the_nearest_number_of_the_format",
+    ),
+    "fp8: rows have one scale": UnitBug(
+        Mutation(_SCALED, "x_RK.abs().amax(1, keepdim=True)", "x_RK.abs().amax().expand(len(x_RK), 1)"),
+        "tests/model/test_fp8.py:test_operands_are_rounded_to_the_nearest_number_of_the_format",
+    ),
+}

@@ -1,0 +1,52 @@
+"""Bugs of the prices of serving and of its simulated scheduler: each gives a plausible number, and a wrong one."""
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import AnyBug, UnitBug
+
+_SIMULATION, _WORK = "shardwright.serving.simulate:_Run", "shardwright.serving.work"
+_ONE_BY_ONE = "tests/serving/test_simulate.py:test_passes_computed_at_once_are_those_computed_one_by_one"
+_TOUCHED = "tests/serving/test_work.py:test_experts_that_a_batch_touches_are_those_that_random_choices_touch"
+_SHARED = "tests/serving/test_work.py:test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not"
+
+SERVING: dict[str, AnyBug] = {
+    "each token of a batch touches experts of its own": UnitBug(
+        Mutation(
+            f"{_WORK}:_experts_s",
+            "'n_experts / ep * (1 - (1 - top_k / n_experts) ** tokens)'",
+            "'min(n_experts, top_k * tokens) / ep'",
+        ),
+        _TOUCHED,
+    ),
+    "every rank of dp attention holds all experts of its group of tp": UnitBug(
+        Mutation(
+            "shardwright.serving.memory:_weights",
+            "block.expert_numel / settings.stage_ranks",
+            "block.expert_numel / settings.tp",
+        ),
+        _SHARED,
+    ),
+    "the cache of a request that ended is not free": UnitBug(
+        Mutation(
+            f"{_SIMULATION}._end",
+            "self.held -= self._reserved(at)",
+            "self.held -= done.input_len",
+        ),
+        _ONE_BY_ONE,
+        (True, 7),
+    ),
+    "the cache grows one pass too early": UnitBug(
+        Mutation(f"{_SIMULATION}._decode", "grows * count * (count - 1) / 2", "grows * count * (count + 1) / 2"),
+        _ONE_BY_ONE,
+        (True, None),
+    ),
+    "a chunk of a prompt attends to itself alone": UnitBug(
+        Mutation(f"{_SIMULATION}._read", "chunk * (done + chunk / 2)", "chunk * (chunk / 2)"),
+        _ONE_BY_ONE,
+        (False, 7),
+    ),
+    "requests decode while prompts are read before them": UnitBug(
+        Mutation(f"{_SIMULATION}._read", "len(self.ends) if self.scheduler.mixed else 0", "len(self.ends)"),
+        _ONE_BY_ONE,
+        (False, None),
+    ),
+}
