@@ -14,7 +14,8 @@ from shardwright.cost.collectives import all_to_all
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import of_step
-from shardwright.errors import ConfigError, LayoutError
+from shardwright.dry_run.run import How, dry_run
+from shardwright.errors import ConfigError, InputError, LayoutError
 from shardwright.layout import KEYS, Layout
 from shardwright.model.modules import end_rows, rows
 from shardwright.verification import Verifier
@@ -22,6 +23,7 @@ from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.traffic import Traffic
 from tests.training.bugs.bug import EXPERTS
+from tests.training.test_fp8 import RECIPES, fp8_case
 from tests.training.test_memory_and_traffic import ACCUMULATION, EVEN
 from tests.training.worlds import RATE, SPEC, build, case, local_batch
 
@@ -44,7 +46,7 @@ WIDE = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, n_layers=4)
 
 
 def verified(verifier: Verifier, layout: Layout, dtype: str = "float64") -> None:
-    accumulation = 4 if layout.pp_schedule == "dualpipe" or dtype == "bfloat16" else 3
+    accumulation = 4 if layout.pp_schedule == "dualpipe" or dtype in ("bfloat16", "float16") else 3
     given = replace(case(layout, accumulation, dtype, WIDE), seq_len=12)
     report = verifier.parity(given, layout)
     assert report.equal, report.differing or report.worst
@@ -66,6 +68,7 @@ def test_so_they_are_with_fewer_digits(name: str, dtype: str, verifier: Verifier
 
 
 WEIGHTS, INT8 = {"compress_weights": "int8"}, {"compress_gradients": "int8"}
+THIN = {"compress_gradients": "powersgd-2"}
 AS_INTEGERS = {
     "gradients, zero 1": Layout(dp_shard=4, zero=1, **INT8),
     "gradients, two hops": Layout(dp_shard=4, zero=2, node_ranks=2, **INT8),
@@ -85,6 +88,36 @@ AS_INTEGERS = {
 @pytest.mark.parametrize("name", rest_prove(AS_INTEGERS, "gradients and weights, two hops"))
 def test_integers_train_as_one_process_that_uses_the_weights_that_arrive(name: str, verifier: Verifier):
     verified(verifier, AS_INTEGERS[name])
+
+
+IN_FP16 = {
+    "bf16": Layout(dp_shard=2, zero=2, **BF16),
+    "bf16, zero 0": Layout(dp_replicate=2, **BF16),
+    "int8, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=1, **INT8),
+    "int4, two hops": Layout(dp_shard=4, zero=3, node_ranks=2, compress_gradients="int4", **WEIGHTS),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", IN_FP16)
+def test_gradients_with_a_loss_scale_are_rounded_as_others_are_and_an_overflow_reaches_every_rank(
+    name: str, verifier: Verifier
+):
+    """One step has an infinite gradient on the first rank: all ranks have to skip it, as one process does."""
+    verified(verifier, IN_FP16[name], "float16")
+
+
+@pytest.mark.prove
+def test_optimizer_states_on_a_disk_take_compressed_gradients(verifier: Verifier):
+    verified(verifier, replace(AS_INTEGERS["gradients and weights, two hops"], offload_optimizer="disk"))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("how", ["bf16", "int8"])
+def test_gradients_of_matmuls_in_fp8_are_compressed(how: str, verifier: Verifier):
+    layout = Layout(dp_shard=2, zero=2, compress_gradients=how)
+    report = verifier.parity(fp8_case(RECIPES["rowwise"], layout), layout)
+    assert report.equal, report.differing or report.worst
 
 
 @pytest.mark.prove
@@ -162,6 +195,9 @@ REFUSED = {
     "weights that are not gathered": ({"dp_replicate": 2, **WEIGHTS}, {}, "zero=1, 2 or 3, where parameters are gath"),
     "uneven nodes": ({"dp_shard": 4, "node_ranks": 3, **INT8}, {}, "valid: 1, 2, 4"),
     "nodes of nothing": ({"dp_shard": 4, "node_ranks": 2}, {}, "needs compress_gradients='int8' or 'int4'"),
+    "PowerSGD in bf16": ({"dp_replicate": 2, **THIN}, {"compute": "bf16"}, "set precision.compute='fp32'"),
+    "PowerSGD in fp16": ({"dp_replicate": 2, **THIN}, {"compute": "fp16"}, "or compress_gradients='bf16'"),
+    "integers of fp8": ({"dp_shard": 2, **WEIGHTS}, {"fp8": "rowwise"}, "set one of them to 'none'"),
     "a misspelt kind": ({"dp_shard": 2, "compress_gradients": "bf61"}, {}, "bf16"),
 }
 
@@ -172,6 +208,16 @@ def test_what_cannot_be_compressed_is_refused_with_the_way_out(name: str):
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
     with pytest.raises((ConfigError, LayoutError), match=way_out):
         parse(run | {"layout": BF16 | layout, "precision": precision})
+
+
+def test_a_dry_run_refuses_what_it_does_not_count():
+    run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
+    config = parse(run | {"layout": {"dp_shard": 2, **INT8, **WEIGHTS, "offload_optimizer": "disk"}})
+    with pytest.raises(InputError) as refused:
+        dry_run(config, How(1e9))
+    assert [problem.partition("=")[0] for problem in refused.value.problems] == [
+        "layout.offload_optimizer", "layout.compress_gradients", "layout.compress_weights",
+    ]  # fmt: skip
 
 
 def test_plan_compresses_only_when_asked():

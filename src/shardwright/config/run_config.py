@@ -160,11 +160,6 @@ def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterat
             f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
             f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
         )
-    if precision.fp8 != "none" and layout.compress_weights != "none":
-        yield (
-            f"layout.compress_weights={layout.compress_weights!r} with precision.fp8={precision.fp8!r}: weights would "
-            f"be rounded to integers and then to fp8, with scales of other blocks; set one of them to 'none'"
-        )
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:
