@@ -103,7 +103,7 @@ def sent_in_a_step(spec: ModelSpec, layout: Layout) -> Counts:
     )
     trainer = build_trainer(case, layout, "adamw")
     batch = local_batch(case, layout, dist.get_rank(), 0)
-    with TrafficByGroup(torch.float32) as traffic:
+    with TrafficByGroup(torch.float32, torch.bfloat16) as traffic:
         trainer.step(batch, 0, RATE)
     del trainer
     return traffic.calls, traffic.bytes

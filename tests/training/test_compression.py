@@ -112,12 +112,11 @@ def test_optimizer_states_on_a_disk_take_compressed_gradients(verifier: Verifier
     verified(verifier, replace(AS_INTEGERS["gradients and weights, two hops"], offload_optimizer="disk"))
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("how", ["bf16", "int8"])
-def test_gradients_of_matmuls_in_fp8_are_compressed(how: str, verifier: Verifier):
-    layout = Layout(dp_shard=2, zero=2, compress_gradients=how)
-    report = verifier.parity(fp8_case(RECIPES["rowwise"], layout), layout)
-    assert report.equal, report.differing or report.worst
+def test_fp8_and_rounded_gradients_are_verified_apart(verifier: Verifier):
+    """Of this model the gradient of a step after an update is off by 0.16, more than int8 and far more than fp8."""
+    layout = Layout(dp_shard=2, zero=2, **INT8)
+    with pytest.raises(LayoutError, match=r"verify one, and then the other, with --set precision\.fp8=none"):
+        verifier.parity(fp8_case(RECIPES["rowwise"], layout), layout)
 
 
 @pytest.mark.prove

@@ -107,8 +107,7 @@ def apply(
     plain = [{} if sharded else plain_parameters(part) for part in parts]
     products = _products(spec, layout, mesh, named, seed, sharded)
     engines: list[DataEngine] = [*shards] or [
-        _replicated(parameters, groups, compression, products[i] if products else None)
-        for i, parameters in enumerate(named)
+        _replicated(part, groups, compression, products[i] if products else None) for i, part in enumerate(parts)
     ]
     stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
     runner: Runner
@@ -145,10 +144,8 @@ def _products(
     return [PowerSGD(parameters, spec, rank, mesh["replicas"], seed) for parameters in named] if rank else []
 
 
-def _replicated(
-    named: dict[str, nn.Parameter], groups: Groups, compression: Compression, products: PowerSGD | None
-) -> Replicated:
-    others = [parameter for name, parameter in named.items() if products is None or name not in products]
+def _replicated(part: nn.Module, groups: Groups, compression: Compression, products: PowerSGD | None) -> Replicated:
+    others = [parameter for name, parameter in part.named_parameters() if products is None or name not in products]
     return Replicated(others, groups.tokens, compression.gradients, products)
 
 

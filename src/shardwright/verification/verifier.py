@@ -20,7 +20,7 @@ from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
 from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
-from shardwright.verification.formats import OVERFLOW_STEP
+from shardwright.verification.formats import OVERFLOW_STEP, no_fp8_with
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
@@ -245,6 +245,8 @@ def _check(case: Case, layout: Layout) -> None:
         )
     problems = stages.schedule_problems(layout, case.accumulation(layout))
     problems += replica_problems(case.spec, layout, case.fp8)
+    if case.fp8 is not None and gradient_roundings(layout):
+        problems.append(no_fp8_with(layout.compress_gradients, case.fp8))
     if problems := problems + rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
 
