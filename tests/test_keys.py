@@ -39,6 +39,9 @@ LARGE = Layout(
     loss_chunk_tokens=64,
     offload_optimizer="disk",
     zero_pp_gather="microbatch",
+    compress_gradients="int8",
+    compress_weights="int8",
+    node_ranks=2,
 )
 """No key at its default."""
 RUN = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
@@ -101,6 +104,8 @@ def test_the_matrix_of_verify_varies_every_key_or_says_why_not():
         varied = {getattr(each, name) for each in found} - {None}
         if key.unverified:
             assert {getattr(each, name) for each in found} == {key.default_in(each) for each in found}, name
+        elif key.in_turn:
+            assert varied == {*key.in_turn, key.default}, name
         elif key.choices is not None:
             assert varied == set(key.choices()), name
         else:
@@ -126,7 +131,8 @@ def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
     assert LARGE.changed(pp=1) == Layout(
         tp=2, cp=4, cp_method="usp", ulysses_degree=2, ep=2, dp_replicate=2, dp_shard=2, zero=3,
         sequence_parallel=False, recompute="selective", recompute_modules=("norms", "attention"), recompute_layers=1,
-        loss_chunk_tokens=64, offload_optimizer="disk",
+        loss_chunk_tokens=64, offload_optimizer="disk", compress_gradients="int8", compress_weights="int8",
+        node_ranks=2,
     )  # fmt: skip
     assert Layout(dp_shard=2, cp=2, tp=2, ep=8).changed(tp=1) == Layout(dp_shard=2, cp=2, ep=4)
     assert Layout(dp_shard=2, zero=2).changed(dp_shard=1) == Layout()

@@ -41,12 +41,12 @@ Link = tuple[str, int, int]
 
 
 class TrafficByGroup(TorchDispatchMode):
-    """Counts collectives of tensors of one dtype by group, and the bytes of their larger side, or of what a rank sends;
-    scalars are left out. An all-to-all without a rank's own part counts as if that were there."""
+    """Counts collectives of tensors of some dtypes by group, and the bytes of their larger side, or of what a rank
+    sends; scalars are left out. An all-to-all without a rank's own part counts as if that were there."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtypes = dtypes
         self.calls: Counter[Link] = Counter()
         self.bytes: Counter[Link] = Counter()
 
@@ -59,7 +59,7 @@ class TrafficByGroup(TorchDispatchMode):
 
     def _count(self, kind: str, given: dict[str, Any]) -> None:
         tensors = [t for t in tree_leaves(list(given.values())) if isinstance(t, Tensor)]
-        if tensors[0].dtype != self.dtype or tensors[0].numel() == 1:
+        if tensors[0].dtype not in self.dtypes or tensors[0].numel() == 1:
             return
         group = dist.ProcessGroup.unbox(given["process_group"])
         ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group.group_name))

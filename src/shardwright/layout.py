@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import gcd, prod
 from typing import Any, get_type_hints
 
+from shardwright import compression
 from shardwright.box import DENSE_AXES, NumberedRanks
 from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes, written
@@ -58,6 +59,10 @@ def _degree(axis: str, help: str, words: Callable[[Any, Sizes], str], **more: An
 
 def _in_pipeline(layout: Any) -> Any:
     return layout.pp > 1
+
+
+def _over_data(layout: Any) -> Any:
+    return layout.dp_replicate * layout.dp_shard * layout.cp > 1
 
 
 def _nodes(tp: int, node_size: int) -> str:
@@ -161,7 +166,7 @@ class Layout(NumberedRanks):
         ),
         choices=lambda: (0, 1, 2, 3),
         derived=lambda layout: 3 if layout.dp_shard > 1 else 0,
-        used=lambda layout: layout.dp_replicate * layout.dp_shard * layout.cp > 1,
+        used=_over_data,
         said=True,
         off=lambda layout: {"zero": 0, "dp_replicate": layout.data_ranks, "dp_shard": 1},
         milder=1,
@@ -250,6 +255,44 @@ class Layout(NumberedRanks):
         needs="pp above 1 and zero=3",
         group="zero",
     )
+    compress_gradients: str = _key(
+        "none",
+        help="how gradients travel between the ranks that sum them: none: in the type in which they accumulate; bf16: "
+        "rounded to bf16, and summed in the former type where they arrive; int8, int4: as integers with a scale for "
+        "each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: those of matrices as products of "
+        "rank R, with zero 0 (arXiv 1905.13727)",
+        words=lambda layout, sizes: compression.WORDS[layout.compress_gradients],
+        choices=lambda: compression.GRADIENTS,
+        used=_over_data,
+        needs="more than one rank of dp_replicate x dp_shard x cp",
+        in_turn=("bf16", "int8"),
+        not_priced=lambda: compression.POWERSGD,
+        planned=lambda layout: ("none",),  # the others change the numbers of the training
+    )
+    compress_weights: str = _key(
+        "none",
+        help="how parameters travel where zero gathers them: none: in the type of the matmuls; int8: as integers of 8 "
+        "bits with a scale for each block of 128; from zero 1 on",
+        words=lambda layout, sizes: (
+            "parameters are gathered "
+            + ("as they are" if layout.compress_weights == "none" else "as integers of 8 bits")
+        ),
+        choices=lambda: ("none", "int8"),
+        used=lambda layout: (layout.dp_shard * layout.cp > 1) & (layout.zero != 0),
+        needs="dp_shard x cp above 1 and zero=1, 2 or 3, where parameters are gathered",
+        in_turn=("none", "int8"),
+        planned=lambda layout: ("none",),  # the other changes the numbers of the training
+    )
+    node_ranks: int = _key(
+        1,
+        help="compress_gradients='int8' or 'int4' only: consecutive ranks of dp_shard x cp that share a node and sum "
+        "gradients before their sums go to other nodes; 1: all ranks sum at once",
+        words=lambda layout, sizes: "ranks sum their gradients before they are sent to other nodes",
+        used=lambda layout: layout.compress_gradients in compression.INTEGERS,
+        needs="compress_gradients='int8' or 'int4'",
+        group="compress_gradients",
+        in_turn=(1, 2),
+    )
     stage_layers: tuple[int, ...] | None = _key(
         None,
         help="pp only: layers of each stage in order; if not given, stages of equal cost",
@@ -280,7 +323,7 @@ class Layout(NumberedRanks):
             value = getattr(self, name)
             if key.needs and not key.used(self) and value != key.default_in(self):
                 found.append(f"layout.{name}={value!r} needs {key.needs}; set that, or leave it out")
-        return [*found, *self._degree_problems(), *self._schedule_problems()]
+        return [*found, *self._degree_problems(), *compression.problems(self), *self._schedule_problems()]
 
     def _degree_problems(self) -> Iterator[str]:
         fold = self.dp_shard * self.cp * self.tp

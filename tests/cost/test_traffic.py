@@ -83,6 +83,11 @@ LAYOUTS = [
     ("experts", Layout(tp=2, ep=2)),
     ("experts", Layout(tp=2, dp_shard=2, ep=4, zero=2)),
     ("experts", Layout(pp=2, dp_shard=2, ep=2, zero=1)),
+    ("dense", Layout(dp_replicate=2, compress_gradients="bf16")),
+    ("dense", Layout(dp_replicate=2, dp_shard=2, zero=3, compress_gradients="bf16")),
+    ("dense", Layout(pp=2, dp_shard=2, zero=2, compress_gradients="bf16")),
+    ("experts", Layout(dp_replicate=2, dp_shard=2, ep=2, zero=1, compress_gradients="bf16")),
+    ("experts", Layout(dp_shard=2, tp=2, ep=2, zero=2, compress_gradients="bf16")),
     ("latent", Layout(tp=2)),
     ("latent", Layout(tp=2, sequence_parallel=False)),
     ("latent", Layout(cp=2, cp_method="ulysses")),
@@ -98,7 +103,7 @@ def sent_in_a_step(spec: ModelSpec, layout: Layout) -> Counts:
     )
     trainer = build_trainer(case, layout, "adamw")
     batch = local_batch(case, layout, dist.get_rank(), 0)
-    with TrafficByGroup(torch.float32) as traffic:
+    with TrafficByGroup(torch.float32, torch.bfloat16) as traffic:
         trainer.step(batch, 0, RATE)
     del trainer
     return traffic.calls, traffic.bytes

@@ -11,7 +11,7 @@ import pytest
 from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
 from shardwright.errors import LayoutError
-from shardwright.layout import CP_METHODS, Layout
+from shardwright.layout import CP_METHODS, KEYS, Layout
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
@@ -59,8 +59,8 @@ def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size
     again = [layout for layout in found if layout.recompute != "none"]
     assert sorted(tuple(layout.degree(axis) for axis in DENSE_AXES) for layout in again) == sorted(degrees)
     assert abs(sum(1 if layout.recompute == "full" else -1 for layout in again)) <= 1
-    plain_ones = {replace(each, recompute="none", loss_chunk_tokens=0, offload_optimizer="none") for each in again}
-    assert plain_ones <= set(found)
+    usual = {name: key.default for name, key in KEYS.items() if key.in_turn}
+    assert {replace(layout, **usual) for layout in again} <= set(found)
     assert {layout.loss_chunk_tokens for layout in again} == {5}, "and with a chunked loss in the same one"
     assert {layout.offload_optimizer for layout in again} == {"disk"}, "and with optimizer states on a disk"
 

@@ -7,6 +7,7 @@ from pydantic import (
     Field,
 )
 
+from shardwright.compression import POWERSGD
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
@@ -112,6 +113,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         if spec and not spec_problems:
             found += split_problems(spec, layout, batch.seq_len)
             found += _fp8_problems(spec, layout, batch, valid.get("precision"))
+    if layout and (precision := valid.get("precision")):
+        found += _compression_problems(layout, precision)
     how, layers = valid["layout"].recomputation if "layout" in valid else ("none", None)
     if how == AUTO and layers is not None:
         found = [problem for problem in found if "recompute_layers" not in problem]
@@ -142,6 +145,21 @@ def _fp8_problems(
     fp8 = None if precision is None else precision.fp8_settings
     if fp8 is not None and tp_divides(spec, layout.tp):
         yield from fp8_problems(spec, layout, fp8, batch.micro_batch * batch.seq_len // layout.cp)
+
+
+def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterator[str]:
+    """Types of matmuls that a layout with compressed communication cannot have."""
+    how = layout.compress_gradients
+    if precision.compute == "fp64" and how != "none":
+        yield (
+            f"layout.compress_gradients={how!r} rounds gradients to fewer digits than precision.compute='fp64' is for; "
+            f"leave it out, or set precision.compute to 'fp32' or 'bf16'"
+        )
+    elif precision.compute != "fp32" and how in POWERSGD:
+        yield (
+            f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
+            f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
+        )
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:

@@ -7,11 +7,13 @@ import numpy as np
 
 from shardwright.cost import ledger, parameters, pipeline
 from shardwright.cost.blocks import Block
-from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
+from shardwright.cost.collectives import all_gather, all_reduce
+from shardwright.cost.compression import SENT_BYTES, Sums
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.message import Message
 from shardwright.cost.messages import HIDDEN, hidden
-from shardwright.split.buckets import BUCKET_BYTES
+from shardwright.layout import Layout
+from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
 
 
 class RankParameters(NamedTuple):
@@ -74,7 +76,8 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 class _Group:
     """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages, of
     which `again` are in layers, in `calls_again`. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO
-    shards over `shards` of these."""
+    shards over `shards` of these. `calls_over_replicas`: messages in which
+    gradients, or shards of them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`)."""
 
     name: str
     count: Ints
@@ -84,6 +87,8 @@ class _Group:
     reduce_ranks: Ints
     shards: Ints
     stride: Ints
+    calls_over_replicas: Ints
+    node_ranks: Ints | int
 
 
 def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Group]:
@@ -95,6 +100,8 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Grou
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
 
+    layout = candidates.shared
+
     def calls(count: Ints, blocks: Ints) -> Ints:
         elements = job.stack.speed.bucket_elements
         if elements:
@@ -102,12 +109,21 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Grou
         # FSDP's engine reduces by block, in 16 bits without ZeRO too.
         return np.where(whole, -(-count * 4 // BUCKET_BYTES), blocks)
 
+    def over_replicas(count: Ints, calls: Ints, shards: Ints) -> Ints:
+        if layout.compress_gradients == "none":
+            return calls
+        return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
+
     both, layers = held.blocks + held.end_groups, dense - held.ends
+    dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
+    shards = np.where(candidates.zero == 0, 1, candidates.shards)
+    expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
+    expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
     found = [
-        _Group("dense", dense, layers, calls(dense, both), calls(layers, held.blocks), ranks, candidates.shards,
-               candidates.tp),
-        _Group("experts", experts, experts, *(calls(experts, held.expert_blocks),) * 2, expert_ranks,
-               candidates.expert_shards, candidates.ep),
+        _Group("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards, candidates.tp,
+               over_replicas(dense, dense_calls, shards), layout.node_ranks),
+        _Group("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
+               candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks),
     ]  # fmt: skip
     return [group for group in found if np.any(group.count)]
 
@@ -145,7 +161,11 @@ class _Traffic:
     def sent(self, what: str) -> Floats:
         """Seconds of a collective, summed over dense parameters and experts."""
         if what not in self._sent:
-            messages = [data_message(self.job, what, each) for each in self.groups]
+            messages = [
+                message
+                for group in self.groups
+                for message in data_messages(self.job, self.candidates.shared, what, group)
+            ]
             terms = {message.what: message.seconds(self.job.cluster) for message in messages}
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
@@ -170,22 +190,25 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if zero == 2 else once
 
 
-def data_message(job: Job, what: str, group: _Group) -> Message:
-    """One of the collectives of a step for a group of parameters: a message for each block or bucket."""
-    name, e = f"{what}, {group.name}", job.element_bytes
-    count, most = (group.again, group.calls_again) if what == GATHERED_AGAIN else (group.count, group.calls)
+def data_messages(job: Job, layout: Layout, what: str, group: _Group) -> list[Message]:
+    """One of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: one that
+    has the same way of compression as all candidates."""
+    name, sums = f"{what}, {group.name}", Sums.of(job, layout, group.node_ranks)
+    count = group.again if what == GATHERED_AGAIN else group.count
+    over_replicas = what in (SUMMED, ACROSS)
+    most = group.calls_over_replicas if over_replicas else group.calls_again if what == GATHERED_AGAIN else group.calls
     elements, calls = count / np.maximum(most, 1), np.where(count > 0, np.maximum(most, 1), 0)
-    gradients = elements * job.stack.speed.reduce_bytes
     match what:
         case "gradients, all-reduce":
-            return Message(name, all_reduce, gradients, group.reduce_ranks, group.stride, calls)
+            return sums.all_reduce(name, elements, group.reduce_ranks, group.stride, calls)
         case "gradients, reduce-scatter":
-            return Message(name, reduce_scatter, gradients, group.shards, group.stride, calls)
+            return sums.reduce_scatter(name, elements, group.shards, group.stride, calls)
         case "shards over replicas, all-reduce":
             replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
-            return Message(name, all_reduce, gradients / group.shards, replicas, stride, calls)
+            return sums.all_reduce(name, elements / group.shards, replicas, stride, calls)
         case _:
-            return Message(name, all_gather, elements * e, group.shards, group.stride, calls)
+            e = SENT_BYTES.get(layout.compress_weights, job.element_bytes)
+            return [Message(name, all_gather, elements * e, group.shards, group.stride, calls)]
 
 
 def replica_messages(job: Job, candidates: Candidates, held: RankParameters) -> list[Message]:

@@ -33,7 +33,9 @@ def of_step(job: Job, candidates: Candidates, rank: int) -> list[Message]:
     for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
         for what in whats:
             messages = [
-                data_parallel.data_message(job, what, group) for group in data_parallel.groups(job, candidates, held)
+                message
+                for group in data_parallel.groups(job, candidates, held)
+                for message in data_parallel.data_messages(job, candidates.shared, what, group)
             ]
             found += [replace(message, calls=message.calls * times[often]) for message in messages]
     found += data_parallel.replica_messages(job, candidates, held)

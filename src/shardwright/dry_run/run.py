@@ -18,6 +18,7 @@ from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.planned import Planned, grouped, job_of, planned
 from shardwright.dry_run.record import RankRecord
 from shardwright.errors import InputError, LayoutError
+from shardwright.layout import Layout
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
 
@@ -121,18 +122,15 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
 
     `remedies`: where it does not fit, try changes. Raises LayoutError for a rank outside of the world, and where with
     recompute='auto' nothing fits; InputError for what a run file cannot do, and for
-    optimizer states on a disk.
+    optimizer states on a disk and compressed communication.
     """
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
     layout = config.layout.layout()
     if rank is not None and not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
-    if layout.offload_optimizer != "none":
-        raise InputError(
-            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none', and "
-            f"see in `shardwright plan` what states on a disk save"
-        )
+    if problems := list(_not_counted(layout)):
+        raise InputError(*problems)
     if config.precision.compile:
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
@@ -148,6 +146,21 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
         return found
     tried = tuple(_remedies(config, how, found.fullest.rank))
     return replace(found, remedies=tried)
+
+
+def _not_counted(layout: Layout) -> Iterator[str]:
+    """What a dry run has no count of, a sentence each."""
+    if layout.offload_optimizer != "none":
+        yield (
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none', and "
+            f"see in `shardwright plan` what states on a disk save"
+        )
+    for name in ("compress_gradients", "compress_weights"):
+        if (value := getattr(layout, name)) != "none":
+            yield (
+                f"layout.{name}={value!r}: a dry run does not count what is sent compressed; set it to 'none', and see "
+                f"in `shardwright plan --explain` what it sends"
+            )
 
 
 def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:

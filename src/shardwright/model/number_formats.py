@@ -95,11 +95,16 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
 
 
 def replica_problems(spec: ModelSpec, layout: Layout, fp8: Fp8 | None) -> Iterator[str]:
-    """Why the result in fp8 would depend on the layout: the rule that holds at test size, too."""
+    """Why a layout cannot compute in fp8 by the rules that hold at test size, too."""
     tp = layout.tp
     if fp8 is not None and tp > spec.n_kv_heads and spec.latent_attention is None:
         yield (
             f"precision.fp8={fp8.recipe!r} with layout.tp={tp} above {spec.n_kv_heads} kv heads: a rank's replica of a "
             f"kv head has a part of its gradient, and rounding parts is not rounding their sum; valid: tp up to "
             f"{spec.n_kv_heads}"
+        )
+    if fp8 is not None and layout.compress_weights != "none":
+        yield (
+            f"precision.fp8={fp8.recipe!r} with layout.compress_weights={layout.compress_weights!r}: weights would be "
+            f"rounded to integers and those to fp8; set one of them to 'none'"
         )

@@ -1,6 +1,6 @@
 """Applies every kind of parallelism of a layout to a model, in one fixed order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -8,14 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.compression import powersgd_rank
+from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
 from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.compressed import Compression
 from shardwright.parallel.context import ContextAttention
 from shardwright.parallel.data import DataEngine, Replicated, Sharded, needs_sharding, shard
 from shardwright.parallel.expert import ReadCounts, read_counts, split_experts
@@ -27,6 +31,7 @@ from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
+from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
@@ -66,6 +71,7 @@ def apply(
     experts_apart = spec.moe is not None and layout.ep * layout.tp > 1
     expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
+    compression = Compression.of(layout, mesh, expert_mesh)
     shards: list[Sharded] = []
     for part in parts:
         blocks = list(part.layers.values())
@@ -95,11 +101,14 @@ def apply(
             for block in blocks:
                 block.compile()
         if sharded:
-            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compute_dtype, param_dtype))
+            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, compute_dtype, param_dtype))
         fill(part, spec, seed, device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
-    engines: list[DataEngine] = [*shards] or [Replicated(part.parameters(), groups.tokens) for part in parts]
+    products = _products(spec, layout, mesh, named, seed, sharded)
+    engines: list[DataEngine] = [*shards] or [
+        _replicated(part, groups, compression, products[i] if products else None) for i, part in enumerate(parts)
+    ]
     stages = [Stage(part, engine) for part, engine in zip(parts, engines, strict=True) if isinstance(part, StageModel)]
     runner: Runner
     if stages:
@@ -109,7 +118,35 @@ def apply(
     else:
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0])
-    return ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
+    return model
+
+
+def _products(
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: DeviceMesh,
+    named: Sequence[dict[str, nn.Parameter]],
+    seed: int,
+    sharded: bool,
+) -> list[PowerSGD]:
+    """What sums the gradients of the matrices of each part as products; none where they are summed as they are.
+
+    Raises LayoutError where FSDP2 holds the parameters.
+    """
+    rank = powersgd_rank(layout)
+    if rank and sharded:
+        raise LayoutError(
+            f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in the type of the parameters; set "
+            f"precision.compute='fp32', or compress_gradients='bf16'"
+        )
+    return [PowerSGD(parameters, spec, rank, mesh["replicas"], seed) for parameters in named] if rank else []
+
+
+def _replicated(part: nn.Module, groups: Groups, compression: Compression, products: PowerSGD | None) -> Replicated:
+    others = [parameter for name, parameter in part.named_parameters() if products is None or name not in products]
+    return Replicated(others, groups.tokens, compression.gradients, products)
 
 
 def _parts(

@@ -41,6 +41,10 @@ class Sent:
         self._work.wait()
         return self._finish()
 
+    def then(self, change: Callable[[Tensor], Tensor]) -> "Sent":
+        """The same collective with another result, which `change` makes of its own."""
+        return Sent(self._work, lambda: change(self._finish()))
+
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Sent:
     """All-reduce (sum), in place."""

@@ -43,6 +43,11 @@ from torch.distributed.tensor import Shard
 
 from shardwright.layout import Layout
 from shardwright.model.moe import MoE
+from shardwright.parallel import collectives
+from shardwright.parallel.collectives import Sent
+from shardwright.parallel.compressed import Compression, OverReplicas
+from shardwright.parallel.compression import Codec, start_sum_of_vector
+from shardwright.parallel.powersgd import PowerSGD
 from shardwright.split.buckets import BUCKET_BYTES
 from shardwright.units import in_groups
 
@@ -75,9 +80,17 @@ class Replicated:
     """ZeRO-0: every rank holds all parameters, gradients and optimizer states. Gradients are views of buckets; in the
     last backward pass of a step each bucket is all-reduced as soon as it is complete."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-        """`parameters` are plain tensors that have storage. Without a group nothing is reduced."""
-        self.group = group
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        codec: Codec | None = None,
+        products: PowerSGD | None = None,
+    ) -> None:
+        """`parameters` are plain tensors that have storage. Without a group nothing is reduced. `codec`: how gradients
+        travel, if not in their own type. `products` sums those of other parameters, after the last backward pass."""
+        self.group, self.products = group, products
+        self.start_sum = collectives.start_sum if codec is None else partial(start_sum_of_vector, codec=codec)
         # Freed gradients would make the next step accumulate in new tensors and copy those into the buckets: P more.
         self.keeps_gradients = group is not None
         self._buckets: list[Tensor] = []
@@ -87,7 +100,7 @@ class Replicated:
         """Number of parameters of each bucket."""
         self._missing: list[int] = []
         """For each bucket, how many gradients the last backward pass has still to add; empty before that pass."""
-        self._works: list[dist.Work | None] = []
+        self._works: list[Sent] = []
         """All-reduces that have been started. Buckets are reduced in one fixed order, the same on all ranks."""
         if group is not None:
             # The last parameter first: roughly the order of the backward pass.
@@ -110,10 +123,11 @@ class Replicated:
 
     def end_step(self) -> None:
         for work in self._works:
-            assert work is not None
             work.wait()
         self._works.clear()
         self._missing = []
+        if self.products is not None:
+            self.products.sum()
 
     def release(self) -> None:
         pass
@@ -136,7 +150,8 @@ class Replicated:
         """Start one all-reduce for each bucket that is complete; the only communication of ZeRO-0."""
         while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
             bucket = self._buckets[len(self._works)]
-            self._works.append(dist.all_reduce(bucket, group=self.group, async_op=True))
+            assert self.group is not None
+            self._works.append(self.start_sum(bucket, self.group))
 
 
 class Sharded:
@@ -145,9 +160,10 @@ class Sharded:
 
     keeps_gradients = False
 
-    def __init__(self, groups: list[FSDPModule], layout: Layout) -> None:
-        """`groups` are the modules whose parameters are gathered and reduced together, the outermost first."""
-        self.groups = groups
+    def __init__(self, groups: list[FSDPModule], layout: Layout, over_replicas: OverReplicas | None = None) -> None:
+        """`groups` are the modules whose parameters are gathered and reduced together, the outermost first.
+        `over_replicas` sums shards of gradients over dp_replicate, where FSDP2 does not."""
+        self.groups, self.over_replicas = groups, over_replicas
         self.regathers = layout.regathers
         self.each_microbatch = layout.zero == 2 or layout.regathers
         self.partial_sums = self.each_microbatch and layout.dp_replicate > 1
@@ -175,7 +191,8 @@ class Sharded:
         states[0]._root_post_backward_final_callback()
 
     def end_step(self) -> None:
-        pass
+        if self.over_replicas is not None:
+            self.over_replicas.sum(self.groups)
 
     def release(self) -> None:
         for group in self.groups:
@@ -195,6 +212,7 @@ def shard(
     layout: Layout,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
+    compression: Compression,
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
 ) -> Sharded:
@@ -212,8 +230,8 @@ def shard(
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
         replicas = f"{prefix}replicas"
         shards = f"{prefix}shards"
-        replicated = replicas in (along.mesh_dim_names or ())
-        return fully_shard(
+        replicated = compression.gradients is None and replicas in (along.mesh_dim_names or ())
+        group = fully_shard(
             module,
             mesh=along[replicas, shards] if replicated else along[shards],
             mp_policy=policy,
@@ -221,6 +239,9 @@ def shard(
             shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
             ignored_params=untrained,
         )
+        if along[shards].size() > 1:
+            compression.apply(group, prefix)
+        return group
 
     ordered = []
     for block in blocks:
@@ -240,7 +261,8 @@ def shard(
             group.set_modules_to_forward_prefetch([following])
         for group, following in pairwise(ordered):
             following.set_modules_to_backward_prefetch([group])
-    return Sharded([root, *ordered], layout)
+    over_replicas = None if compression.gradients is None else OverReplicas(compression)
+    return Sharded([root, *ordered], layout, over_replicas)
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:

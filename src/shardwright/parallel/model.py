@@ -68,6 +68,8 @@ class ParallelModel:
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
+        self.compression_state: dict[str, Tensor] = {}
+        """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
         """What the losses of the step are multiplied by."""

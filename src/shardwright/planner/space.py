@@ -11,6 +11,7 @@
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
 | recompute           | none, selective with the default parts, and full                                           |
 | loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch                                  |
+| compress_gradients, compress_weights | none: the others change the numbers of the training                        |
 
 A choice that changes nothing is made once: zero is 0 where there is nothing to shard over; pp_schedule and
 zero_pp_gather keep their defaults where they have no meaning. What is valid is what `Layout.problems`,

@@ -1,6 +1,11 @@
-"""How gradients that are not sharded are grouped for their all-reduce."""
+"""How gradients are grouped for their all-reduce."""
+
+from shardwright.units import MiB
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that ZeRO-0 sums in one all-reduce, unless one parameter has more: enough for full bandwidth, and
 few enough that the first buckets are reduced while the backward pass computes the others. As in PyTorch's DDP (Li et
 al., arXiv 2006.15704)."""
+REPLICA_BUCKET_BYTES = 64 * MiB
+"""Bytes of compressed gradients, as they are before that, that are summed over replicas at once where FSDP2 shards,
+unless one has more."""

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwright.compression import powersgd_rank
 from shardwright.config import OptimizerSection, PrecisionSection, RunConfig, Scope
 from shardwright.data.samples import IGNORE
 from shardwright.errors import InputError, nearest
@@ -103,6 +104,13 @@ class Case:
     """The step, 0-based, in which a gradient on the first rank is infinite; all ranks have to skip it."""
     fp8: Fp8 | None = None
     """How matmuls are computed in fp8, if they are: by the reference too, of the same micro-batches."""
+
+    integer_weights: tuple[int, bool] | None = None
+    """Whether matmuls use weights as they arrive with `layout.compress_weights`: over how many ranks of tp columns are
+    sharded, and whether those of experts travel; None: weights as they are."""
+
+    powersgd_rank: int = 0
+    """The rank of the products that gradients of matrices are replaced by; 0: they are not."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -198,6 +206,15 @@ class Case:
         return found
 
 
+def with_choices_of(layout: Layout, case: Case) -> Case:
+    """The case with the choices of a layout that change what one process computes, too."""
+    case = replace(case, powersgd_rank=powersgd_rank(layout))
+    if layout.compress_weights == "none":
+        return case
+    experts = layout.expert_dp_shard > 1 or layout.ep * layout.tp == 1
+    return replace(case, integer_weights=(layout.tp, experts))
+
+
 def case_of(
     config: RunConfig,
     *,
@@ -238,11 +255,12 @@ def _rates(config: RunConfig, steps: int) -> tuple[float, ...]:
     return tuple(learning_rate(step, steps, config.optimizer.lr, shortened) for step in range(steps))
 
 
-def with_drawn_experts(case: Case) -> Case:
-    """In 32 and 16 bits, the case with experts that are drawn and not picked by their scores: where two scores are
-    nearly equal, rounding would decide which one computes a token, and whole rows of gradients with it."""
+def with_drawn_experts(case: Case, rounded: bool = False) -> Case:
+    """In 32 and 16 bits, and with gradients that are `rounded`, the case with experts that are drawn and not picked by
+    their scores: where two scores are nearly equal, rounding would decide which one computes a token, and whole rows of
+    gradients with it."""
     moe = case.spec.moe
-    if moe is None or case.dtype == "float64":
+    if moe is None or (case.dtype == "float64" and not rounded):
         return case
     return replace(case, spec=replace(case.spec, moe=replace(moe, force_balance=True)))
 

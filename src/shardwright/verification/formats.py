@@ -29,3 +29,13 @@ def no_fp8_in(dtype: str, fp8: Fp8) -> str:
         f"which may round to the next number of fp8, so that no bound would tell a bug from rounding; valid: "
         f"dtype='float64', or precision.fp8='none'"
     )
+
+
+def no_fp8_with(compress_gradients: str, fp8: Fp8) -> str:
+    """Why fp8 and gradients that are rounded on their way are compared apart, and the way out."""
+    return (
+        f"layout.compress_gradients={compress_gradients!r} with precision.fp8={fp8.recipe!r}: training can have both, "
+        f"but weights after an update with rounded gradients are other numbers, which may round to the next number of "
+        f"fp8, so that no bound would tell a bug from rounding; verify one, and then the other, with "
+        f"--set precision.fp8=none and --set layout.compress_gradients=none"
+    )

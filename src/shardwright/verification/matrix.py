@@ -6,6 +6,7 @@ choices to meet (`_covering`: 396).
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations, product
 from math import gcd
 from typing import Any
@@ -92,8 +93,18 @@ def _varied(those: Sequence[Layout], number: int) -> Iterator[Layout]:
     values for each `number`."""
     if those:
         layout = those[number % len(those)]
-        changes = {name: key.in_turn[number % len(key.in_turn)] for name, key in KEYS.items() if key.in_turn}
-        yield layout.changed(**changes)
+        for name, key in KEYS.items():
+            if key.in_turn:
+                layout = _with_one_of(layout, name, [*key.in_turn[number % len(key.in_turn) :], *key.in_turn])
+        yield layout
+
+
+def _with_one_of(layout: Layout, name: str, values: Sequence[Any]) -> Layout:
+    """The layout with the first of these values of a key that it can have, or as it is."""
+    for value in values:
+        with suppress(LayoutError):
+            return layout.changed(**{name: value})
+    return layout
 
 
 def _covering(possible: dict[Layout, tuple[int, ...]]) -> Sequence[Layout]:

@@ -22,6 +22,7 @@ from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.model.transformer import Transformer
 from shardwright.training.optimizer import make_optimizer, set_learning_rate
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
+from shardwright.verification.products import Products
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
 
@@ -35,6 +36,7 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = _optimizer(training, parameters, case)
+        products = Products(parameters, case) if case.powersgd_rank else None
         loss_scale = 1.0 if case.loss_scaling is None else case.loss_scaling.loss_scale
         _scale_losses_of_routers(model, loss_scale * _n_sequences(case) / case.global_batch)
         if case.fp8 is not None:
@@ -57,6 +59,8 @@ def train_alone(case: Case, folder: Path) -> RankTrace:
                 continue
             for p in parameters.values():
                 p.grad = None if p.grad is None else p.grad / loss_scale
+            if products is not None:
+                products.replace_gradients()
             gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
             recorder.tensors(Quantity("gradient", training, step + 1), gradients)
             scale = case.scale(training, step)
@@ -113,13 +117,11 @@ def _passes(
     model: Transformer, case: Case, parameters: dict[str, nn.Parameter], step: int, key_step: int
 ) -> Iterator[Losses]:
     """The parts of the mean losses of a step's batch, which add up to them: one for each forward pass."""
-    compute = DTYPES[case.dtype][1]
     tokens_BT, targets_BT, ids_B = case.batch(step)
     keys_B = sample_keys(case.seed, key_step, ids_B) if case.spec.draws else None
-    # What is not trained (a router's bias) is added to what has more digits than `compute`.
-    weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
     ahead_KBT, lengths = _tokens_ahead(case, tokens_BT), case.documents(step)
     restart = case.positions == "document"
+    weights = _weights(case, parameters)
     counts = [max(1, int(counted_BT.sum())) for counted_BT in _counted(case, targets_BT)]
     for first in range(0, case.global_batch, _n_sequences(case)):
         rows = slice(first, first + _n_sequences(case))
@@ -133,6 +135,37 @@ def _passes(
         sums = _loss_sums(case, outputs, targets_BT[rows])
         losses = [each / count for each, count in zip(sums, counts, strict=True)]
         yield losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
+
+
+def _weights(case: Case, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What the matmuls use."""
+    compute = DTYPES[case.dtype][1]
+    # What is not trained (a router's bias) is added to what has more digits than `compute`.
+    weights = {name: p.to(compute) if p.requires_grad else p for name, p in parameters.items()}
+    if case.integer_weights is None:
+        return weights
+    tp, experts = case.integer_weights
+    for name, weight in weights.items():
+        row = row_of(case.spec, name)
+        if weight.dim() > 1 and weight.requires_grad and (experts or row.kind != "expert"):
+            columns = weight.shape[-1] // (tp if row.split == "row" else 1)
+            weights[name] = weight + (_as_integers(weight.detach(), columns) - weight.detach())
+    return weights
+
+
+def _as_integers(weight: Tensor, columns: int) -> Tensor:
+    """Every element as the nearest of 255 multiples of the scale of its block; blocks are equal parts, of 128 elements
+    at most, of each `columns` elements of a row."""
+    n_blocks = -(-columns // 128)
+    found = torch.zeros_like(weight)
+    for shard in range(0, weight.shape[-1], columns):
+        for block in range(shard, shard + columns, -(-columns // n_blocks)):
+            end = min(block + -(-columns // n_blocks), shard + columns)
+            elements = weight[..., block:end].to(torch.promote_types(weight.dtype, torch.float32))
+            scale = (elements.abs().max(-1, keepdim=True).values / 127).float()
+            integers = torch.nan_to_num((elements / scale).round())  # 0 / 0 where all are zero
+            found[..., block:end] = integers * scale
+    return found
 
 
 def _summed(parts: Sequence[Losses]) -> Losses:

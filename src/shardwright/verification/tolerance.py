@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardwright.compression import gradient_roundings
+from shardwright.layout import Layout
 from shardwright.verification.case import PLAIN_SGD, Case
 from shardwright.verification.compare import FLOORS, Errors, Row
 from shardwright.verification.trace import Quantity, Trace
@@ -23,6 +25,16 @@ _OF_COUNTS = 8.0
 """Roundings of what is computed from counts."""
 MOST = 0.45
 """The largest error that is allowed in 32 and 16 bits."""
+HALF_STEP = {"bf16": 2.0**-8, "int8": 4 / 254, "int4": 4 / 14}
+"""The error of one rounding as a share of what is rounded, of each way in which gradients travel: of bf16 the largest
+there is; of integers half a scale, in blocks whose largest element is 4 times their root mean square."""
+_COMPRESSED = 1.0
+"""How much larger than its roundings the error of a gradient may be: its addends may be larger than their sum, but
+their errors partly cancel. Measured: up to 0.65."""
+_SHARE = {"grad norm": 0.25, "loss": 0.0625, "parameter": 0.0625}
+"""The share of a gradient's error that reaches other quantities with plain SGD. Measured: up to 0.03, 0.0005, 0.005."""
+_GROWN = 16.0
+"""How much larger errors may be after steps of Adam. Measured: up to 7 times."""
 MOST_BFLOAT16 = 0.98
 """The largest share of a gradient's elements that may be bfloat16 numbers after a sum in float32. Measured: up to
 0.64."""
@@ -142,6 +154,37 @@ def of_sums(terms: int) -> Tolerance:
     """In 16 bits: sums of `terms` gradients in float32 are not all bfloat16 numbers."""
     reason = f"share of a gradient's elements that are bfloat16 numbers: sums of {terms} terms in float32 seldom are"
     return Tolerance(lambda quantity, name: MOST_BFLOAT16, reason)
+
+
+def with_compression(tolerance: Tolerance, case: Case, layout: Layout) -> Tolerance:
+    """The same, and what the rounding of compressed gradients adds (`layout.compress_gradients`).
+
+    An element is rounded `compression.gradient_roundings` times, each by `HALF_STEP` of its size; the sum of so many
+    is allowed for a gradient, times `_COMPRESSED`. Some of that reaches a norm, a loss and the parameters. Steps of
+    Adam, which divides by the size of a gradient, let it grow in the steps after; so do weights that travel as
+    integers, where an element between two of them arrives as the other one.
+    """
+    if not gradient_roundings(layout):
+        return tolerance
+    bound = _COMPRESSED * gradient_roundings(layout) * HALF_STEP[layout.compress_gradients]
+
+    def limit(quantity: Quantity, name: str) -> float:
+        kind, training, step = quantity
+        before_any = kind == "initial" or (step == 1 and kind in ("loss", "mtp loss"))
+        added = 0.0 if before_any else bound * (_SHARE.get(_number(quantity), 1.0))
+        after_a_step = step > 1 or _number(quantity) == "loss"
+        if after_a_step and (training != PLAIN_SGD or layout.compress_weights != "none"):
+            added *= _GROWN
+        if training != PLAIN_SGD and kind == "parameter":
+            added = max(added, math.sqrt(_NOISE) * _all_steps(case))
+        return min(MOST, tolerance.limit(quantity, name) + added)
+
+    reason = (
+        f"{tolerance.reason}; gradients travel in {layout.compress_gradients}: {gradient_roundings(layout)} roundings "
+        f"of {HALF_STEP[layout.compress_gradients]:.1e} x {_COMPRESSED:g} = {bound:.1e}, and {_GROWN:g} x that after "
+        f"steps of Adam"
+    )
+    return Tolerance(limit, reason)
 
 
 def with_adams_noise(tolerance: Tolerance, case: Case, noise: frozenset[str]) -> Tolerance:

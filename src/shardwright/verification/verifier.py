@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwright.compression import gradient_roundings
 from shardwright.errors import LayoutError, ShardwrightError
 from shardwright.layout import Layout
 from shardwright.model.number_formats import replica_problems
 from shardwright.split import rules, stages
 from shardwright.units import format_bytes, format_count
 from shardwright.verification import compare
-from shardwright.verification.case import PLAIN_SGD, Case, with_drawn_experts
+from shardwright.verification.case import PLAIN_SGD, Case, with_choices_of, with_drawn_experts
 from shardwright.verification.compare import Errors, Report, Row
-from shardwright.verification.formats import OVERFLOW_STEP
+from shardwright.verification.formats import OVERFLOW_STEP, no_fp8_with
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
@@ -32,6 +33,7 @@ from shardwright.verification.tolerance import (
     of_sums,
     rounding_alone,
     with_adams_noise,
+    with_compression,
 )
 from shardwright.verification.trace import Quantity, RankTrace, Trace
 
@@ -76,7 +78,8 @@ class Verifier:
         Raises LayoutError for a batch that the data ranks cannot share, WorkerError where a rank crashes or hangs.
         """
         _check(case, layout)
-        case = _with_overflow(with_drawn_experts(case))
+        case = with_choices_of(layout, case)
+        case = _with_overflow(with_drawn_experts(case, rounded=gradient_roundings(layout) > 0))
         ours = self._prepared(case)
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as folder:
             found = self._run(self.train, layout.world_size, Path(folder), ours, layout)
@@ -86,11 +89,13 @@ class Verifier:
                 other = replace(ours, micro_batch=against[0].micro_batch)
                 expected = self._keep((other, against[1]), self.train, against[1].world_size, other, against[1])
                 sides, name = 2, str(against[1])
-            tolerance = self._tolerance(case, sides)
+            tolerance = with_compression(self._tolerance(case, sides), case, layout)
             tolerance = with_adams_noise(tolerance, case, self._noise_of(expected))
             rows = tolerance.rows(compare.errors(found, expected))
-            if case.dtype in ("bfloat16", "float16"):
+            if case.dtype in ("bfloat16", "float16") and not gradient_roundings(layout):
                 rows += self._in_16_bits(ours, layout, found)
+            if gradient_roundings(layout) == 1 and layout.compress_gradients == "bf16":
+                rows += _summed_wide(ours, layout, found)
             n_replicated, differing = compare.differing_replicas(found)
             return Report(case, layout, name, rows, n_replicated, differing)
 
@@ -128,13 +133,14 @@ class Verifier:
         """The errors of reductions in 16 bits, which would be lost in those of the matmuls in 16 bits.
 
         The first gradient is compared with that of the same layout with one data rank, which is far nearer than
-        float64 is; not under ep, where the matmuls of an expert are over the tokens of several data ranks at once, and
-        a matmul of more rows may round an element the other way. And sums must not have been rounded to 16 bits:
-        neither the gradients, nor, where they are reduced for each micro-batch, those of one micro-batch; that is
-        looked at in bfloat16, since the code is the same.
+        float64 is. Not with weights that travel as integers, which those of one rank do not; nor under ep, where the
+        matmuls of an expert are over the tokens of several data ranks at once, and a matmul of more rows may round an
+        element the other way. And sums must not have been rounded to 16 bits: neither the gradients, nor, where they
+        are reduced for each micro-batch, those of one micro-batch; that is looked at in bfloat16, since the code is the
+        same.
         """
         rows: list[Row] = []
-        if layout.data_ranks > 1 and layout.ep == 1:
+        if layout.data_ranks > 1 and layout.ep == 1 and layout.compress_weights == "none":
             single = layout.changed(dp_replicate=1, dp_shard=1, zero=0)
             expected = self._keep((case, single), self.train, single.world_size, case, single)
             errors = compare.errors(found, expected, kinds=["gradient"], steps=1)
@@ -205,6 +211,15 @@ class Verifier:
         return Trace(folder, ranks)
 
 
+def _summed_wide(case: Case, layout: Layout, found: Trace) -> list[Row]:
+    """Whether gradients that travel in bfloat16 were not summed in it, too: those of ZeRO-2 and -3 have a term for each
+    rank and micro-batch, those of ZeRO-1 for each rank."""
+    terms = layout.data_ranks * layout.cp * (case.accumulation(layout) if layout.zero > 1 else 1)
+    if terms < _ENOUGH_TERMS:
+        return []
+    return of_sums(terms).rows(compare.share_of_bfloat16(found, Quantity("gradient", PLAIN_SGD, 1)), "bfloat16 share")
+
+
 def _with_overflow(case: Case) -> Case:
     """In float16, the case with a step in which a gradient overflows, if it has one after the first."""
     return (
@@ -230,6 +245,8 @@ def _check(case: Case, layout: Layout) -> None:
         )
     problems = stages.schedule_problems(layout, case.accumulation(layout))
     problems += replica_problems(case.spec, layout, case.fp8)
+    if case.fp8 is not None and gradient_roundings(layout):
+        problems.append(no_fp8_with(layout.compress_gradients, case.fp8))
     if problems := problems + rules.problems(case.spec, layout, case.seq_len):
         raise LayoutError(*problems)
 

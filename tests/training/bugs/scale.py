@@ -68,8 +68,8 @@ SCALE: dict[str, AnyBug] = {
     "6: the mean is taken again by the all-reduce": Bug(
         Mutation(
             f"{DATA}:Replicated._send",
-            "dist.all_reduce(bucket, group=self.group, async_op=True)",
-            "dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self.group, async_op=True)",
+            "self.start_sum(bucket, self.group)",
+            "Sent(dist.all_reduce(bucket, op=dist.ReduceOp.AVG, group=self.group, async_op=True), lambda: bucket)",
         ),
         [ZERO_0, Layout(pp=2, dp_replicate=2, pp_schedule="zb-h1")],
     ),

@@ -31,11 +31,14 @@ from shardwright.training.step import Trainer
 
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """All that a checkpoint holds, `model/NAME` and `optimizer/KIND/NAME`: the very tensors in training; on the meta
-    device those that are on a disk (`stored_tensors`)."""
+    """All that a checkpoint holds, `model/NAME`, `optimizer/KIND/NAME` and, of compressed gradients,
+    `compression/KIND/NAME`: the very tensors in training; on the meta device those that are on a disk
+    (`stored_tensors`)."""
     parameters = trainer.model.named_parameters
     state = named_state(trainer.optimizer, parameters.items())
-    return {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
+    kept = trainer.model.compression_state
+    found = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
+    return found | {f"compression/{k}": v for k, v in kept.items()}
 
 
 def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:

@@ -1,0 +1,71 @@
+"""Messages of the sums of gradients over data ranks, compressed or as they are.
+
+| gradients | a reduce-scatter of X elements is     | an all-reduce of X elements is                           |
+| --------- | ------------------------------------- | -------------------------------------------------------- |
+| none      | a reduce-scatter of g X bytes         | an all-reduce of g X bytes                               |
+| bf16      | an all-to-all of 2 X bytes            | an all-to-all and an all-gather, each of 2 X bytes       |
+| int8      | an all-to-all of (1 + 4/128) X bytes  | the same with (1 + 4/128) X bytes                        |
+| int4      | an all-to-all of (1/2 + 4/128) X bytes | the same with (1/2 + 4/128) X bytes                     |
+
+g: bytes of an element in a reduction of the stack. 4/128: a scale of 4 bytes for each block of 128 elements. With
+`layout.node_ranks` g a reduce-scatter over n ranks is two all-to-alls: of those bytes over the g ranks of a node, of
+1/g of them over n/g nodes. Ignored: the time of rounding and of the sum where parts arrive; that rows which are no
+multiple of 128 have shorter blocks, and that vectors travel as they are.
+Source: parallel/compression.py, parallel/blocks_of_integers.py.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.compression import BLOCK
+from shardwright.cost.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from shardwright.cost.job import Ints, Job
+from shardwright.cost.message import Message, Number
+from shardwright.layout import Layout
+
+_SCALE = 4 / BLOCK
+SENT_BYTES = {"bf16": 2.0, "int8": 1 + _SCALE, "int4": 0.5 + _SCALE}
+"""Bytes of an element on its way."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How gradients are summed: `element_bytes` of an element on its way, whether it is `compressed`, and how many
+    consecutive ranks of a group share a node, (n,) or a number."""
+
+    element_bytes: float
+    compressed: bool
+    node_ranks: Ints | int = 1
+
+    @staticmethod
+    def of(job: Job, layout: Layout, node_ranks: Ints | int) -> "Sums":
+        """The sums of a layout over groups of which `node_ranks` ranks share a node."""
+        given = layout.compress_gradients
+        if given == "none":
+            return Sums(job.stack.speed.reduce_bytes, compressed=False)
+        return Sums(SENT_BYTES[given], compressed=True, node_ranks=node_ranks)
+
+    def reduce_scatter(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[Message]:
+        """After which every rank has its shard of the sum of `n_elements`, in each of the calls."""
+        n_bytes, n, g = np.asarray(n_elements * self.element_bytes), np.asarray(size), self.node_ranks
+        if not self.compressed:
+            return [Message(what, reduce_scatter, n_bytes, n, stride, calls)]
+        hops = (n % g == 0) & (n > g) & (np.asarray(g) > 1)
+        if not hops.any():
+            return [Message(what, all_to_all, n_bytes, n, stride, calls)]
+        inside, across = np.where(hops, g, n), np.where(hops, n // g, 1)
+        return [
+            Message(f"{what}, in nodes", all_to_all, n_bytes, inside, stride, calls),
+            Message(f"{what}, between nodes", all_to_all, n_bytes / g, across, stride * np.asarray(g), calls),
+        ]
+
+    def all_reduce(self, what: str, n_elements: Number, size: Ints, stride: Number, calls: Ints) -> list[Message]:
+        """After which every rank has the sum of `n_elements`, in each of the calls."""
+        n_bytes = n_elements * self.element_bytes
+        if not self.compressed:
+            return [Message(what, all_reduce, n_bytes, size, stride, calls)]
+        return [
+            Message(f"{what}, all-to-all", all_to_all, n_bytes, size, stride, calls),
+            Message(f"{what}, all-gather", all_gather, n_bytes, size, stride, calls),
+        ]

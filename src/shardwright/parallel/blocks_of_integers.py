@@ -1,0 +1,108 @@
+"""Elements that travel as integers of 8 or 4 bits, with a scale for each block of a row.
+
+A block is `BLOCK` elements of a row or fewer: a row is cut into the fewest blocks of equal length, so where a block
+begins depends on the row alone, and not on how many ranks share the rows. The scale s of a block is its largest
+absolute value over 127 (8 bits) or 7 (4 bits), in fp32; an element x travels as round(x / s), and arrives as that times
+s, with an error of half a scale or less. What is infinite or not a number arrives as not a number, for the whole block.
+
+Vectors (norms and biases) travel as they are, since they are few, and as the first of the bytes; then come the scales,
+then the integers.
+
+Source: ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3; its block sizes are others.
+
+Shapes: n ranks, K elements of each; R rows, B blocks of a row, E elements of a block.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.compression import block_length
+from shardwright.parallel.compression import Part
+
+_SCALE_BYTES = 4
+
+
+class Integers:
+    """The codec (`compression.Codec`) of integers of `bits` bits, 8 or 4. What is sent is bytes."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.largest = bits, 2 ** (bits - 1) - 1
+
+    def encode(self, x_nK: Tensor, parts: Sequence[Part]) -> Tensor:
+        """As `Codec.encode`."""
+        vectors, scales, integers = [], [], []
+        for part, x_nP in zip(parts, x_nK.split([each.n_elements for each in parts], 1), strict=True):
+            if not part.columns:
+                vectors.append(x_nP)
+                continue
+            x_nBE = _in_blocks(x_nP, part.columns)
+            scale_nB = (x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).float()
+            divisor_nB1 = torch.where(scale_nB == 0, 1.0, scale_nB)[..., None]
+            scales.append(torch.where(scale_nB.isfinite(), scale_nB, torch.nan))
+            integers.append((x_nBE / divisor_nB1).round().to(torch.int8).flatten(1))
+        sent = [torch.cat(vectors, 1).contiguous().view(torch.uint8)] if vectors else []
+        if integers:
+            sent += [torch.cat(scales, 1).view(torch.uint8), self._packed(torch.cat(integers, 1))]
+        return torch.cat(sent, 1)
+
+    def decode(self, sent: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+        """As `Codec.decode`. `dtype` has to be that of the elements that were encoded."""
+        matrices = [part for part in parts if part.columns]
+        shapes = [_shape(part) for part in matrices]
+        of_vectors = sum(part.n_elements for part in parts if not part.columns) * dtype.itemsize
+        of_scales = sum(n_blocks for n_blocks, _ in shapes) * _SCALE_BYTES
+        cuts = (of_vectors, of_scales, sent.shape[1] - of_vectors - of_scales)
+        vectors, scales, packed = (each.clone(memory_format=torch.contiguous_format) for each in sent.split(cuts, 1))
+        vectors_n = iter(
+            vectors.view(dtype).split([part.n_elements for part in parts if not part.columns], 1) if of_vectors else ()
+        )
+        scales_nB = iter(scales.view(torch.float32).split([n for n, _ in shapes], 1) if shapes else ())
+        sizes = [n * length for n, length in shapes]
+        integers_n = iter(self._unpacked(packed, sum(sizes)).split(sizes, 1) if shapes else ())
+        found = []
+        for part in parts:
+            if not part.columns:
+                found.append(next(vectors_n))
+                continue
+            scale_nB = next(scales_nB)
+            x_nBE = next(integers_n).view(*scale_nB.shape, -1) * scale_nB[..., None].to(_wide(dtype))
+            found.append(_out_of_blocks(x_nBE.to(dtype), part))
+        return torch.cat(found, 1)
+
+    def _packed(self, integers_nX: Tensor) -> Tensor:
+        """The integers as bytes, those of 4 bits two in each."""
+        if self.bits == 8:
+            return integers_nX.view(torch.uint8)
+        pairs = (F.pad(integers_nX, (0, integers_nX.shape[1] % 2)) + self.largest).to(torch.uint8).unflatten(1, (-1, 2))
+        return pairs[..., 0] + 16 * pairs[..., 1]
+
+    def _unpacked(self, packed: Tensor, n_elements: int) -> Tensor:
+        if self.bits == 8:
+            return packed.view(torch.int8)
+        pairs = torch.stack([packed % 16, packed // 16], -1).flatten(1)[:, :n_elements]
+        return pairs.to(torch.int8) - self.largest
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of products with scales."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _shape(part: Part) -> tuple[int, int]:
+    """How many blocks a matrix has, and the length of each."""
+    length = block_length(part.columns)
+    return part.n_elements // part.columns * -(-part.columns // length), length
+
+
+def _in_blocks(x_nP: Tensor, columns: int) -> Tensor:
+    """The blocks of a matrix, (n, B, E), the last of a row filled up with zeros."""
+    length = block_length(columns)
+    return F.pad(x_nP.reshape(len(x_nP), -1, columns), (0, -columns % length)).reshape(len(x_nP), -1, length)
+
+
+def _out_of_blocks(x_nBE: Tensor, part: Part) -> Tensor:
+    n, rows = len(x_nBE), part.n_elements // part.columns
+    return x_nBE.view(n, rows, -1)[..., : part.columns].reshape(n, -1)

@@ -1,0 +1,138 @@
+"""FSDP2 with collectives that send fewer bytes (`layout.compress_gradients`, `layout.compress_weights`).
+
+FSDP2 lets its reduce-scatter and its all-gather be replaced, but not the all-reduce over replicas that follows the
+former with hybrid sharding. So with compressed gradients FSDP2 shards over `shards` alone, and the shards of gradients
+are summed over `replicas` here, once a step, after its last backward pass.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwright.layout import Layout
+from shardwright.parallel.blocks_of_integers import Integers
+from shardwright.parallel.collectives import all_gather_single
+from shardwright.parallel.compression import Codec, Part, Rounded, reduce_scatter, sum_over
+from shardwright.split.buckets import REPLICA_BUCKET_BYTES
+from shardwright.units import in_groups
+
+
+def codec_of(kind: str) -> Codec | None:
+    """How elements travel, for a value of `layout.compress_gradients` or `compress_weights`; None: as they are."""
+    codecs: dict[str, Codec] = {"bf16": Rounded(torch.bfloat16), "int8": Integers(8), "int4": Integers(4)}
+    return codecs.get(kind)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How gradients and weights travel (None: as they are), and for dense parameters ("") and experts ("expert_") the
+    groups of the hops of a reduce-scatter, and the group of replicas, if there are any."""
+
+    gradients: Codec | None
+    weights: Codec | None
+    hops: dict[str, tuple[dist.ProcessGroup, ...]]
+    replicas: dict[str, dist.ProcessGroup]
+
+    @staticmethod
+    def of(layout: Layout, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> "Compression":
+        """Those of a layout. Every rank of the world has to call this, after the meshes are built."""
+        hops, replicas = {}, {}
+        in_node = {"": layout.node_ranks, "expert_": max(1, layout.node_ranks * layout.tp // layout.ep)}
+        for prefix, along in (("", mesh), ("expert_", expert_mesh)):
+            if along is not None:
+                hops[prefix] = _hops(along, f"{prefix}shards", in_node[prefix])
+                if f"{prefix}replicas" in (along.mesh_dim_names or ()):
+                    replicas[prefix] = along[f"{prefix}replicas"].get_group()
+        return Compression(codec_of(layout.compress_gradients), codec_of(layout.compress_weights), hops, replicas)
+
+    def apply(self, module: FSDPModule, prefix: str) -> None:
+        """Replace the collectives of a group of parameters of FSDP2."""
+        # A stage in the middle of a pipeline has no parameters but those of its blocks: then there is no group here.
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        parts = [Part.of(each.padded_sharded_param_size) for group in groups for each in group.fsdp_params]
+        collective: Any
+        if self.gradients is not None:
+            collective = _ReduceScatter(self.gradients, self.hops[prefix], parts)
+            module.set_custom_reduce_scatter(collective)
+            # Zeros where there is no gradient, so that what is reduced is always all of these parts.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        if self.weights is not None:
+            collective = _AllGather(self.weights, parts)
+            module.set_custom_all_gather(collective)
+
+
+def _hops(mesh: DeviceMesh, axis: str, node_ranks: int) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of the hops of a reduce-scatter along an axis: one, unless a part of its ranks share a node."""
+    names = list(mesh.mesh_dim_names or ())
+    n = mesh[axis].size()
+    if node_ranks == 1 or n % node_ranks or n == node_ranks:
+        return (mesh[axis].get_group(),)
+    lines = mesh.mesh.movedim(names.index(axis), -1).reshape(-1, n // node_ranks, node_ranks)
+    inside, _ = dist.new_subgroups_by_enumeration(lines.flatten(0, 1).tolist())
+    across, _ = dist.new_subgroups_by_enumeration(lines.transpose(1, 2).flatten(0, 1).tolist())
+    return inside, across
+
+
+class _Buffers:
+    """The part of FSDP2's interface of a collective that allocates."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(_Buffers):
+    def __init__(self, codec: Codec, hops: tuple[dist.ProcessGroup, ...], parts: list[Part]) -> None:
+        self.codec, self.hops, self.parts = codec, hops, parts
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Sum n parts, one for each rank, into this rank's part; `op` is always the sum."""
+        reduce_scatter(output_tensor, input_tensor.view(group.size(), -1), self.hops, self.codec, self.parts)
+
+
+class _AllGather(_Buffers):
+    def __init__(self, codec: Codec, parts: list[Part]) -> None:
+        self.codec, self.parts = codec, parts
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather the shards of all ranks, those of this rank as the others receive them."""
+        sent = self.codec.encode(input_tensor.view(1, -1), self.parts)
+        received = sent.new_empty(group.size(), sent.shape[1])
+        all_gather_single(received, sent, group=group)
+        output_tensor.copy_(self.codec.decode(received, self.parts, output_tensor.dtype).view(-1))
+
+
+class OverReplicas:
+    """Sums the shards of gradients over the ranks that hold replicas of them, dense parameters and experts apart."""
+
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+
+    def sum(self, modules: Iterable[FSDPModule]) -> None:
+        """Sum the gradients of the parameters of FSDP2's groups, in place."""
+        codec, replicas = self.compression.gradients, self.compression.replicas
+        assert codec is not None
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for module in modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    gradient = parameter.sharded_param.grad
+                    if isinstance(gradient, DTensor):
+                        names = gradient.device_mesh.mesh_dim_names or ()
+                        found["expert_" if "expert_shards" in names else ""].append(gradient.to_local())
+        for prefix, gradients in found.items():
+            if prefix in replicas:
+                for bucket in in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES):
+                    sum_over(bucket, replicas[prefix], codec)

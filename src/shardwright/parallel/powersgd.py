@@ -1,0 +1,160 @@
+"""PowerSGD: gradients of matrices are summed over replicas as products of two thin matrices, with error feedback.
+
+For each logical matrix (`model.modules.Row.parts`: Q, K and V apart) rank w has the gradient G_w (n x m) of its tokens,
+the error E_w that it has not sent yet, and Q (m x r), the same on all ranks. A step computes
+
+    M_w = G_w + E_w
+    P   = orthonormal columns of sum_w M_w Q           all-reduce of r n elements
+    Q   = sum_w M_w^T P                                all-reduce of r m elements
+    G   = P Q^T                                        the gradient that the optimizer sees
+    E_w = M_w - P P^T M_w
+
+G is the projection of sum_w M_w, and the errors add up to what it leaves out, so G is what one process computes of the
+sum of all gradients, but for rounding: how the tokens are shared does not matter. Q begins with random numbers and is
+kept from step to step (warm start). r is `layout.compress_gradients` "powersgd-r".
+
+Compressed are hidden matrices of which r (n + m) is less than n m; all other gradients are all-reduced as they are.
+Source: Vogels et al., arXiv 1905.13727, algorithms 1 and 2. There gradients are averaged, and E_w is M_w less the mean
+product; those errors have the same sum.
+
+Shapes: B matrices of equal shape (experts), N rows, M columns, R the rank of the products.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwright.model.modules import Row, row_of
+from shardwright.model.random import normal
+from shardwright.model.spec import ModelSpec
+from shardwright.parallel.replicas import sum_together
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+_DEPENDENT = 1e-5
+"""A column of which this share or less is left, when its projection on the columns before it is taken away, is rounding
+and no direction; in float64 the square of it."""
+
+
+def compressed(row: Row, rank: int) -> bool:
+    """Whether gradients of a parameter are compressed: all its logical matrices are, or none."""
+    if not row.hidden:
+        return False
+    columns = row.shape[-1]
+    return all(rank * (row.heads * n + columns) < row.heads * n * columns for _, n in row.parts)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter with its state: `error` has its shape; `bases` are the matrices Q of its logical matrices, (B, M, R)
+    one after another."""
+
+    parameter: nn.Parameter
+    row: Row
+    error: Tensor
+    bases: Tensor
+
+
+class PowerSGD:
+    """Sums the gradients of matrices over the ranks that hold replicas of them."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], spec: ModelSpec, rank: int, mesh: DeviceMesh, seed: int
+    ) -> None:
+        """`parameters`: plain tensors by global name, of which those that are `compressed` are taken; `mesh`: of one
+        axis, the ranks that hold replicas."""
+        self.mesh, self.group = mesh, mesh.get_group()
+        self._members: dict[str, _Member] = {}
+        for name, parameter in parameters.items():
+            row = row_of(spec, name)
+            if compressed(row, rank):
+                n_matrices = len(row.parts) * (row.shape[0] if len(row.shape) > 2 else 1)
+                shape = (n_matrices, row.shape[-1], rank)
+                bases = normal(
+                    seed, f"powersgd/{name}", shape, (0, 0, 0), shape, 1.0, parameter.dtype, parameter.device
+                )
+                self._members[name] = _Member(parameter, row, torch.zeros_like(parameter).detach(), bases)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the gradient of a parameter is compressed."""
+        return name in self._members
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: `basis/NAME`, and `error/NAME`, (ranks, *shape) of all ranks' errors, which
+        is sharded over them."""
+        found: dict[str, Tensor] = {}
+        for name, member in self._members.items():
+            found[f"basis/{name}"] = member.bases
+            found[f"error/{name}"] = DTensor.from_local(member.error[None], self.mesh, [Shard(0)], run_check=False)
+        return found
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Replace every gradient by that of all ranks, compressed."""
+        members = [each for each in self._members.values() if each.parameter.grad is not None]
+        matrices = []
+        for member in members:
+            assert member.parameter.grad is not None
+            member.error.add_(member.parameter.grad)
+            matrices.append(list(_matrices(member.error, member.row)))
+        if not members:
+            return
+        # Of each member the matrices of its parts, all with one number of experts.
+        counts = [[len(m_BNM) for m_BNM in those] for those in matrices]
+        bases = [member.bases.split(count) for member, count in zip(members, counts, strict=True)]
+        lefts = [[m_BNM @ q_BMR for m_BNM, q_BMR in _pairs(*each)] for each in _pairs(matrices, bases)]
+        sum_together(_flat(lefts), self.group)
+        lefts = [[_orthonormal(p_BNR) for p_BNR in those] for those in lefts]
+        own = [[m_BNM.mT @ p_BNR for m_BNM, p_BNR in _pairs(*each)] for each in _pairs(matrices, lefts)]
+        rights = [[each.clone() for each in those] for those in own]
+        sum_together(_flat(rights), self.group)
+        for member, p, own_q, q, before in zip(members, lefts, own, rights, bases, strict=True):
+            assert member.parameter.grad is not None
+            sent = _joined([p_BNR @ q_BMR.mT for p_BNR, q_BMR in _pairs(p, own_q)], member.row)
+            member.error.sub_(sent.view_as(member.error))
+            product = _joined([p_BNR @ q_BMR.mT for p_BNR, q_BMR in _pairs(p, q)], member.row)
+            member.parameter.grad.copy_(product.view_as(member.error))
+            # Where a column of P is no direction, that of Q stays for the next step.
+            directions = [p_BNR.norm(dim=-2, keepdim=True) > 0 for p_BNR in p]
+            chosen = [torch.where(*each) for each in zip(directions, q, before, strict=True)]
+            member.bases.copy_(torch.cat(chosen))
+
+
+def _pairs(first: Iterable[_T], second: Iterable[_U]) -> Iterator[tuple[_T, _U]]:
+    return zip(first, second, strict=True)
+
+
+def _flat(factors: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    return [each for those in factors for each in those]
+
+
+def _matrices(whole: Tensor, row: Row) -> Iterator[Tensor]:
+    """The logical matrices of a parameter, each (B, N, M)."""
+    stacked = whole.view(-1, *whole.shape[-2:])
+    for part in stacked.unflatten(-2, (row.heads, -1)).split([n for _, n in row.parts], -2):
+        yield part.flatten(-3, -2)
+
+
+def _joined(matrices: Sequence[Tensor], row: Row) -> Tensor:
+    """The inverse of `_matrices`, (B, rows, M)."""
+    return torch.cat([each.unflatten(-2, (row.heads, -1)) for each in matrices], -2).flatten(-3, -2)
+
+
+def _orthonormal(p_BNR: Tensor) -> Tensor:
+    """Gram and Schmidt's orthonormal columns, each projected twice; zeros where a column depends on those before."""
+    found = torch.zeros_like(p_BNR)
+    least = _DEPENDENT**2 if p_BNR.dtype == torch.float64 else _DEPENDENT
+    for column in range(p_BNR.shape[-1]):
+        given = rest = p_BNR[..., column : column + 1]
+        for _ in range(2):
+            rest = rest - found @ (found.mT @ rest)
+        size = rest.norm(dim=-2, keepdim=True)
+        independent = size > least * given.norm(dim=-2, keepdim=True)
+        found[..., column : column + 1] = torch.where(independent, rest / torch.where(independent, size, 1.0), 0.0)
+    return found

@@ -1,0 +1,122 @@
+"""Bugs of compressed gradients and weights: rounded too often or another way, scales of other blocks, sums left out."""
+
+from shardwright.layout import Layout
+from tests.mutation import Mutation
+from tests.parallel.test_compression import HOPS
+from tests.training.bugs.bug import LATENT, STATE, AnyBug, Bug, ResumeBug, UnitBug
+
+_INTEGERS = "shardwright.parallel.blocks_of_integers:Integers"
+_COMPRESSED, _SUMS = "shardwright.parallel.compressed", "shardwright.parallel.compression"
+_WEIGHTS = [Layout(dp_shard=2, zero=3, compress_weights="int8"), Layout(dp_shard=2, zero=1, compress_weights="int8")]
+_PRODUCTS = "shardwright.parallel.powersgd:PowerSGD.sum"
+_THIN = [Layout(dp_replicate=2, compress_gradients="powersgd-2")]
+_FORMULA = "tests/parallel/test_compression.py:test_integers_arrive_within_half_a_scale_of_their_block"
+_SHOWN = "tests/parallel/test_compression.py:test_a_sum_shows_the_bug"
+
+SHARD: dict[str, AnyBug] = {
+    "PowerSGD splits stacked matrices at other rows": Bug(
+        Mutation(
+            "shardwright.parallel.powersgd:_matrices",
+            "stacked.unflatten(-2, (row.heads, -1)).split([n for _, n in row.parts], -2)",
+            "stacked.unflatten(-2, (row.heads, -1)).roll(1, -2).split([n for _, n in row.parts], -2)",
+        ),
+        _THIN,
+        spec={"latent_attention": LATENT, "n_kv_heads": 3},
+    ),
+    "weights arrive with the scales of other blocks": Bug(
+        Mutation(f"{_INTEGERS}.decode", "next(scales_nB)", "next(scales_nB).roll(1, 1)"), _WEIGHTS
+    ),
+    "weights have one scale for all rows that a rank holds": Bug(
+        Mutation(
+            f"{_INTEGERS}.encode", "x_nBE.abs().amax(-1)", "x_nBE.abs().amax((1, 2))[:, None].expand(x_nBE.shape[:2])"
+        ),
+        _WEIGHTS,
+    ),
+    "a rank uses its own shard of the weights unrounded": Bug(
+        Mutation(
+            f"{_COMPRESSED}:_AllGather.__call__",
+            "output_tensor.copy_(self.codec.decode(received, self.parts, output_tensor.dtype).view(-1))",
+            "own = input_tensor.clone()\n"
+            "output_tensor.copy_(self.codec.decode(received, self.parts, output_tensor.dtype).view(-1))\n"
+            "input_tensor.copy_(own)",
+        ),
+        _WEIGHTS,
+    ),
+    "integers of 4 bits arrive in the order of their bytes' other half": UnitBug(
+        Mutation(f"{_INTEGERS}._unpacked", "[packed % 16, packed // 16]", "[packed // 16, packed % 16]"), _FORMULA, (4,)
+    ),
+    "sums of integers take the parts of another node": UnitBug(
+        HOPS["sums of integers take the parts of another node"], _SHOWN, put_in_there=True
+    ),
+}
+REDUCTION: dict[str, AnyBug] = {
+    "compressed shards of gradients are not summed over replicas": Bug(
+        Mutation("shardwright.parallel.data:Sharded.end_step", "self.over_replicas.sum(self.groups)", "None"),
+        [Layout(dp_replicate=2, dp_shard=2, zero=2, compress_gradients="bf16")],
+    ),
+    "a rank keeps the compressed sum that it sends to its replicas unrounded": Bug(
+        Mutation(
+            f"{_SUMS}:start_sum",
+            "return codec.decode(sent, parts, x_nK.dtype)",
+            "found = codec.decode(sent, parts, x_nK.dtype)\nfound[group.rank()] = sums_1K[0]\nreturn found",
+        ),
+        [Layout(dp_replicate=2, compress_gradients="bf16")],
+    ),
+    "what goes between nodes has not been summed in them": UnitBug(
+        HOPS["what goes between nodes has not been summed in them"], _SHOWN, put_in_there=True
+    ),
+}
+DTYPE: dict[str, AnyBug] = {
+    "gradients that travel in bf16 are summed in it": Bug(
+        Mutation(
+            f"{_COMPRESSED}:reduce_scatter",
+            "codec.decode(received, parts, kept_K.dtype)",
+            "codec.decode(received, parts, torch.bfloat16)",
+        ),
+        [Layout(dp_shard=4, zero=1, compress_gradients="bf16")],
+    ),
+    "weights are truncated to integers": Bug(
+        Mutation(f"{_INTEGERS}.encode", "(x_nBE / divisor_nB1).round()", "(x_nBE / divisor_nB1).trunc()"), _WEIGHTS
+    ),
+    "scales of blocks are rounded to bf16": Bug(
+        Mutation(
+            f"{_INTEGERS}.encode",
+            "(x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).float()",
+            "(x_nBE.abs().amax(-1).to(_wide(x_nP.dtype)) / self.largest).bfloat16().float()",
+        ),
+        _WEIGHTS,
+    ),
+    "sums of integers are rounded to bf16": UnitBug(
+        HOPS["sums of integers are rounded to bf16"], _SHOWN, put_in_there=True
+    ),
+    "a block with an infinite element arrives as zeros": UnitBug(
+        Mutation(
+            f"{_INTEGERS}.decode",
+            "scale_nB[..., None].to(_wide(dtype))",
+            "scale_nB[..., None].to(_wide(dtype)).nan_to_num()",
+        ),
+        "tests/parallel/test_compression.py:test_what_is_no_number_arrives_as_none",
+        (float("inf"),),
+    ),
+}
+STALE: dict[str, AnyBug] = {
+    "PowerSGD forgets what it has not sent": Bug(
+        Mutation(_PRODUCTS, "member.error.add_(member.parameter.grad)", "member.error.copy_(member.parameter.grad)"),
+        _THIN,
+    ),
+    "PowerSGD takes what all ranks sent from each rank's error": Bug(
+        Mutation(_PRODUCTS, "_pairs(p, own_q)", "_pairs(p, q)"), _THIN
+    ),
+    "PowerSGD begins every step with the same basis": Bug(
+        Mutation(_PRODUCTS, "member.bases.copy_(torch.cat(chosen))", "None"), _THIN
+    ),
+    "PowerSGD multiplies by columns that are not orthonormal": Bug(
+        Mutation(_PRODUCTS, "[_orthonormal(p_BNR) for p_BNR in those]", "list(those)"), _THIN
+    ),
+}
+RESUME: dict[str, AnyBug] = {
+    "what PowerSGD has not sent is lost on resume": ResumeBug(
+        Mutation(f"{STATE}:named_tensors", "found | {f'compression/{k}': v for k, v in kept.items()}", "found"),
+        (_THIN[0], _THIN[0]),
+    ),
+}
