@@ -282,7 +282,10 @@ def test_an_accelerator_of_ones_own_is_planned_for(tmp_path: Path):
         ([*SMALL, "--write", "run.txt"], ["--write run.txt", "*.toml"]),
         ([*SMALL, "--overwrite"], ["--overwrite goes with --write"]),
         ([*SMALL, "--html", "no/such/plan.html"], ["no folder no/such", "make it first"]),
-        ([*SMALL, "--precision", "mxfp8", "--write", "run.toml"], ["mxfp8", "fp32 or tf32 or bf16 or fp16 or fp8"]),
+        (
+            [*SMALL, "--cluster", "b200:8", "--precision", "mxfp8", "--write", "run.toml"],
+            ["mxfp8", "fp32 or tf32 or bf16 or fp16 or fp8"],
+        ),
         ([*SMALL, "--explain", "tp=2", "--html", "a.html"], ["--html", "--explain", "leave one out"]),
         ([*SMALL, "--explain", "pp=4,pp_schedule=auto,dp_shard=2"], ["pp_schedule=auto", "no price"]),
         ([*SMALL, "--explain", "tpp=8"], ["tpp=8", "did you mean 'tp'?"]),

@@ -46,7 +46,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     for name in names()
     if name not in ("auto", "zb-h1", "1f1b")
 }
-QUICK = ("token shards", "gathered each micro-batch")
+QUICK = ("token shards",)
 
 
 def lines(record: RankRecord) -> list[tuple[object, ...]]:

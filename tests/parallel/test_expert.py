@@ -265,7 +265,8 @@ def test_with_counts_that_are_told_a_layer_runs_on_fake_tensors():
     try:
         told: list[Tensor] = []
 
-        def tell(rows_2n: Tensor) -> list[list[int]]:
+        def tell(rows_2n: Tensor, n_rows: int) -> list[list[int]]:
+            assert n_rows == 2 * 8 * MOE.top_k
             told.append(rows_2n)
             return [[20, 12], [9, 17]]
 

@@ -36,8 +36,8 @@ def test_a_picture_is_drawn_in_the_format_of_its_suffix(tmp_path: Path) -> None:
 def test_every_panel_says_what_the_records_say(tmp_path: Path) -> None:
     words = texts(curves_svg(read_run(usual(tmp_path))))
     assert {"step", "tokens", "Gradient norm", "Tokens per second"} <= set(words)
-    assert "training: 5.8 to 5" in words
-    assert "validation: 6.2 to 5.1" in words
+    assert "training: 5.80 to 5.00" in words
+    assert "validation: 6.20 to 5.10" in words
     assert "clipped at 1: 0 of 5 records" in words
     assert "median 1K" in words
     assert {"data 6.2%", "fwd + bwd 78%", "optimizer 16%"} <= set(words)
@@ -60,12 +60,12 @@ def test_what_is_dropped_has_a_panel_where_capacity_is_limited(tmp_path: Path) -
         "Dropped pairs of token and expert",
         "2 layers",
         "mean: 1.75 to 1.38",
-        "25 to 5%",
+        "25.0 to 5.00%",
     } <= set(words)
 
 
 ODD_RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "one record": ([train_record(10)], "training: 5.8"),
+    "one record": ([train_record(10)], "training: 5.80"),
     "one step": ([train_record(1)], "training: 5.98"),
     "evaluation before any step": ([evaluation(0, 6.0)], "no step has been logged"),
     "some losses not finite": (
@@ -73,24 +73,24 @@ ODD_RUNS: dict[str, tuple[list[dict[str, Any]], str]] = {
         "not finite: 2 of 3 records, first at step 20",
     ),
     "no loss finite": ([train_record(10, loss=math.nan, grad_norm=math.nan)], "no finite loss was logged"),
-    "a loss that explodes": ([train_record(10), train_record(20, loss=1e30)], "training: 5.8 to 1e+30"),
-    "a gradient of zero": ([train_record(10, grad_norm=0.0, lr=0.0, loss=0.0)], "training: 0"),
+    "a loss that explodes": ([train_record(10), train_record(20, loss=1e30)], "training: 5.80 to 1.00e+30"),
+    "a gradient of zero": ([train_record(10, grad_norm=0.0, lr=0.0, loss=0.0)], "training: 0.00"),
     "a clock that saw nothing": (
         [train_record(10, step_s=0.0, data_s=0.0, forward_backward_s=0.0, optimizer_s=0.0)],
         "median 1K",
     ),
     "memory that grows": (
         [train_record(step, memory_bytes=step * 2**20) for step in range(10, 50, 10)],
-        "training: 5.8 to 5.2",
+        "training: 5.80 to 5.20",
     ),
     "one layer with experts": (
         [train_record(10, load_max_over_mean=1.5, load_entropy=0.9, load_by_layer=[1.5], dropped_fraction=0.0)],
-        "one layer: 1.5",
+        "one layer: 1.50",
     ),
-    "an even load": ([moe_record(10**9)], "their mean: 1"),
+    "an even load": ([moe_record(10**9)], "their mean: 1.00"),
     "no token counted": (
         [train_record(10, load_max_over_mean=math.nan, load_entropy=math.nan, load_by_layer=[math.nan] * 2)],
-        "training: 5.8",
+        "training: 5.80",
     ),
     "a known peak": ([train_record(10, mfu=0.412)], "median 1K, MFU 41.2%"),
 }

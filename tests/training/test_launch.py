@@ -132,7 +132,7 @@ def all_complain_of_input(rank: int) -> None:
     def fail(*arguments, **named):
         raise DataError("no rank can read this")
 
-    loop.apply = fail
+    loop.build_model = fail
 
 
 def test_bad_input_found_by_every_worker_is_told_once(run_file):

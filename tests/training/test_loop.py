@@ -269,7 +269,7 @@ PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardB
 CLIP = "max_norm / (norm + 1e-6)"
 TAKEN = "result = trainer.step(batch, step, rate)"
 DUE = "_due(step, config.evaluation.every) or last"
-RATE_OF_STEP = "learning_rate(step, config.steps, config.optimizer.lr, config.lr_schedule)"
+RATE_OF_STEP = "learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)"
 DATA_RANK = "self.layout.data_rank(self.place.rank)"
 
 
@@ -291,7 +291,7 @@ def forgotten(state: str) -> Mutation:
 
 BUGS = {
     "clip_norm is not handed to the trainer": Bug(
-        [Mutation(f"{LOOP}:_Run.__init__", "config.optimizer.clip_norm", "0.0")], "weights"
+        [Mutation(f"{LOOP}:build_trainer", "config.optimizer.clip_norm", "0.0")], "weights"
     ),
     "the norm is logged after clipping": Bug(
         [Mutation(f"{STEP}:ForwardBackward.clip", "return norm", "return norm.clamp(max=max_norm)")], "grad_norm"
@@ -388,7 +388,7 @@ BUGS = {
     ),
     "the linear fall ends a step late": Bug([Mutation(RATE, "steps - 1 - step", "steps - step")], "lr", WSD),
     "the rate that is logged is that of the next step": Bug(
-        [Mutation(LOG, "rate", RATE_OF_STEP.replace("config", "self.config"))], "lr"
+        [Mutation(LOG, "rate", RATE_OF_STEP.replace("config", "self.config").replace(" - skipped", ""))], "lr"
     ),
     "the last step is not logged": Bug(
         [Mutation(TAKE, "step % config.metrics.every == 0 or last", "step % config.metrics.every == 0")], "loss", SPARSE

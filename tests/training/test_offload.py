@@ -90,7 +90,7 @@ def test_states_on_a_disk_give_the_bits_of_states_in_memory_on_every_layout(name
     check(LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", rest_prove(RUNS, "bf16 states"))
+@pytest.mark.parametrize("name", rest_prove(RUNS))
 def test_states_on_a_disk_give_the_bits_of_states_in_memory_for_every_optimizer(name: str):
     check(LAYOUTS["one rank"], RUNS[name], "bfloat16")
 

@@ -217,7 +217,7 @@ def waits_before_it_trains(rank: int) -> None:
         print("building", flush=True)
         time.sleep(600)
 
-    loop.apply = wait
+    loop.build_model = wait
 
 
 def test_ctrl_c_before_the_first_step_is_no_failure(run_file):

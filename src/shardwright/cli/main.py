@@ -26,7 +26,7 @@ VERBS = {
     "plan": "Find the fastest layout that fits, without a GPU, and say why.",
     "train": "Train a model as a run file says.",
     "verify": "Prove that a layout computes what one process computes.",
-    "dryrun": "Run the real training program as any rank of any world, without a GPU.",
+    "dryrun": "Run the real training program as any rank of any world, without a GPU, data or memory for the weights.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
