@@ -81,7 +81,7 @@ REDUCTION: dict[str, Bug] = {
         Mutation(
             f"{TENSOR}:_ColumnProducts.backward",
             "summing.wait()",
-            "(summing.wait(), _input_gradient(dys_BTF, weights))[1]",
+            "(summing.wait(), _input_gradient(dys_BTF, weights, ctx.fp8))[1]",
         ),
         [TP],
     ),
