@@ -60,10 +60,12 @@ def test_messages_and_live_bytes_are_those_of_the_real_run(name: str):
     for real, dry in both(run_file(model, layout, compute)):
         assert lines(dry) == lines(real)
         assert [moment.action for moment in dry.curve] == [moment.action for moment in real.curve]
-        assert dry.peak.n_bytes == pytest.approx(real.peak.n_bytes, rel=0.01)
+        whole = real.peak.n_bytes
+        assert dry.peak.n_bytes == pytest.approx(whole, rel=0.01)
+        # Of each kind its own peak: two moments may have nearly the same sum, and gloo frees what it has sent when its
+        # threads come to it.
         for kind in KINDS:
-            whole = real.peak.n_bytes
-            assert dry.peak.kinds[kind] == pytest.approx(real.peak.kinds[kind], rel=0.01, abs=0.002 * whole), kind
+            assert dry.peak_of_kinds[kind] == pytest.approx(real.peak_of_kinds[kind], rel=0.01, abs=0.002 * whole), kind
         assert dry.flops == real.flops
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -105,7 +106,7 @@ class _View(NamedTuple):
 
 def _keep(x: Tensor) -> Tensor | _View:
     """What is kept of a tensor that is saved for the backward pass: a reference if a part can compute it again."""
-    if type(x) is not Tensor or not _outputs:
+    if not _outputs or type(x) not in (Tensor, FakeTensor):
         return x
     found = _outputs.get(x.untyped_storage()._cdata)
     # An output that was changed in place since is not what the part computes.
