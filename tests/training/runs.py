@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.processes import STOPPING
 from tests.distributed import context
 
 Fault = Callable[[int], None]
@@ -173,11 +174,18 @@ def _command(
     _redirect(os.open(folder / "stdout", os.O_WRONLY | os.O_APPEND), 1)
     _redirect(os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND), 2)
     os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     popen = functools.partial(_ForkedPopen, folder)
     launch.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)  # type: ignore[attr-defined]
     if fault is not None:
         loop.run = functools.partial(_run_with, fault, loop.run)
     _leave_with(lambda: _torchrun(command, folder) if torchrun else _shardwright(command))
+
+
+def _usual_signals() -> None:
+    """As in a new interpreter that no handler was passed on to, also where the tests run under nohup."""
+    for number in STOPPING:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _shardwright(command: Sequence[str]) -> None:
@@ -210,8 +218,7 @@ def _torchrun(command: Sequence[str], folder: Path) -> None:
 
 
 def _rank_of_torchrun(command: Sequence[str], folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _usual_signals()
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     try:
         _shardwright(command)
@@ -250,8 +257,7 @@ def _worker(folder: Path, command: list[str], **how: Any) -> None:
 
     from shardwright.training import worker
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _usual_signals()
     os.setsid()
     if how["stdout"] is not None:
         os.dup2(how["stdout"].fileno(), 1)

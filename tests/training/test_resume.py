@@ -175,6 +175,10 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(number, run_file
 
 @prove
 def test_a_terminal_that_goes_away_ends_the_run_saved(run_file):
+    def own_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "shardwright", "train", str(run_file), "--set", "steps=2000"],
@@ -182,7 +186,7 @@ def test_a_terminal_that_goes_away_ends_the_run_saved(run_file):
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=own_terminal,
     )
     os.close(theirs)
     try:
