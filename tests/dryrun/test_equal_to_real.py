@@ -60,13 +60,18 @@ def test_messages_and_live_bytes_are_those_of_the_real_run(name: str):
     for real, dry in both(run_file(model, layout, compute)):
         assert lines(dry) == lines(real)
         assert [moment.action for moment in dry.curve] == [moment.action for moment in real.curve]
-        whole = real.peak.n_bytes
-        assert dry.peak.n_bytes == pytest.approx(whole, rel=0.01)
-        # Of each kind its own peak: two moments may have nearly the same sum, and gloo frees what it has sent when its
-        # threads come to it.
+        # gloo lets go of the buffer of a message when its thread comes to that, which on loaded cores may be later.
+        late = max(message.n_bytes for message in real.messages) if real.messages else 0
+        is_held(dry.peak.n_bytes, real.peak.n_bytes, 0.01 * real.peak.n_bytes, late)
+        # Of each kind its own peak: two moments of a step may have nearly the same sum.
         for kind in KINDS:
-            assert dry.peak_of_kinds[kind] == pytest.approx(real.peak_of_kinds[kind], rel=0.01, abs=0.002 * whole), kind
+            within = max(0.01 * real.peak_of_kinds[kind], 0.002 * real.peak.n_bytes)
+            is_held(dry.peak_of_kinds[kind], real.peak_of_kinds[kind], within, late if kind == "communication" else 0)
         assert dry.flops == real.flops
+
+
+def is_held(dry: int, real: int, within: float, late: int) -> None:
+    assert real - within - late <= dry <= real + within
 
 
 @pytest.mark.prove
