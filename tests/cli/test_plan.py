@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from shardwright.cli.main import VERBS, app
 from shardwright.config import load
 from shardwright.planner.choice import read
+from tests.cli.imports import help_imports_nothing_heavy, runs_without
 
 SMALL = ("--model", "debug", "--cluster", "h100:8", "--global-batch", 16, "--seq-len", 128)
 REAL = ("--model", "llama-3.1-8b", "--cluster", "h100:8", "--global-batch", 128, "--seq-len", 8192)
@@ -324,25 +325,11 @@ def test_every_problem_is_told_at_once():
 
 @pytest.mark.parametrize("arguments", [["plan", "--help"], ["--help"]], ids=" ".join)
 def test_help_imports_nothing_heavy(arguments: list[str]):
-    code = (
-        f"import sys; sys.argv = ['shardwright', *{arguments!r}]\n"
-        "from shardwright.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'shardwright.config', 'tokenizers'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    help_imports_nothing_heavy(arguments)
 
 
 def test_planning_needs_no_torch():
-    code = (
-        "import sys; from typer.testing import CliRunner; from shardwright.cli.main import app\n"
-        f"made = CliRunner().invoke(app, ['plan', *{[str(each) for each in SMALL]!r}])\n"
-        "assert made.exit_code == 0, made.output\n"
-        "sys.exit('torch' in sys.modules or 'shardwright.config' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    runs_without({"torch", "shardwright.config"}, ["plan", *SMALL])
 
 
 def test_the_list_of_verbs_tells_what_their_own_help_tells():

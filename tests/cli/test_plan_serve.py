@@ -1,8 +1,6 @@
 """Proves that `shardwright plan serve` and `plan evaluate-serving` find, say, write and refuse what they should."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import OF_TWO_WORDS, app
+from tests.cli.imports import help_imports_nothing_heavy, runs_without
 
 ASKED = ("--model", "llama-3.1-8b", "--cluster", "h100:2/2", "--input-len", 1024, "--output-len", 128)
 
@@ -115,22 +114,8 @@ def test_the_evaluation_is_one_document(tmp_path: Path):
 
 @pytest.mark.parametrize("verb", OF_TWO_WORDS)
 def test_help_imports_nothing_heavy(verb: str):
-    code = (
-        f"import sys; sys.argv = ['shardwright', *{verb.split()!r}, '--help']\n"
-        "from shardwright.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'matplotlib', 'shardwright.config', 'tokenizers'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    help_imports_nothing_heavy([*verb.split(), "--help"])
 
 
 def test_serving_is_planned_without_torch():
-    code = (
-        "import sys; from typer.testing import CliRunner; from shardwright.cli.main import app\n"
-        f"made = CliRunner().invoke(app, ['plan', 'serve', *{[str(each) for each in ASKED]!r}])\n"
-        "assert made.exit_code == 0, made.output\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    runs_without({"torch"}, ["plan", "serve", *ASKED])

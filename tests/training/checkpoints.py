@@ -80,7 +80,7 @@ def hop(
         trainer, store = build(layout, torch.float32, spec), CheckpointStore(folder, keep_last=99)
         loaded = None
         if step:
-            assert load(store.path_of(step), trainer, DATA) == Progress(step, 12 * step, SEED)
+            assert load(store.path_of(step), trainer, DATA).progress == Progress(step, 12 * step, SEED)
             loaded = logical(trainer)
         take_step(trainer, layout, step)
         save(store, trainer, Progress(step + 1, 12 * (step + 1), SEED), DATA, "")

@@ -247,8 +247,8 @@ def resumed_step(path: Path | None, decay: float, rate: float, mutations: tuple[
 STALE = {
     "weight decay of the checkpoint": Mutation(
         "shardwright.training.checkpoint.state:load",
-        "return manifest.progress",
-        "trainer.optimizer.param_groups[0]['weight_decay'] = 0.1\nreturn manifest.progress",
+        "return manifest",
+        "trainer.optimizer.param_groups[0]['weight_decay'] = 0.1\nreturn manifest",
     ),
     "rate of the step before": Mutation(
         "shardwright.training.step:Trainer.update",

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.cli.common import columns, console, print_table, say
 from shardwright.serving.search import PERCENTILE, Found, Plan, Task
-from shardwright.serving.words import reasons
+from shardwright.serving.words import SIMULATED, reasons, simulated_cells
 from shardwright.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -46,23 +46,9 @@ def print_plan(plan: Plan) -> None:
     console.print()
     _print_best(plan, best)
     say(f"\nThe best {len(plan.best)}, simulated")
-    table = columns(
-        "layout",
-        "batch",
-        "tokens/s each",
-        "of a user",
-        "first token",
-        f"p{PERCENTILE}",
-        "further",
-        f"p{PERCENTILE}",
-        left=1,
-    )
+    table = columns(*SIMULATED, left=1)
     for each in plan.best:
-        table.add_row(
-            str(each.layout), f"{each.option.batch:,}", f"{each.per_accelerator:,.0f}", f"{each.per_user:,.1f}",
-            format_seconds(each.ttft_s()), format_seconds(each.ttft_s(PERCENTILE)), format_seconds(each.tpot_s()),
-            format_seconds(each.tpot_s(PERCENTILE)),
-        )  # fmt: skip
+        table.add_row(*simulated_cells(each))
     print_table(table)
     _print_others(plan)
     if task.concurrency is None and task.rate_per_s is None:

@@ -9,7 +9,7 @@ from shardwright.files import write_whole
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.style import COLOURS, rendered
 from shardwright.serving.search import PERCENTILE, Found, Option, Plan, Task
-from shardwright.serving.words import reasons
+from shardwright.serving.words import SIMULATED, reasons, simulated_cells
 from shardwright.units import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -60,17 +60,8 @@ both.</figcaption>
 <h2>The best {len(plan.best)}, simulated</h2>
 {
         table(
-            (
-                "layout",
-                "batch",
-                "tokens/s each",
-                "of a user",
-                "first token",
-                f"p{PERCENTILE}",
-                "further",
-                f"p{PERCENTILE}",
-            ),
-            [_row(each) for each in plan.best],
+            SIMULATED,
+            [[escape(cell) for cell in simulated_cells(each)] for each in plan.best],
             "top",
         )
     }
@@ -104,16 +95,6 @@ def _numbers(task: Task, best: Found) -> list[tuple[str, str, str]]:
     if (cost := best.cost_per_million(task)) is not None:
         rows.append(("a million tokens", f"{cost:.3g}", f"at {task.price_per_hour:g} an accelerator-hour"))
     return rows
-
-
-def _row(each: Found) -> list[str]:
-    return [
-        escape(str(each.layout)),
-        f"{each.option.batch:,}",
-        f"{each.per_accelerator:,.0f}",
-        f"{each.per_user:,.1f}",
-        *(format_seconds(value(at)) for value in (each.ttft_s, each.tpot_s) for at in (50, PERCENTILE)),
-    ]
 
 
 def pareto_svg(plan: Plan) -> str:

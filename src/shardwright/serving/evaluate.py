@@ -1,5 +1,6 @@
 """Predicted against measured, for published measurements of serving."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -276,6 +277,5 @@ def report_lines(found: Evaluation, every_row: bool = False) -> Iterator[str]:
 
 
 def _counted_texts(what: str, texts: Sequence[str]) -> Iterator[str]:
-    for text in dict.fromkeys(texts):
-        n = texts.count(text)
+    for text, n in Counter(texts).items():
         yield f"{what} ({n} {'rows' if n > 1 else 'row'}): {text}"

@@ -39,6 +39,23 @@ def reasons(plan: Plan) -> Iterator[tuple[Layout, Option | None, str]]:
         yield layout, best, why
 
 
+SIMULATED = (
+    "layout", "batch", "tokens/s each", "of a user", "first token", f"p{PERCENTILE}", "further", f"p{PERCENTILE}"
+)  # fmt: skip
+"""What `simulated_cells` tells of a layout."""
+
+
+def simulated_cells(found: Found) -> list[str]:
+    """A layout that was simulated, its batch, its speed and its latencies, as words."""
+    return [
+        str(found.layout),
+        f"{found.option.batch:,}",
+        f"{found.per_accelerator:,.0f}",
+        f"{found.per_user:,.1f}",
+        *(format_seconds(value(at)) for value in (found.ttft_s, found.tpot_s) for at in (50, PERCENTILE)),
+    ]
+
+
 def _best_of(task: Task, options: list[Option]) -> tuple[Option, bool]:
     kept = [each for each in options if keeps(task, each)]
     if kept:

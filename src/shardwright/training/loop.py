@@ -18,7 +18,7 @@ from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
 from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
 from shardwright.training.build import DTYPES, build_model, build_trainer
-from shardwright.training.checkpoint.manifest import Progress, read_manifest
+from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
@@ -307,12 +307,13 @@ class _Run:
         return Start()
 
     def _load(self, path: Path) -> Start:
-        progress = load(path, self.trainer, self.sources.described(self.sources.mixtures))
+        manifest = load(path, self.trainer, self.sources.described(self.sources.mixtures))
+        progress = manifest.progress
         if progress.step > self.config.steps:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
-        past = past_stages(read_manifest(path))
+        past = past_stages(manifest)
         return Start(progress.step, progress.samples, path, past)
 
 

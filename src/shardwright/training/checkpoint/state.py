@@ -92,8 +92,8 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: Dat
     return store.path_of(progress.step)
 
 
-def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Progress:
-    """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this.
+def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
+    """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this. Returns its manifest.
 
     Raises, on every rank, DamagedError if the checkpoint is not as it was written, and another
     CheckpointError if it is of another model or seed, or, where `data` (of the manifest) is given, of other
@@ -113,7 +113,7 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Progress:
     trainer.model.after_change()
     if trainer.scaler is not None and manifest.loss_scale is not None:
         trainer.scaler.state = manifest.loss_scale
-    return manifest.progress
+    return manifest
 
 
 def _raise_first(error: CheckpointError | None) -> None:
