@@ -16,7 +16,8 @@ from pathlib import Path
 from shardwright.config import load
 from shardwright.layout import Layout
 from shardwright.verification import Verifier
-from shardwright.verification.case import case_of, cut
+from shardwright.verification.case import case_of
+from shardwright.verification.cut_case import cut
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QWEN = [

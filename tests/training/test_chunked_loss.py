@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.layout import Layout
 from shardwright.verification import Verifier
-from shardwright.verification.case import cut_layout
+from shardwright.verification.cut_case import cut_layout
 from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EXPERTS, LATENT, LONG
 from tests.training.test_recompute import LAYOUTS, case_of

@@ -21,7 +21,8 @@ from shardwright.model.sections import MoESpec
 from shardwright.split import stages
 from shardwright.split.rules import problems
 from shardwright.verification import Case, Verifier, case_of, cut
-from shardwright.verification.case import PLAIN_SGD, cut_each, cut_layout, cut_spec
+from shardwright.verification.case import PLAIN_SGD
+from shardwright.verification.cut_case import cut_each, cut_layout, cut_spec
 from shardwright.verification.matrix import layouts
 from shardwright.verification.reference import train_alone
 from shardwright.verification.trace import Quantity

@@ -62,7 +62,7 @@ SCRIPT = """
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.verification import Case, parity
-from shardwright.verification.case import cut_spec
+from shardwright.verification.cut_case import cut_spec
 from dataclasses import replace
 
 spec = replace(cut_spec(resolve("debug"), 2), max_seq_len=16)

@@ -105,8 +105,8 @@ def verify(
 
     start_server()  # it imports PyTorch while this process does
     from shardwright.verification import Case, Verifier
-    from shardwright.verification.case import cut, cut_layout
     from shardwright.verification.culprit import find_culprit
+    from shardwright.verification.cut_case import cut, cut_layout
     from shardwright.verification.reduce import most_ranks, reduced
 
     spec = resolve(model) if isinstance(model, str) else model

@@ -183,7 +183,7 @@ def _reduced(verifier: "Verifier", config: "RunConfig", options: Options) -> Non
 def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[tuple[Case, Layout]]":
     """What is trained with each layout of so many ranks."""
     from shardwright.model.number_formats import replica_problems
-    from shardwright.verification.case import cut_each
+    from shardwright.verification.cut_case import cut_each
     from shardwright.verification.matrix import layouts
 
     chosen, true = layouts(config.model.spec(), world_size, config.batch.seq_len), _true_case(config, options)
@@ -203,7 +203,7 @@ def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[
 
 def _sides(configs: "Sequence[RunConfig]", options: Options) -> "list[tuple[Case, Layout]]":
     """What is trained and the layout that is verified, for each run file."""
-    from shardwright.verification.case import cut, cut_layout
+    from shardwright.verification.cut_case import cut, cut_layout
 
     chosen = [each.layout.layout() for each in configs]
     # Both sides train on one global batch: it is reduced for the side with the larger micro-batches.

@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.verification.case import Case, case_of, cut
+    from shardwright.verification.case import Case, case_of
     from shardwright.verification.compare import Report, Row
+    from shardwright.verification.cut_case import cut
     from shardwright.verification.verifier import Verifier, parity
 
 __all__ = ["Case", "Report", "Row", "Verifier", "case_of", "cut", "parity"]
@@ -21,7 +22,7 @@ _FROM = {
     "Row": "compare",
     "Verifier": "verifier",
     "case_of": "case",
-    "cut": "case",
+    "cut": "cut_case",
     "parity": "verifier",
 }
 """The module of each name; imported when the name is used, so that `ranks.start_server` can come before PyTorch."""

@@ -17,7 +17,8 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.processes import PROCESS_BYTES, machine_bytes
 from shardwright.split import rules
-from shardwright.verification.case import Case, cut_each
+from shardwright.verification.case import Case
+from shardwright.verification.cut_case import cut_each
 
 _RANKS_OF_A_CORE = 8
 """With more than these a comparison takes minutes."""

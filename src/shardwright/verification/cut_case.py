@@ -1,0 +1,236 @@
+"""The case of a run file, reduced to test size.
+
+What decides how a model and a batch can be partitioned is kept: which numbers of ranks divide the heads, the inner
+width, the experts and the sequence, whether kv heads are grouped, and what is uneven; into how many stages the layers
+can be partitioned, and which stage has more of them. Every choice of the model is kept as it is.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, count
+
+from shardwright.layout import Layout
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+from shardwright.split.stages import schedule_problems
+from shardwright.verification.case import Case
+from shardwright.verification.formats import cut_fp8
+
+_HEAD_DIM = 8
+_LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
+_LAYERS_OF_PIPELINES = 11  # at least; so that the order of their numbers is not that of their names, 10 before 2
+_FFN = 24  # at least
+_TOKENS = 12  # at least
+_EXPERT_FFN = 16  # at least; so is it a multiple of what grouped matmuls ask for, where the true one is
+_TOP_K = 2
+_GROUPS = 4
+_LATENT = 12  # of keys and values; that of queries is narrower, to be told from it
+_NOPE_DIM, _ROPE_DIM = 8, 4
+_VOCABULARY = 61  # prime, so that no degree divides it
+_CHUNKS = 3  # of the tokens of a micro-batch, at most, where the loss is chunked
+_ACCUMULATION = 2  # at least; in a pipeline more than it has stages, so that it is filled
+_ACCUMULATION_IN_16_BITS = 4  # so that sums of gradients have enough terms to show whether they were rounded
+_INIT_GAIN = 1.13
+"""Standard deviation of initial weights x the root of d_model. With a tenth of it and so few tokens, gradients of the
+first layers are a thousandth of those of the last. With twice as much rounding grows from layer to layer: one process
+in bfloat16 is wrong by 47 % of a gradient of 11 layers of 128 features; with this by 4 %, of 32 layers by 7 %."""
+
+
+def cut(case: Case, layouts: Iterable[Layout]) -> Case:
+    """A case at test size.
+
+    The model is as possible, or impossible, on `layouts` as the true one, those that say `stage_layers` by
+    `cut_layout`; the batch is made so that all of them can share it.
+    """
+    layouts = list(layouts)
+    world_size = max(layout.world_size for layout in layouts)
+    data_ranks = math.lcm(*(layout.data_ranks for layout in layouts))
+    seq_len = _like(case.seq_len, _TOKENS, 2 * world_size)
+    each = max(1, case.global_batch // data_ranks)  # sequences of a data rank
+    fewest = _ACCUMULATION_IN_16_BITS if case.dtype == "bfloat16" else _ACCUMULATION
+    micro_batch = 2 if case.micro_batch > 1 and each >= 2 * _ACCUMULATION else 1
+    spec = replace(cut_spec(case.spec, world_size, _layers(case.spec, layouts)), max_seq_len=seq_len)
+    return replace(
+        case,
+        spec=spec,
+        fp8=cut_fp8(case.fp8, spec, layouts),
+        seq_len=seq_len,
+        global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
+        micro_batch=micro_batch,
+    )
+
+
+def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]:
+    """A case at test size for each layout: one for those of as many stages and data ranks, so that each has the layers
+    and the batch that it needs, and few references do for all."""
+    alike: dict[tuple[int, int], list[Layout]] = defaultdict(list)
+    for layout in layouts:
+        alike[layout.n_stages, layout.data_ranks].append(layout)
+    small = {degrees: cut(case, some) for degrees, some in alike.items()}
+    pairs = [(small[layout.n_stages, layout.data_ranks], layout) for layout in layouts]
+    return [(each, cut_layout(layout, case, each)) for each, layout in pairs]
+
+
+def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
+    """A layout of `true` for the case that is reduced from it: `stage_layers` reduced as the layers are, in the same
+    order; and `loss_chunk_tokens` as the tokens of a micro-batch are, for several chunks where there were.
+
+    Those that do not fit the true model are left as they are, to be refused.
+    """
+    if counts := _cut_stages(layout, true.spec.n_layers, case.spec.n_layers):
+        layout = replace(layout, stage_layers=counts)
+    chunk, whole, tokens = (
+        layout.loss_chunk_tokens,
+        *(each.micro_batch * each.seq_len // layout.cp for each in (true, case)),
+    )
+    if 0 < chunk < whole and tokens > 1:
+        few = -(-tokens // min(_CHUNKS, -(-whole // chunk)))
+        # The last chunk is shorter where it was.
+        alike = [n for n in range(1, tokens) if bool(tokens % n) == bool(whole % chunk)]
+        layout = replace(layout, loss_chunk_tokens=min(alike or [few], key=lambda n: abs(n - few)))
+    return layout
+
+
+def cut_spec(spec: ModelSpec, world_size: int, n_layers: int = _LAYERS) -> ModelSpec:
+    """The smallest model that splits over any number of ranks up to `world_size` as this one does, of so many layers
+    if it has them."""
+    n_heads, n_kv_heads = next(_heads(spec.n_heads, spec.n_kv_heads, world_size))
+    latent = _cut_latent(spec.latent_attention) if spec.latent_attention else None
+    head_dim = min(_HEAD_DIM, spec.head_dim) if latent is None else latent.v_dim
+    square = spec.d_model == spec.n_heads * spec.head_dim
+    d_model = n_heads * head_dim if square else _like(spec.d_model, (n_heads + 1) * head_dim, world_size)
+    return replace(
+        spec,
+        n_layers=min(n_layers, spec.n_layers),
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ffn=_like(spec.d_ffn, _FFN, world_size),
+        vocab_size=min(_VOCABULARY, spec.vocab_size),
+        moe=_cut_experts(spec.moe, world_size) if spec.moe else None,
+        latent_attention=latent,
+        init_std=_INIT_GAIN / math.sqrt(d_model),
+    )
+
+
+def _cut_experts(moe: MoESpec, world_size: int) -> MoESpec:
+    """The fewest experts that any degree partitions as it does the true ones; a token still has to choose among them,
+    and among groups, where it had to."""
+    top_k, n_groups = min(moe.top_k, _TOP_K), min(moe.n_groups, _GROUPS)
+    choosy = moe.groups_per_token < moe.n_groups
+    groups_per_token = min(moe.groups_per_token, 2, n_groups - 1) if choosy else n_groups
+    wanted = _divided_by(moe.n_experts, world_size)
+
+    def alike(n_experts: int) -> bool:
+        size, rest = divmod(n_experts, n_groups)
+        enough = groups_per_token * size >= top_k and size >= min(2, moe.n_experts // moe.n_groups)
+        return not rest and enough and (n_experts > top_k) and _divided_by(n_experts, world_size) == wanted
+
+    n_experts = next((n for n in range(1, moe.n_experts) if alike(n)), None)
+    if n_experts is None:
+        n_experts, n_groups = moe.n_experts, moe.n_groups
+        top_k, groups_per_token = moe.top_k, moe.groups_per_token
+    return replace(
+        moe,
+        n_experts=n_experts,
+        top_k=top_k,
+        d_ffn=_like(moe.d_ffn, _EXPERT_FFN, world_size),
+        n_shared=_like(moe.n_shared, 1, world_size),
+        first_dense=min(moe.first_dense, 1),
+        n_groups=n_groups,
+        groups_per_token=groups_per_token,
+    )
+
+
+def _cut_latent(latent: LatentAttentionSpec) -> LatentAttentionSpec:
+    nope_dim, rope_dim = min(latent.nope_dim, _NOPE_DIM), min(latent.rope_dim, _ROPE_DIM)
+    return LatentAttentionSpec(
+        kv_rank=min(latent.kv_rank, _LATENT),
+        q_rank=min(latent.q_rank, _LATENT - 2),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=min(latent.v_dim, _HEAD_DIM, nope_dim + rope_dim),
+    )
+
+
+def _layers(spec: ModelSpec, layouts: Sequence[Layout]) -> int:
+    """The fewest layers with which every pipeline has uneven stages, or those in the order that it says."""
+    ordered = [layout for layout in layouts if layout.stage_layers]
+    uneven = [layout for layout in layouts if layout.pp > 1 and not layout.stage_layers]
+    some = _LAYERS_OF_PIPELINES if uneven or ordered else _LAYERS
+    least = max([some, *(layout.n_stages for layout in ordered), *(layout.n_stages + 1 for layout in uneven)])
+    enough = (n for n in range(least, spec.n_layers) if all(_cut_stages(each, spec.n_layers, n) for each in ordered))
+    return next(enough, spec.n_layers)
+
+
+def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | None:
+    """`stage_layers` for `n_layers` instead of `whole`: the order of the stages by their layers is kept.
+
+    None where no such counts add up to that, or those of the layout do not add up to `whole`.
+    """
+    counts = layout.stage_layers
+    if counts is None or sum(counts) != whole:
+        return None
+    levels = sorted(set(counts))
+    # From one level to the next every stage from there on has at least one layer more.
+    rises = next(_multiples([sum(count >= level for count in counts) for level in levels], n_layers), None)
+    if rises is None:
+        return None
+    heights = dict(zip(levels, accumulate(rises), strict=True))
+    return tuple(heights[count] for count in counts)
+
+
+def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
+    """How often to take each number, at least once, for them to add up to `total`; the first as seldom as can be."""
+    first, *rest = numbers
+    if not rest:
+        if total > 0 and total % first == 0:
+            yield (total // first,)
+        return
+    for times in range(1, total // first + 1):
+        for others in _multiples(rest, total - times * first):
+            yield (times, *others)
+
+
+def _accumulation(layouts: Sequence[Layout], data_ranks: int, global_batch: int, fewest: int) -> int:
+    """Micro-batches, `fewest` at least, for each of `data_ranks`, their number a multiple of that of every layout:
+    enough for each layout, up to one sequence a micro-batch, and an even number where a schedule has to halve them."""
+
+    def enough(n: int, layout: Layout) -> bool:
+        microbatches = n * data_ranks // layout.data_ranks
+        wanted = max(fewest, layout.n_stages + 1 if layout.pp > 1 else 1)
+        possible = not schedule_problems(layout, microbatches)
+        return possible and microbatches >= min(wanted, max(1, global_batch // layout.data_ranks))
+
+    return next(n for n in count(1) if all(enough(n, layout) for layout in layouts))
+
+
+def _like(size: int, least: int, up_to: int) -> int:
+    """The smallest number from `least` on that is divided by exactly those of 1 to `up_to` that divide `size`."""
+    wanted = _divided_by(size, up_to)
+    return next((n for n in range(min(least, size), size) if _divided_by(n, up_to) == wanted), size)
+
+
+def _divided_by(size: int, up_to: int) -> list[bool]:
+    return [size % degree == 0 for degree in range(1, up_to + 1)]
+
+
+def _heads(n_heads: int, n_kv_heads: int, up_to: int) -> Iterator[tuple[int, int]]:
+    """Query and kv heads that any degree partitions as it does the true ones, the fewest first.
+
+    A degree partitions kv heads, or replicates them where it is a multiple of their number, or is impossible.
+    """
+
+    def way(kv_heads: int, degree: int) -> str:
+        return "partitioned" if kv_heads % degree == 0 else "replicated" if degree % kv_heads == 0 else "impossible"
+
+    degrees = range(1, up_to + 1)
+    for heads in range(1, n_heads + 1):
+        if _divided_by(heads, up_to) == _divided_by(n_heads, up_to):
+            for kv_heads in (n for n in range(1, heads + 1) if heads % n == 0):
+                alike = all(way(kv_heads, degree) == way(n_kv_heads, degree) for degree in degrees)
+                if alike and (heads > kv_heads) == (n_heads > n_kv_heads):
+                    yield heads, kv_heads
