@@ -2,6 +2,7 @@
 gradients and parameters, in float64. That one process computes each document as if it were alone: tests/model."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -35,8 +36,13 @@ def case_of(layout: Layout, positions: Scope = "document", **spec: object) -> Ca
     return replace(LONG, spec=model, micro_batch=micro_batch, attention="document", positions=positions)
 
 
-@pytest.mark.parametrize("positions", rest_prove(["document", "sequence"], "document"))
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "zigzag"))
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    rest_prove(
+        [*product(LAYOUTS, ["document"]), ("zigzag", "sequence"), ("pipeline and tensor", "sequence")],
+        ("zigzag", "document"),
+    ),
+)
 def test_a_layout_trains_documents_as_one_process_does(verifier: Verifier, name: str, positions: Scope) -> None:
     report = verifier.parity(case_of(LAYOUTS[name], positions), LAYOUTS[name])
     assert report.equal, report.differing or report.worst
@@ -51,8 +57,11 @@ def test_latent_attention_stays_within_documents(verifier: Verifier, name: str) 
 
 
 @prove
-@pytest.mark.parametrize("moe", [EXPERTS, FEW_PLACES], ids=["dropless", "with a capacity"])
-@pytest.mark.parametrize("name", ["zigzag", "tensor and ring", "ulysses in a ring"])
+@pytest.mark.parametrize(
+    ("name", "moe"),
+    [("zigzag", FEW_PLACES), ("tensor and ring", FEW_PLACES), ("ulysses in a ring", EXPERTS)],
+    ids=["zigzag, with a capacity", "tensor and ring, with a capacity", "ulysses in a ring, dropless"],
+)
 def test_experts_see_the_tokens_of_documents(verifier: Verifier, name: str, moe: MoESpec) -> None:
     report = verifier.parity(case_of(LAYOUTS[name], moe=moe), LAYOUTS[name])
     assert report.equal, report.differing or report.worst

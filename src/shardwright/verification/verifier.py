@@ -104,7 +104,7 @@ class Verifier:
         rank crashes or hangs the report says so and the others go on (`outcome`)."""
         world_size = max(layout.world_size for _, layout in pairs)
         # While some ranks wait for each other, or this process compares, those of another world run.
-        at_once = max(1, min(4, 2 * (os.cpu_count() or 1) // world_size + 1))
+        at_once = max(1, min(4, most_ranks() // world_size))
         with ThreadPoolExecutor(at_once) as threads:
             try:
                 yield from threads.map(lambda pair: self.outcome(*pair), pairs)
