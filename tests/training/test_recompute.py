@@ -79,7 +79,7 @@ def test_each_part_alone(verifier: Verifier, part: str, model: str):
 
 
 @prove
-@pytest.mark.parametrize(("name", "moe"), zip(EXPERT_LAYOUTS, cycle([EXPERTS, FEW_PLACES]), strict=False))
+@pytest.mark.parametrize(("name", "moe"), [*zip(EXPERT_LAYOUTS, cycle([EXPERTS, FEW_PLACES]), strict=False)])
 def test_experts_are_recomputed_and_routing_is_not(verifier: Verifier, name: str, moe: object):
     layout = EXPERT_LAYOUTS[name]
     proves_equal(verifier, case_of(layout, moe=moe, dropout=0.1), layout)
