@@ -1,6 +1,5 @@
 """Runs a layout and its reference, and compares their traces."""
 
-import os
 import shutil
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from shardwright.verification.formats import OVERFLOW_STEP, no_fp8_with
 from shardwright.verification.progress import Tell, told
 from shardwright.verification.rank import train_rank
 from shardwright.verification.ranks import end_all, run_ranks
+from shardwright.verification.reduce import most_ranks
 from shardwright.verification.reference import train_alone
 from shardwright.verification.tolerance import (
     Tolerance,
