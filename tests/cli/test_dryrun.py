@@ -1,9 +1,12 @@
 """Proves that `shardwright dryrun` answers fits with 0, does not fit with 1 and what would, and bad input with 2."""
 
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.cuda._memory_viz import trace as as_program
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
@@ -34,8 +37,9 @@ def dryrun(*arguments: object) -> Result:
 
 
 def test_it_says_what_a_rank_needs_and_whether_it_fits(run_file: Path, tmp_path: Path):
-    page = tmp_path / "dry.html"
+    page, trace, snapshot = (tmp_path / name for name in ("dry.html", "trace.json", "snapshot.pickle"))
     given = (run_file, "--set", "layout.tp=2", "--ranks", "all", "--json", "--html", page)
+    given = (*given, "--trace", trace, "--snapshot", snapshot)
     result = dryrun(*given, "--device-memory", "1GiB")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -45,7 +49,44 @@ def test_it_says_what_a_rank_needs_and_whether_it_fits(run_file: Path, tmp_path:
     rank = found["ranks"][0]
     assert rank["peak"]["bytes"] == sum(rank["peak"]["kinds"].values()) == max(each["bytes"] for each in rank["curve"])
     assert {(each["axis"], each["op"]) for each in rank["traffic"]} >= {("tp", "all-gather"), ("tp", "reduce-scatter")}
+    for each in rank["traffic"]:
+        if each["axis"] == "tp" and each["op"] in ("all-gather", "reduce-scatter"):
+            assert (each["plan_calls"], each["plan_bytes"]) == (each["calls"], each["bytes"])
+    assert {each["line"].partition(":")[0] for each in rank["largest"]} >= {"model/matmul.py"}
     assert "<svg" in page.read_text()
+    peaks = [each["peak"]["bytes"] for each in found["ranks"]]
+    assert peaks_of_trace(json.loads(trace.read_text())) == peaks
+    assert peaks_of_snapshot(pickle.loads(snapshot.read_bytes())) == peaks
+
+
+def peaks_of_trace(trace: dict[str, Any]) -> list[int]:
+    """The most bytes of each rank; its actions have to follow one another."""
+    found = []
+    for rank in (0, 1):
+        events = [event for event in trace["traceEvents"] if event["pid"] == rank]
+        actions = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+        assert [event["ts"] + event["dur"] for event in actions[:-1]] == [event["ts"] for event in actions[1:]]
+        assert len([event for event in events if event["ph"] == "X" and event["tid"] == 2]) > 10
+        found.append(max(sum(event["args"].values()) for event in events if event["ph"] == "C"))
+    return found
+
+
+def peaks_of_snapshot(snapshot: dict[str, Any]) -> list[int]:
+    """The most bytes of each rank; no address is given to two tensors at a time, and PyTorch's own reader takes it."""
+    assert as_program(snapshot).count("= MEM[") > 100
+    found = []
+    for entries in snapshot["device_traces"]:
+        alive: dict[int, int] = {}
+        most = 0
+        for entry in entries:
+            if entry["action"] == "alloc":
+                assert entry["addr"] not in alive
+                alive[entry["addr"]] = entry["size"]
+            elif entry["action"] == "free_completed":
+                assert alive.pop(entry["addr"]) == entry["size"]
+            most = max(most, sum(alive.values()))
+        found.append(most)
+    return found
 
 
 @pytest.mark.prove

@@ -1,5 +1,6 @@
 """shardwright dryrun: the real training program as any rank of any world, on fake tensors."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +53,14 @@ class Options:
     ] = True
     messages: Annotated[bool, typer.Option("--messages", help="list every collective and message in order")] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="write actions, messages and memory for ui.perfetto.dev"),
+    ] = None
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.pickle", help="write every allocation for pytorch.org/memory_viz"),
+    ] = None
     json: AsJson = False
 
 
@@ -83,20 +92,33 @@ def dryrun(options: Options) -> None:
     how = _how(config, options)
     with error_console.status("running dry"):
         found = _found(config, how, options)
-    if options.html is not None:
-        from shardwright.dry_run.page import write_page
-
-        write_page(found, options.html)
+    written = list(_written(found, options))
     if options.json:
         from shardwright.dry_run.document import document
 
         print_json(document(found))
     else:
         dryrun_text.print_dry_run(found, options.messages)
-        if options.html is not None:
-            say(f"written to {options.html}")
+        for path in written:
+            say(f"written to {path}")
     if not found.fits or found.disagreements:
         raise typer.Exit(1)
+
+
+def _written(found: "DryRun", options: Options) -> Iterator[Path]:
+    """Write the files that are asked for."""
+    from shardwright.dry_run.page import write_page
+    from shardwright.dry_run.trace import write_snapshot, write_trace
+
+    if options.html is not None:
+        write_page(found, options.html)
+        yield options.html
+    if options.trace is not None:
+        write_trace(found.records, options.trace)
+        yield options.trace
+    if options.snapshot is not None:
+        write_snapshot(found.records, options.snapshot)
+        yield options.snapshot
 
 
 def _found(config: "RunConfig", how: "How", options: Options) -> "DryRun":
@@ -111,6 +133,8 @@ def _found(config: "RunConfig", how: "How", options: Options) -> "DryRun":
 def _problems(options: Options) -> list[str]:
     """What is wrong with the options on their own."""
     wrong = wrong_place("--html", options.html, {".html": "it is named"})
+    wrong += wrong_place("--trace", options.trace, {".json": "it is named"})
+    wrong += wrong_place("--snapshot", options.snapshot, {".pickle": "it is named"})
     if options.ranks not in (None, ALL):
         wrong.append(f"--ranks {options.ranks}: valid: {ALL}; a single one is given by --rank")
     if options.ranks is not None and options.rank is not None:
@@ -138,4 +162,5 @@ def _how(config: "RunConfig", options: Options) -> "How":
             "the memory of a rank's device is not known; give --device-memory 80GiB, --accelerator h100, or memory_gib "
             "in the run file"
         )
-    return how_of(memory, options.count_as, options.steps, options.imbalance)
+    history = options.trace is not None or options.snapshot is not None
+    return how_of(memory, options.count_as, options.steps, options.imbalance, history)

@@ -27,7 +27,7 @@ def print_dry_run(found: "DryRun", messages: bool) -> None:
     )
     _print_memory(found, record)
     _print_largest(record)
-    _print_traffic(record)
+    _print_traffic(found, record)
     if len(found.records) > 1:
         _print_ranks(found)
     for each in found.disagreements:
@@ -68,24 +68,29 @@ def _difference(plan: float, dry: float) -> str:
 
 def _print_largest(record: RankRecord) -> None:
     console.print()
-    table = columns("largest at the peak", "bytes", "shape", "made by", "in", left=1)
+    table = columns("largest at the peak", "bytes", "shape", "made by", "in", "line", left=1)
     for block in record.largest:
         shape = " x ".join(map(str, block.shape))
         made = block.op if block.action else ""
-        table.add_row(block.kind, format_bytes(block.n_bytes), f"{shape} {block.dtype}", made, block.module or "-")
+        size, line = f"{shape} {block.dtype}", block.line or "-"
+        table.add_row(block.kind, format_bytes(block.n_bytes), size, made, block.module or "-", line)
     print_table(table)
 
 
-def _print_traffic(record: RankRecord) -> None:
+def _print_traffic(found: "DryRun", record: RankRecord) -> None:
     console.print()
     if not record.messages:
         say("no collectives and no messages")
         return
-    table = columns("axis", "operation", "calls", "bytes a step", left=2)
-    for (axis, op), sums in record.sent.items():
-        table.add_row(axis, op, str(sums.calls), format_bytes(sums.n_bytes))
+    plan = found.plans[record.rank]
+    table = columns("axis", "operation", "calls", "bytes a step", "plan: calls", "bytes", left=2)
+    for axis, op, sums, by_plan in found.traffic(record):
+        planned = ("", "") if by_plan is None else (str(by_plan.calls), format_bytes(by_plan.n_bytes))
+        table.add_row(axis, op, str(sums.calls), format_bytes(sums.n_bytes), *planned)
     print_table(table)
-    say(f"{sum(record.flops.values()) / 1e12:.4g} TFLOP of matmuls and attention (not halved by the causal mask)")
+    flops = sum(record.flops.values())
+    by_plan_of = "" if isinstance(plan, str) else f"; by the plan {plan.flops / 1e12:.4g}, the mean of all ranks"
+    say(f"{flops / 1e12:.4g} TFLOP of matmuls and attention (not halved by the causal mask){by_plan_of}")
 
 
 def _print_ranks(found: "DryRun") -> None:

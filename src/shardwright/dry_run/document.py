@@ -43,7 +43,8 @@ def _rank(found: DryRun, record: RankRecord) -> dict[str, Any]:
         "largest": [block._asdict() for block in record.largest],
         "traffic": [
             {"axis": axis, "op": op, "calls": sums.calls, "bytes": sums.n_bytes}
-            for (axis, op), sums in record.sent.items()
+            | ({} if by_plan is None else {"plan_calls": by_plan.calls, "plan_bytes": by_plan.n_bytes})
+            for axis, op, sums, by_plan in found.traffic(record)
         ],
         "flops": record.flops,
         "messages": [_message(message) for message in record.messages if message.op != WAIT],
@@ -53,7 +54,12 @@ def _rank(found: DryRun, record: RankRecord) -> dict[str, Any]:
 def _plan(plan: Planned | str) -> dict[str, Any]:
     if isinstance(plan, str):
         return {"peak_bytes": None, "why": plan}
-    return {"peak_bytes": plan.peak_bytes, "workspace_bytes": plan.workspace_bytes, "moment": plan.moment}
+    return {
+        "peak_bytes": plan.peak_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "moment": plan.moment,
+        "flops": plan.flops,
+    }
 
 
 def _moment(moment: Moment) -> dict[str, Any]:

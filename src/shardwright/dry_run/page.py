@@ -46,9 +46,9 @@ workspace of libraries and what the allocator cannot use.</figcaption>
 </figure>
 {table(("kinds", "dry run", "plan"), _beside_plan(found, record))}
 <h2>The largest tensors at the peak</h2>
-{table(("kind", "bytes", "shape", "made by", "in"), _largest(record), "words")}
+{table(("kind", "bytes", "shape", "made by", "in", "line"), _largest(record), "words")}
 <h2>Collectives and messages</h2>
-{table(("axis", "operation", "calls", "bytes a step"), _traffic(record), "words")}
+{table(("axis", "operation", "calls", "bytes a step", "calls by the plan", "bytes"), _traffic(found, record), "words")}
 {_ranks(found)}{_disagreements(found)}"""
     return document(title, body, _STYLE, (ROLES[0], ROLES[1]))
 
@@ -109,15 +109,18 @@ def _largest(record: RankRecord) -> list[Sequence[str]]:
             f"{' x '.join(map(str, block.shape))} {block.dtype}",
             escape(block.op if block.action else ""),
             escape(block.module or "-"),
+            escape(block.line or "-"),
         )
         for block in record.largest
     ]
 
 
-def _traffic(record: RankRecord) -> list[Sequence[str]]:
-    return [
-        (escape(axis), op, f"{sums.calls:,}", format_bytes(sums.n_bytes)) for (axis, op), sums in record.sent.items()
-    ]
+def _traffic(found: DryRun, record: RankRecord) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for axis, op, sums, by_plan in found.traffic(record):
+        planned = ("", "") if by_plan is None else (f"{by_plan.calls:,}", format_bytes(by_plan.n_bytes))
+        rows.append((escape(axis), op, f"{sums.calls:,}", format_bytes(sums.n_bytes), *planned))
+    return rows
 
 
 def _ranks(found: DryRun) -> str:

@@ -1,7 +1,11 @@
-"""Which module of the model an operation belongs to, in the forward and in the backward pass."""
+"""Which module of the model an operation belongs to, in the forward and in the backward pass, and which line runs."""
 
+import sys
+import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,3 +73,28 @@ class Places:
         else:
             self._starts.append(number)
             self._modules.append(now)
+
+
+_HERE = Path(__file__).parent
+_PACKAGE = _HERE.parent
+_LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
+
+
+def running_line() -> str:
+    """The innermost line that runs and is neither of PyTorch nor of Python's library, as `model/norm.py:12`; empty
+    where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if place := _of_program(frame.f_code.co_filename):
+            return f"{place}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@cache
+def _of_program(file: str) -> str:
+    """The name of a file of the program, within this package if it is of it; empty for others."""
+    path = Path(file)
+    if path.is_relative_to(_PACKAGE):
+        return "" if path.is_relative_to(_HERE) else str(path.relative_to(_PACKAGE))
+    return "" if file.startswith("<") or any(path.is_relative_to(each) for each in _LIBRARIES) else file

@@ -1,13 +1,23 @@
 """What the formulas of the plan say of a rank, to stand beside what the dry run has found. No torch."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardwright.config import RunConfig
+from shardwright.cost.collectives import point_to_point
 from shardwright.cost.estimate import estimate
+from shardwright.cost.flops import executed_flops
 from shardwright.cost.hardware import cluster
-from shardwright.cost.job import Job
-from shardwright.dry_run.record import RankRecord
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.message import Message, named
+from shardwright.cost.traffic import of_step
+from shardwright.dry_run.axes import axes_of
+from shardwright.dry_run.record import RankRecord, Traffic
 from shardwright.errors import LayoutError
+from shardwright.layout import Layout
 
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parameters": (("parameters", "gathered"), ("weights", "master", "gathered")),
@@ -25,13 +35,16 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class Planned:
     """Bytes of a rank by the plan. `peak_bytes`: at its peak, without `workspace_bytes` of libraries, which no dry run
     sees; `groups`: those of GROUPS; `fragmentation`: what the allocator needs beyond that, as a fraction; `flops`: of a
-    step, the mean over ranks."""
+    step, the mean over ranks; `sent`: what the rank sends, by axis and operation, without the numbers of a few bytes
+    that the plan does not price."""
 
     peak_bytes: float
     workspace_bytes: float
     fragmentation: float
     groups: dict[str, float]
     moment: str
+    flops: float
+    sent: dict[tuple[str, str], Traffic]
 
 
 def job_of(config: RunConfig) -> Job:
@@ -58,6 +71,7 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
     job = job_of(config)
     try:
         memory = estimate(job, layout, config.batch.micro_batch).memory
+        candidates = Candidates.of(layout, config.batch.micro_batch)
     except LayoutError as error:
         return str(error)
     pp_rank = layout.coordinates(rank)["pp"]
@@ -69,7 +83,27 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
         memory.fragmentation,
         groups,
         MOMENTS[int(memory.moment[0, pp_rank])],
+        float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,
+        _sent(of_step(job, candidates, pp_rank), layout, rank),
     )
+
+
+def _sent(messages: Iterable[Message], layout: Layout, rank: int) -> dict[tuple[str, str], Traffic]:
+    calls: Counter[tuple[str, str]] = Counter()
+    n_bytes: Counter[tuple[str, str]] = Counter()
+    for message in messages:
+        size, stride, count, each = (
+            np.asarray(number).item() for number in (message.size, message.stride, message.calls, message.n_bytes)
+        )
+        if message.collective is point_to_point:
+            key = "pp" if layout.pp > 1 and stride * layout.pp >= layout.world_size else "cp", "send"
+        else:
+            first = rank - rank // stride % size * stride
+            group = tuple(range(first, first + size * stride, stride))
+            key = axes_of(layout, group, rank), named(message.collective)
+        calls[key] += round(count)
+        n_bytes[key] += round(count * each)
+    return {key: Traffic(calls[key], n_bytes[key]) for key in calls}
 
 
 def grouped(record: RankRecord) -> dict[str, int]:

@@ -32,7 +32,14 @@ _DIFFERENT = 3
 
 
 def dry_rank(
-    config: RunConfig, rank: int, *, gpu: bool, steps: int = 2, imbalance: float = 1.0, read: ReadCounts | None = None
+    config: RunConfig,
+    rank: int,
+    *,
+    gpu: bool,
+    steps: int = 2,
+    imbalance: float = 1.0,
+    history: bool = False,
+    read: ReadCounts | None = None,
 ) -> RankRecord:
     """The last of `steps` steps of `rank`, on a fake process group and fake tensors.
 
@@ -57,7 +64,7 @@ def dry_rank(
             trainer = build_trainer(config, model, CPU, compiled=False)
             if gpu:
                 _fuse_norms(trainer.model.parts)
-            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu)
+            return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history)
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:
@@ -89,7 +96,13 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def record_steps(
-    trainer: Trainer, config: RunConfig, rank: int, batch: Callable[[int, int], Batch], steps: int, gpu: bool
+    trainer: Trainer,
+    config: RunConfig,
+    rank: int,
+    batch: Callable[[int, int], Batch],
+    steps: int,
+    gpu: bool,
+    history: bool = False,
 ) -> RankRecord:
     """Take steps, on `batch(step, number of micro-batches)`, and record the last of them, which is not the first."""
     rate, layout = config.optimizer.lr, config.layout.layout()
@@ -109,7 +122,7 @@ def record_steps(
         watch(trainer, recorder)
         recorder.begin("begin")
         trainer.step(last, steps - 1, rate)
-        return recorder.record(repeats)
+        return recorder.record(repeats, history)
 
 
 def empty_batch(config: RunConfig, n_microbatches: int) -> Batch:

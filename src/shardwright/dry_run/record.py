@@ -54,7 +54,8 @@ class Message(NamedTuple):
 @dataclass(slots=True)
 class Allocation:
     """A storage. `sizes`: (time, bytes) whenever its size changed, the first when it was made; the last is 0 once it is
-    freed. `op`, `module`, `action`: what made it, `line`: for the largest ones the line of the program."""
+    freed. `op`, `module`, `action`: what made it; `line`: the innermost line that ran outside of PyTorch, which in the
+    backward pass of PyTorch's own operations is the one that started it."""
 
     op: str
     module: str
@@ -63,6 +64,7 @@ class Allocation:
     dtype: str
     sizes: list[tuple[int, int]]
     kind: str = ""
+    line: str = ""
 
 
 class Block(NamedTuple):
@@ -75,6 +77,7 @@ class Block(NamedTuple):
     op: str
     module: str
     action: str
+    line: str
 
 
 class Moment(NamedTuple):
@@ -92,12 +95,23 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True)
+class History:
+    """Everything that a rank did in the step, in the order of time, which is counted in operations. `actions`: (time at
+    which it began, action); `message_times`: of the messages of the record; `end`: the last time."""
+
+    allocations: tuple[Allocation, ...]
+    actions: tuple[tuple[int, str], ...]
+    message_times: tuple[int, ...]
+    end: int
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """A step of one rank. `curve`: of each action in order the moment with the most bytes; `peak`: of the whole step;
     `largest`: the tensors of most bytes that are alive at the peak; `flops`: of matmuls and attention, by operation;
     `peak_of_kinds`: of each kind its own largest sum, which may be at another moment. `repeats`: how many micro-batches
     an action stands for, where it is not 1: without a pipeline all between the first and the last do the same, and one
-    of them is run; `flops` counts all."""
+    of them is run; `flops` counts all. `history`: where it was asked for."""
 
     rank: int
     curve: tuple[Moment, ...]
@@ -107,6 +121,7 @@ class RankRecord:
     messages: tuple[Message, ...]
     flops: dict[str, int] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
+    history: History | None = None
 
     @property
     def sent(self) -> "dict[tuple[str, str], Traffic]":
@@ -141,7 +156,7 @@ def summed(
 ) -> tuple[tuple[Moment, ...], Moment, dict[str, int], tuple[Block, ...]]:
     """The curve, the peak, the peaks of kinds and the largest tensors of a `RankRecord`; `actions`: (time at which it
     began, action)."""
-    changes = sorted(_changes(allocations))
+    ordered = sorted(changes(allocations))
     curve: list[Moment] = []
     now = dict.fromkeys(KINDS, 0)
     tops = dict(now)
@@ -150,8 +165,8 @@ def summed(
     ends = [*(time for time, _ in actions[1:]), float("inf")]
     for (_, action), end in zip(actions, ends, strict=True):
         best = Moment(dict(now), action, last.module, last.op)
-        while place < len(changes) and changes[place][0] < end:
-            time, number, delta = changes[place]
+        while place < len(ordered) and ordered[place][0] < end:
+            time, number, delta = ordered[place]
             place += 1
             last = allocations[number]
             now[last.kind] += delta
@@ -164,8 +179,8 @@ def summed(
     return tuple(curve), max(curve, key=lambda moment: moment.n_bytes), tops, tuple(_largest(allocations, peak_at))
 
 
-def _changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]:
-    """(time, number of the storage, bytes that are added)."""
+def changes(allocations: Sequence[Allocation]) -> Iterator[tuple[int, int, int]]:
+    """(time, number of the storage, bytes that are added), not in the order of time."""
     for number, each in enumerate(allocations):
         held = 0
         for time, n_bytes in each.sizes:
@@ -178,5 +193,7 @@ def _largest(allocations: Sequence[Allocation], time: int) -> Iterator[Block]:
     for each in allocations:
         n_bytes = next((size for at, size in reversed(each.sizes) if at <= time), 0)
         if n_bytes:
-            alive.append(Block(n_bytes, each.kind, each.shape, each.dtype, each.op, each.module, each.action))
+            alive.append(
+                Block(n_bytes, each.kind, each.shape, each.dtype, each.op, each.module, each.action, each.line)
+            )
     yield from sorted(alive, key=lambda block: -block.n_bytes)[:N_LARGEST]

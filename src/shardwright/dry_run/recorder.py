@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shardwright.box import DENSE_AXES
-from shardwright.dry_run.places import Places
-from shardwright.dry_run.record import KINDS, WAIT, Allocation, Message, RankRecord, summed
+from shardwright.dry_run.axes import axes_of
+from shardwright.dry_run.places import Places, running_line
+from shardwright.dry_run.record import KINDS, WAIT, Allocation, History, Message, RankRecord, summed
 from shardwright.layout import Layout
 
 BLOCK_BYTES = 512
@@ -40,6 +40,8 @@ class Recorder(TorchDispatchMode):
         self.messages: list[Message] = []
         self.flops: Counter[tuple[str, str]] = Counter()
         """(action, operation) -> FLOPs."""
+        self._times: list[int] = []
+        """Of the messages."""
         self._now = 0
         self._live: dict[int, int] = {}
         """Address of a storage -> its number in `allocations`."""
@@ -99,11 +101,12 @@ class Recorder(TorchDispatchMode):
 
     def wait(self, what: str, peer: int, number: int) -> None:
         """The rank waits for the message of that number from another one."""
+        self._times.append(self._now)
         pair = (min(peer, self.rank), max(peer, self.rank))
         self.messages.append(Message(WAIT, "pp", pair, 0, "", (), self._action, what, (number,), peer))
 
-    def record(self, repeats: Mapping[str, int]) -> RankRecord:
-        """What was recorded, after the step; `repeats`: as of a `RankRecord`."""
+    def record(self, repeats: Mapping[str, int], history: bool = False) -> RankRecord:
+        """What was recorded, after the step; `repeats`, `history`: as of a `RankRecord`."""
         for number, each in enumerate(self.allocations):
             if not each.kind:
                 each.kind = "communication" if number in self._in_messages else "temporaries"
@@ -112,7 +115,18 @@ class Recorder(TorchDispatchMode):
         for (action, op), count in self.flops.items():
             flops[op] += repeats.get(action, 1) * count
         messages = tuple(self.messages)
-        return RankRecord(self.rank, curve, peak, tops, largest, messages, dict(flops), dict(repeats))
+        everything = History(tuple(self.allocations), tuple(self.actions), tuple(self._times), self._now)
+        return RankRecord(
+            self.rank,
+            curve,
+            peak,
+            tops,
+            largest,
+            messages,
+            dict(flops),
+            dict(repeats),
+            everything if history else None,
+        )
 
     # What PyTorch dispatches
 
@@ -160,7 +174,8 @@ class Recorder(TorchDispatchMode):
         module = "" if before else self.places.module
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         sizes = [(at, self._rounded(storage.nbytes()))]
-        self.allocations.append(Allocation(op, module, "" if before else self._action, shape, dtype, sizes))
+        action, line = ("", "") if before else (self._action, running_line())
+        self.allocations.append(Allocation(op, module, action, shape, dtype, sizes, line=line))
         weakref.finalize(storage, self._freed, key)
         return number
 
@@ -182,7 +197,14 @@ class Recorder(TorchDispatchMode):
         self._now += 1
         self.allocations.append(
             Allocation(
-                f"inside of {_name(func)}", self.places.module, self._action, (n_bytes,), "uint8", sizes, "temporaries"
+                f"inside of {_name(func)}",
+                self.places.module,
+                self._action,
+                (n_bytes,),
+                "uint8",
+                sizes,
+                "temporaries",
+                running_line(),
             )
         )
 
@@ -211,6 +233,7 @@ class Recorder(TorchDispatchMode):
                 self._of_fsdp.add(number)
         if of_fsdp and op == "reduce-scatter":
             self.mark(tensors[0], "gradients")
+        self._times.append(self._now)
         largest = max(tensors, key=lambda each: each.numel() * each.element_size())
         peer, splits = -1, ()
         if op in ("send", "receive"):
@@ -256,24 +279,6 @@ def _is_group(each: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(each._type())
 
 
-def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:
-    """The axes along which the ranks of a process group differ: `tp`, `dp_shard x cp`, or `ep` where the group is one
-    of that axis and of no other; `one rank` where there is only one."""
-    if len(ranks) == 1:
-        return "one rank"
-    first, last = layout.coordinates(ranks[0]), layout.coordinates(ranks[-1])
-    # Groups are boxes, so their first and last rank differ along all of their axes.
-    differ = [axis for axis in DENSE_AXES if first[axis] != last[axis]]
-    if layout.ep > 1 and len(differ) > 1:
-        for axes in (("ep",), ("expert_dp_shard",), ("dp_replicate", "expert_dp_shard")):
-            if tuple(layout.group_of(rank, *axes)) == ranks:
-                return " x ".join(axes)
-    if layout.ep > 1 and tuple(layout.group_of(rank, "ep")) == ranks:
-        whole = tuple(layout.group_of(rank, *differ))
-        return f"{differ[0]} = ep" if whole == ranks else "ep"
-    return " x ".join(differ)
-
-
 @cache
 def _name(func: Any) -> str:
     """`mm` of `aten::mm`."""
@@ -284,7 +289,9 @@ def _name(func: Any) -> str:
 def _formulas(func: Any) -> tuple[Flops | None, Flops | None]:
     """The FLOPs of an operation, and the bytes that it allocates and frees inside on a GPU; None where it has none."""
     name = _name(func)
-    return _OWN_FLOPS.get(name) or flop_registry.get(func._overloadpacket), _WORKSPACE.get(name)
+    # PyTorch has formulas for operations that return a new tensor; one that works in place, addmm_, has as many.
+    known = getattr(torch.ops.aten, name.rstrip("_"), None) if func.namespace == "aten" else func._overloadpacket
+    return _OWN_FLOPS.get(name) or flop_registry.get(known), _WORKSPACE.get(name)
 
 
 def _grouped(x_RD: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:

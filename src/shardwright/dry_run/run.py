@@ -16,7 +16,7 @@ from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.planned import Planned, grouped, job_of, planned
-from shardwright.dry_run.record import RankRecord
+from shardwright.dry_run.record import RankRecord, Traffic
 from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
 from shardwright.planner.recomputation import peak_bytes
@@ -30,12 +30,13 @@ _MOST_REMEDIES = 3
 class How:
     """How a dry run is made. `memory_bytes`: of the device of a rank; `gpu`: with the kernels and the allocator of a
     GPU, else those of a CPU; `steps`: of which the last is recorded, 2 or more; `imbalance`: rows of experts that the
-    first rank of ep gets, over the mean."""
+    first rank of ep gets, over the mean; `history`: whether records keep everything that was done."""
 
     memory_bytes: float
     gpu: bool = True
     steps: int = 2
     imbalance: float = 1.0
+    history: bool = False
 
     @property
     def limit_bytes(self) -> float:
@@ -43,7 +44,7 @@ class How:
         return (1 - MARGIN) * self.memory_bytes
 
 
-def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: float) -> How:
+def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: float, history: bool = False) -> How:
     """How a dry run is made, from what a user says; `device_memory` in words, such as 80GiB, or in bytes. Raises
     InputError with every problem at once."""
     memory_bytes = parsed_bytes(device_memory) if isinstance(device_memory, str) else device_memory
@@ -58,7 +59,7 @@ def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: flo
         wrong.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
     if wrong or not memory_bytes:
         raise InputError(*wrong)
-    return How(memory_bytes, count_as == "gpu", steps, imbalance)
+    return How(memory_bytes, count_as == "gpu", steps, imbalance, history)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class DryRun:
         plan = self.plans[record.rank]
         for name, n_bytes in grouped(record).items():
             yield name, n_bytes, None if isinstance(plan, str) else plan.groups[name]
+
+    def traffic(self, record: RankRecord) -> Iterator[tuple[str, str, Traffic, Traffic | None]]:
+        """(axis, operation, what a rank sends, what it sends by the plan), the latter None where the plan has none."""
+        plan = self.plans[record.rank]
+        for (axis, op), sums in record.sent.items():
+            yield axis, op, sums, None if isinstance(plan, str) else plan.sent.get((axis, op))
 
 
 def needed_bytes(config: RunConfig, record: RankRecord) -> float:
@@ -185,7 +192,8 @@ def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:
 def _in_process(text: str, rank: int, how: How) -> RankRecord:
     from shardwright.dry_run.program import dry_rank
 
-    return dry_rank(parse(tomllib.loads(text)), rank, gpu=how.gpu, steps=how.steps, imbalance=how.imbalance)
+    config = parse(tomllib.loads(text))
+    return dry_rank(config, rank, gpu=how.gpu, steps=how.steps, imbalance=how.imbalance, history=how.history)
 
 
 def _remedies(config: RunConfig, how: How, rank: int) -> Iterator[Remedy]:
@@ -198,7 +206,7 @@ def _remedies(config: RunConfig, how: How, rank: int) -> Iterator[Remedy]:
             continue
         if not _planned_to_fit(changed, how):
             continue
-        (record,) = _run(changed, how, [rank])
+        (record,) = _run(changed, replace(how, history=False), [rank])
         needed = needed_bytes(changed, record)
         if needed <= how.limit_bytes:
             yield Remedy(" ".join(f"--set {path}={_written(value)}" for path, value in changes.items()), needed)

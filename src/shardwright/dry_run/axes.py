@@ -1,0 +1,22 @@
+"""Process groups by the axes along which their ranks differ. No torch."""
+
+from shardwright.box import DENSE_AXES
+from shardwright.layout import Layout
+
+
+def axes_of(layout: Layout, ranks: tuple[int, ...], rank: int) -> str:
+    """The axes along which the ranks of a process group differ: `tp`, `dp_shard x cp`, or `ep` where the group is one
+    of that axis and of no other; `one rank` where there is only one."""
+    if len(ranks) == 1:
+        return "one rank"
+    first, last = layout.coordinates(ranks[0]), layout.coordinates(ranks[-1])
+    # Groups are boxes, so their first and last rank differ along all of their axes.
+    differ = [axis for axis in DENSE_AXES if first[axis] != last[axis]]
+    if layout.ep > 1 and len(differ) > 1:
+        for axes in (("ep",), ("expert_dp_shard",), ("dp_replicate", "expert_dp_shard")):
+            if tuple(layout.group_of(rank, *axes)) == ranks:
+                return " x ".join(axes)
+    if layout.ep > 1 and tuple(layout.group_of(rank, "ep")) == ranks:
+        whole = tuple(layout.group_of(rank, *differ))
+        return f"{differ[0]} = ep" if whole == ranks else "ep"
+    return " x ".join(differ)
