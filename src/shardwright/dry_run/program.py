@@ -24,6 +24,7 @@ from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
 from shardwright.schedule.actions import Action
+from shardwright.split.stages import schedule_problems
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.step import Trainer
 
@@ -127,8 +128,9 @@ def record_steps(
     rate, layout = config.optimizer.lr, config.layout.layout()
     n_microbatches = config.accumulation
     some = n_microbatches if layout.pp > 1 else min(n_microbatches, _DIFFERENT)
+    fewest = next(n for n in range(1, n_microbatches + 1) if not schedule_problems(layout, n))
     for step in range(steps - 1):
-        trainer.step(batch(step, n_microbatches if layout.pp > 1 else 1), step, rate)
+        trainer.step(batch(step, fewest), step, rate)
     gc.collect()
     last = batch(steps - 1, some)
     left_out = n_microbatches - len(last.tokens_ABT)
