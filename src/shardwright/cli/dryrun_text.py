@@ -63,6 +63,8 @@ def _print_memory(found: "DryRun", record: RankRecord) -> None:
 
 
 def _difference(plan: float, dry: float) -> str:
+    if plan > 10 * dry:
+        return f"+{format_bytes(plan - dry)}"  # of next to nothing, a share says nothing
     return f"{plan / dry - 1:+.1%}" if dry else ""
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -50,6 +51,9 @@ class Recorder(TorchDispatchMode):
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._resize: Any = None
+        self._shapes: Any = None
+        self._asked = False
+        """Whether DTensor asks for the shape of a whole tensor, by running an operation on fake ones."""
 
     def __enter__(self) -> "Recorder":
         resize = self._resize = torch.UntypedStorage.resize_
@@ -60,12 +64,23 @@ class Recorder(TorchDispatchMode):
             recorder._sized(storage)
             return found
 
+        shapes = self._shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def shapes_asked(propagator: ShardingPropagator, schema: Any) -> Any:
+            recorder._asked = True
+            try:
+                return shapes(propagator, schema)
+            finally:
+                recorder._asked = False
+
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = shapes_asked  # type: ignore[method-assign,assignment]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._shapes  # type: ignore[method-assign]
         super().__exit__(*error)
 
     # What the watched program tells
@@ -136,19 +151,18 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor runs first; its operations on shards come back here
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a fake tensor for its device
+        if self._asked or func.namespace == "prim":  # asks a fake tensor for its device
             return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":
             self._message(func, args)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self._made(out, func)
-        elif isinstance(out, list | tuple):
-            for each in out:
-                if isinstance(each, Tensor):
-                    self._made(each, func)
+        for each in out if isinstance(out, list | tuple) else (out,):
+            if isinstance(each, Tensor):
+                self._made(each, func)
         count, inside = _formulas(func)
         if count is not None:
             self.flops[self._action, _name(func)] += count(*args, **kwargs, out_val=out)
@@ -157,9 +171,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _made(self, tensor: Tensor, func: Any) -> None:
-        # The storage of a DTensor is that of its shard, which another operation makes. A view of an unknown storage is
-        # of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
-        if isinstance(tensor, DTensor) or func.is_view or tensor.untyped_storage()._cdata in self._live:
+        # A view of an unknown storage is of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
+        if func.is_view or tensor.untyped_storage()._cdata in self._live:
             return
         self._of_action.append(self._number(tensor, _name(func), before=False))
 

@@ -199,11 +199,15 @@ def _in_process(text: str, rank: int, how: How) -> RankRecord:
 def _remedies(config: RunConfig, how: How, rank: int) -> Iterator[Remedy]:
     """Single changes after which the rank fits: first those that fit by the plan, each then run dry."""
     found = 0
+    seen = [config]
     for changes in _changes(config):
         try:
             changed = _changed(config, changes)
         except InputError:
             continue
+        if changed in seen:
+            continue
+        seen.append(changed)
         if not _planned_to_fit(changed, how):
             continue
         (record,) = _run(changed, replace(how, history=False), [rank])

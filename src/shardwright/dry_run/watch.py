@@ -52,6 +52,7 @@ class _Engine:
         self.engine.before_backward(split, last)
 
     def after_gradients(self, split: bool, last: bool) -> None:
+        _mark_accumulated([self.engine], self.recorder)
         self.engine.after_gradients(split, last)
 
     def end_step(self) -> None:
@@ -65,15 +66,17 @@ class _Engine:
 class _Timeline(Timeline):
     """The timeline of a pipeline."""
 
-    def __init__(self, device: torch.device, recorder: Recorder) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder, engines: Sequence[DataEngine]) -> None:
         super().__init__(device)
-        self.recorder = recorder
+        self.recorder, self.engines = recorder, engines
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         self.recorder.begin(str(action))
         with super().action(action):
             yield
+        if action.op != "F":
+            _mark_accumulated(self.engines, self.recorder)
         if action.op in ("F", "I"):
             self.recorder.keep()
 
@@ -130,7 +133,7 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
         engines = [stage.engine for stage in runner.stages.values()]
         assert model.groups.pp is not None
         in_world = torch.distributed.get_process_group_ranks(model.groups.pp)
-        runner.timeline = _Timeline(runner.timeline.device, recorder)
+        runner.timeline = _Timeline(runner.timeline.device, recorder, engines)
         runner.messages = _Messages(runner.messages, recorder, in_world)
     else:
         assert isinstance(runner, SequentialRunner)
@@ -163,6 +166,15 @@ def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
                     recorder.mark(gathered, "gathered")
                 found.append(each._unsharded_param)
     return found
+
+
+def _mark_accumulated(engines: Iterable[DataEngine], recorder: Recorder) -> None:
+    """Mark the gradients of whole parameters that FSDP holds until the last micro-batch."""
+    for engine in engines:
+        for group in engine.groups if isinstance(engine, Sharded) else ():
+            for parameters in group._get_fsdp_state()._fsdp_param_groups:
+                for each in parameters.fsdp_params:
+                    recorder.mark(each.unsharded_accumulated_grad, "gradients")
 
 
 def _states(states: Mapping[Any, Mapping[str, Any]], recorder: Recorder) -> None:
