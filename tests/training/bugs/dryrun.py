@@ -13,7 +13,7 @@ SCALE = {
         _RECORD + "test_messages_of_repeated_micro_batches_count_as_often",
     ),
     "the dry run adds a resized storage to what it had": UnitBug(
-        Mutation("shardwright.dry_run.record:_changes", "n_bytes - held", "n_bytes"),
+        Mutation("shardwright.dry_run.record:changes", "n_bytes - held", "n_bytes"),
         _RECORD + "test_a_storage_that_grows_and_shrinks_counts_what_it_has",
     ),
     "rows of experts that are assumed are more than there are": UnitBug(
