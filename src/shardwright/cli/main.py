@@ -37,7 +37,7 @@ VERBS = {
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
 
-OF_TWO_WORDS = ("plan serve", "plan evaluate-serving")
+OF_TWO_WORDS = ("plan diff", "plan serve", "plan evaluate-serving")
 """Verbs of two words with options of their own, whose first word is a verb too. The module has an underscore between
 words."""
 
