@@ -140,6 +140,7 @@ def ask(options: Options) -> Asked:
 
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
+    from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
@@ -182,7 +183,7 @@ def ask(options: Options) -> Asked:
         document_tokens=document_tokens,
         stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )
-    return Asked(job, name, config, explained, fixed)
+    return Asked(on_machine(job), name, config, explained, fixed)
 
 
 def layout_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Layout":

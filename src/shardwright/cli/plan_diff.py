@@ -113,14 +113,11 @@ def _verdict(slower: float, per: str) -> str:
 
 def _print_terms(title: str, unit: str, terms: "Sequence[Term]", one: float, whole: tuple[float, float]) -> None:
     table = columns(title, f"A {unit}", f"B {unit}", "B - A", left=1)
-    rows = [(each.name, each.a, each.b) for each in terms]
-    equal = tuple(side - sum(row[at] for row in rows) for at, side in enumerate(whole, start=1))
-    if max(map(abs, equal)) > 1e-6 * max(whole):
-        rows.append(("equal in both", *equal))
-    for name, a, b in rows:
-        table.add_row(
-            name, f"{a / one:.4g}", f"{b / one:.4g}", f"{(b - a) / one:+.4g}" if name != "equal in both" else ""
-        )
+    for each in terms:
+        table.add_row(each.name, f"{each.a / one:.4g}", f"{each.b / one:.4g}", f"{each.more / one:+.4g}")
+    in_both = whole[0] - sum(each.a for each in terms)
+    if in_both > 1e-6 * max(whole):
+        table.add_row("equal in both", f"{in_both / one:.4g}", f"{in_both / one:.4g}", "")
     a, b = whole
     table.add_row("[bold]all[/]", f"{a / one:.4g}", f"{b / one:.4g}", f"[bold]{(b - a) / one:+.4g}[/]")
     print_table(table)

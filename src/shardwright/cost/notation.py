@@ -38,6 +38,9 @@ _SYMBOLS = (
     ("interference least_s", "s", "share by which a hidden message slows work; the least that is not hidden"),
     ("launch_s kernels launch_backward again", "s",
      "to start a plain layer's kernels; for each of its; backward for each forward; 1 where F runs again"),
+    ("flash_backward head_launches", "", "relative to F: attention's backward pass; relative to a layer's: launches of "
+     "embedding, head and loss"),
+    ("bucket_s", "s", "to gather or reduce the parameters of a message, beyond the collective"),
     ("straggler_share", "", "by which a step is longer for each doubling of nodes"),
     ("stages", "", "of the rank"),
     ("step_s optimizer_bytes", "s, B", "once a step; moved for each parameter"),
