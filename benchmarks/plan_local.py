@@ -43,7 +43,7 @@ MODELS = {
     "30M": _llama(8, 512, 1536, 8, 8, 4096),
     "14M": _llama(8, 384, 1024, 6, 6, 2048),
 }
-SEQ_LEN, GLOBAL_BATCH = 256, 8
+SEQ_LEN, GLOBAL_BATCH = 256, 4
 # (layout, sequences of a micro-batch). The first ones differ most.
 LAYOUTS: tuple[tuple[dict[str, Any], int], ...] = (
     ({}, 2),

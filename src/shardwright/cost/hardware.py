@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import Field, ValidationError
 
 from shardwright.cost.measured import VERSION, MeasuredTable, RatesTable, of_ranks
-from shardwright.cost.table import ByPrecision, Count, NotNegative, Peak, Positive, Share, Table
+from shardwright.cost.table import ByPrecision, CollectiveName, Count, NotNegative, Peak, Positive, Share, Table
 from shardwright.errors import InputError, nearest
 from shardwright.files import parse_toml, read_text
 from shardwright.units import GiB, MiB
@@ -39,6 +39,7 @@ class Link:
     transfer (without latency) reaches half of that bandwidth; `start_s`: start-up time of a collective before its first
     message. `switch_bytes_per_s`: buffer bytes per second of an all-reduce in the switches (NVLink SHARP), 0 if they
     cannot reduce. `peer_bytes_per_s`: between two accelerators if each pair has its own wire, 0 if they are switched.
+    `relative`: the measured time of a kind of collective relative to the formula with these figures.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Link:
     start_s: float = 0.0
     switch_bytes_per_s: float = 0.0
     peer_bytes_per_s: float = 0.0
+    relative: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,9 @@ class InsideTable(Table):
     start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
     latency_us: Positive = Field(description="of one message, microseconds")
     half_mib: NotNegative = Field(description="MiB sent at which half the bandwidth is reached")
+    relative: dict[CollectiveName, Positive] | None = Field(
+        None, description="measured time of a kind of collective relative to these figures"
+    )
 
 
 class NetworkTable(Table):
@@ -165,8 +170,8 @@ class AcceleratorTable(Table):
     cores: Count | None = Field(
         None, description="cores of a node, if its ranks are processes that share them: a CPU as an accelerator"
     )
-    rates: dict[str, RatesTable] = Field(
-        default_factory=dict, description="what shardwright measure has measured, by the ranks of a node"
+    rates: dict[str, RatesTable] | None = Field(
+        None, description="what shardwright measure has measured, by the ranks of a node"
     )
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
@@ -269,7 +274,7 @@ def evenly(size: int, largest: int) -> int:
 
 
 def _share(table: AcceleratorTable, ranks: int) -> float:
-    found = of_ranks(table.rates, ranks, table.cores)
+    found = of_ranks(table.rates or {}, ranks, table.cores)
     return 1.0 if found is None else found[1]
 
 
@@ -288,7 +293,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
         disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         sources=table.sources,
     )
-    measured = of_ranks(table.rates, ranks or table.node_size, table.cores)
+    measured = of_ranks(table.rates or {}, ranks or table.node_size, table.cores)
     if measured is None:
         return found
     rates, share = measured
@@ -317,6 +322,7 @@ def _inside(table: InsideTable, share: float = 1.0) -> Link:
         start_s=table.start_us * 1e-6 / share,
         switch_bytes_per_s=(table.switch_gb_per_s or 0) * 1e9,
         peer_bytes_per_s=(table.peer_gb_per_s or 0) * 1e9,
+        relative={kind: times for kind, times in (table.relative or {}).items()},
     )
 
 
@@ -395,7 +401,7 @@ def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
         if table.network not in both.networks:
             hint = nearest(table.network, both.networks)
             yield f"accelerators.{name}.network={table.network!r}: no such network; {hint}"
-        for ranks, rates in table.rates.items():
+        for ranks, rates in (table.rates or {}).items():
             if not ranks.isdecimal() or int(ranks) < 1:
                 yield f"accelerators.{name}.rates.{ranks}: the ranks of a node are needed, a number of 1 or more"
             if only_one := rates.tflops.keys() ^ table.tflops.keys():

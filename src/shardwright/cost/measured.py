@@ -91,7 +91,7 @@ def on_machine(job: "Job") -> "Job":
     )
     speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0)
     if not job.compiled:
-        kernels: dict[str, Any] = {**rates.kernels}
+        kernels: dict[str, Any] = {str(name): moved for name, moved in rates.kernels.items()}
         speed = replace(
             speed,
             launch_s=rates.launch_us * 1e-6 / share,

@@ -115,7 +115,7 @@ def _peaks(machine: Machine, fits: dict[int, tuple[dict[str, object], dict[str, 
     return best
 
 
-def _inside(machine: Machine) -> dict[str, float]:
+def _inside(machine: Machine) -> dict[str, object]:
     if not machine.inside:
         # One rank sends nothing; the figures are there because the format wants them.
         return {"bus_gb_per_s": 1.0, "start_us": 0.0, "latency_us": 1.0, "half_mib": 0.0}
@@ -125,6 +125,7 @@ def _inside(machine: Machine) -> dict[str, float]:
         "start_us": link.start_s * 1e6,
         "latency_us": link.latency_s * 1e6,
         "half_mib": link.half_bytes / MiB,
+        "relative": link.relative,
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,27 +29,29 @@ class MatmulFit:
 
 
 def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> MatmulFit:
-    """Of all precisions together; the rates alone depend on the precision."""
+    """How the rate depends on the shape follows from the points of the first precision, which has most of them, and so
+    does the error; the rates of the others are means over their points."""
+    names = list(dict.fromkeys(each.precision for each in points))
+    which = np.array([names.index(each.precision) for each in points])
     rate = np.array([each.flops / each.seconds for each in points])
     k = np.array([each.k for each in points], dtype=float)
     rows = np.maximum(np.array([each.m for each in points]) / TILE_ROWS, 0.25)
     columns = np.maximum(np.array([each.n for each in points]) / TILE_COLUMNS, 0.25)
     waves = rows * columns / multiprocessors
-    names = sorted({each.precision for each in points})
-    which = np.array([names.index(each.precision) for each in points])
-    best: tuple[float, float, float, Floats] | None = None
-    for ramp in STEPS:
-        for partial in STEPS[STEPS < 16]:
-            left = np.log(rate) - np.log(waves / (waves + partial) * (k / (k + ramp)))
-            peaks = np.array([left[which == each].mean() for each in range(len(names))])
-            loss = float(((left - peaks[which]) ** 2).sum())
-            if best is None or loss < best[0]:
-                best = loss, float(ramp), float(partial), peaks
-    assert best is not None
-    _, ramp_k, partial_wave, peaks = best
-    share = waves / (waves + partial_wave) * (k / (k + ramp_k))
-    error = _error(np.exp(peaks[which]) * share, rate)
-    return MatmulFit(dict(zip(names, np.exp(peaks).tolist(), strict=True)), ramp_k, partial_wave, error)
+
+    def share(ramp_k: float, partial_wave: float) -> Floats:
+        found: Floats = waves / (waves + partial_wave) * (k / (k + ramp_k))
+        return found
+
+    def loss(shape: tuple[float, float]) -> float:
+        left = np.log(rate / share(*shape))[which == 0]
+        return float(((left - left.mean()) ** 2).sum())
+
+    ramp_k, partial_wave = min(product(STEPS.tolist(), STEPS[STEPS < 16].tolist()), key=loss)
+    reached = share(ramp_k, partial_wave)
+    peaks = [float(np.exp(np.log(rate / reached)[which == at].mean())) for at in range(len(names))]
+    error = _error((peaks[0] * reached)[which == 0], rate[which == 0])
+    return MatmulFit(dict(zip(names, peaks, strict=True)), ramp_k, partial_wave, error)
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,13 @@ class LinkFit:
     latency_s: float
     start_s: float
     half_bytes: float
+    relative: dict[str, float]
     error: float
 
 
 def fit_link(points: Sequence[MessagePoint]) -> LinkFit:
-    """start + messages latency + (V + H^q V^(1-q)) / B over groups in which all ranks have the same link; V and the
-    number of messages as `cost.collectives` counts them. Linear in its three times for each H; none is negative."""
+    """relative (start + messages latency + (V + H^q V^(1-q)) / B) over groups in which all ranks have the same link; V
+    and the number of messages as `cost.collectives` counts them, `relative` by kind of collective, with a mean of 1."""
     n = np.array([each.ranks for each in points], dtype=float)
     buffer = np.array([each.n_bytes for each in points], dtype=float)
     twice = np.array([each.collective == "all_reduce" for each in points])
@@ -119,18 +122,37 @@ def fit_link(points: Sequence[MessagePoint]) -> LinkFit:
     messages = np.where(one, 1.0, (n - 1) * np.where(twice, 2, 1))
     sent = np.where(one, buffer, buffer * (n - 1) / n * np.where(twice, 2, 1))
     seconds = np.array([each.seconds for each in points])
+    names = list(dict.fromkeys(each.collective for each in points))
+    which = np.array([names.index(each.collective) for each in points])
+    relative = np.ones(len(names))
+    for _ in range(ROUNDS):
+        *_, made = _common(messages, sent, seconds / relative[which])
+        ratios = np.log(seconds / made)
+        means = np.array([np.median(ratios[which == at]) for at in range(len(names))])
+        relative = np.exp(means - means.mean())
+    half, (latency, per_byte, start), made = _common(messages, sent, seconds / relative[which])
+    error = _error(made * relative[which], seconds)
+    by_name = dict(zip(names, relative.tolist(), strict=True))
+    return LinkFit(float(1 / per_byte), max(float(latency), 1e-9), float(start), half, by_name, error)
+
+
+ROUNDS = 4
+"""In which the figures of a link and those of kinds of collective are fitted in turn."""
+
+
+def _common(messages: Floats, sent: Floats, seconds: Floats) -> tuple[float, Floats, Floats]:
+    """H, then latency, 1 / B and start, and the seconds by them. Linear in the three times for each H; none is
+    negative."""
     best: tuple[float, float, Floats, Floats] | None = None
     for half in np.concatenate([[0.0], np.geomspace(1 / 1024, 16, 29)]) * MiB:
         columns = np.stack([messages, sent + half**SATURATION * sent ** (1 - SATURATION), np.ones_like(sent)], axis=1)
-        # Relative errors, of which large ones count little: a message that was interrupted is no measurement.
         found = not_negative(columns / seconds[:, None], np.ones_like(seconds))
         made = columns @ found
         loss = float(np.abs(np.log(np.maximum(made, 1e-12) / seconds)).sum())
         if found[1] > 0 and (best is None or loss < best[0]):
             best = loss, float(half), found, made
     assert best is not None
-    _, half, (latency, per_byte, start), made = best
-    return LinkFit(1 / per_byte, max(latency, 1e-9), start, half, _error(made, seconds))
+    return best[1:]
 
 
 def not_negative(columns: Floats, values: Floats) -> Floats:

@@ -17,8 +17,8 @@ from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
 from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints
-from shardwright.measuring.steps import resident_bytes
 from shardwright.processes import machine_bytes, threads_of_a_rank
+from shardwright.training.device import keep_freed_memory
 from shardwright.verification.ranks import run_ranks
 
 Say = Callable[[str], None]
@@ -100,7 +100,7 @@ def rank_points(
     consecutive. `grouped`: there are others in the world; every rank calls it."""
     where = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
     clock = Clock(where, kind, budget_s)
-    before = resident_bytes(torch.device("cpu")) if device == "cpu" else 0
+    keep_freed_memory()  # as the training program does
     precisions = CPU_PRECISIONS if device == "cpu" else GPU_PRECISIONS
     wide = "fp32" if device == "cpu" else "bf16"
     dist.barrier()
@@ -108,7 +108,7 @@ def rank_points(
         ranks=ranks_here,
         threads=torch.get_num_threads(),
         memory_bytes=machine_bytes() / ranks_here if device == "cpu" else float(torch.cuda.mem_get_info(where)[1]),
-        process_bytes=float(before),
+        process_bytes=0.0,
         matmuls=tuple(matmuls(clock, precisions)),
         attention=tuple(attention(clock, wide)),
         kernels=tuple(kernels(clock, wide)),
@@ -134,10 +134,11 @@ def _with_overheads(
     say("steps of small models: launches, the optimizer")
     small = [each.seconds for each in inside if each.collective == "all_gather"]
     message_s = min(small) if small and device == "cpu" else None
-    found = overheads(run_ranks, kind, device, points.threads, message_s)
+    found, process_bytes = overheads(run_ranks, kind, device, points.threads, message_s)
     ((few, few_s), (many, many_s)) = run_ranks(update_seconds, 1, device, kind, n_threads=points.threads)[0]
     update = KernelPoint("optimizer_bytes", many - few, 1.0, 1.0, many_s - few_s)
-    return replace(points, overheads=found, kernels=(*points.kernels, update))
+    kept = float(process_bytes) if device == "cpu" else 0.0
+    return replace(points, overheads=found, process_bytes=kept, kernels=(*points.kernels, update))
 
 
 def _middle(found: Sequence[RankPoints]) -> RankPoints:

@@ -29,14 +29,20 @@ def seconds_of(ranks: list[Steps], clock: Kind) -> float:
     return worst([statistics.median(each.cpu_s if clock == "cpu" else each.wall_s) for each in ranks])
 
 
-def overheads(run_ranks: RunRanks, clock: Kind, device: str, threads: int, message_s: float | None) -> Overheads:
-    """From differences of steps: of more layers, of more micro-batches, and sharded over two ranks. `run_ranks`: as
-    `verification.ranks.run_ranks`; `message_s`: of a small collective over two ranks, None where there are none."""
+def overheads(
+    run_ranks: RunRanks, clock: Kind, device: str, threads: int, message_s: float | None
+) -> tuple[Overheads, int]:
+    """From differences of steps: of more layers, of more micro-batches, and sharded over two ranks; and the most bytes
+    that a process with next to no model holds. `run_ranks`: as `verification.ranks.run_ranks`; `message_s`: of a small
+    collective over two ranks, None where there are none."""
+    held: list[int] = []
 
     def step_s(layers: int, microbatches: int, **layout: Any) -> float:
         ranks = 2 if layout else 1
         table = run_file(_small(layers), _batch(microbatches * ranks), layout, "fp32")
-        return seconds_of(run_ranks(run_steps, ranks, table, STEPS, device, n_threads=threads), clock)
+        found = run_ranks(run_steps, ranks, table, STEPS, device, n_threads=threads)
+        held.extend(each.peak_bytes for each in found)
+        return seconds_of(found, clock)
 
     few, longer, most, deep = step_s(FEW, FEW), step_s(FEW, MANY), step_s(MANY, MANY), step_s(MANY, FEW)
     layers, microbatches = MANY - FEW, MANY - FEW
@@ -50,7 +56,7 @@ def overheads(run_ranks: RunRanks, clock: Kind, device: str, threads: int, messa
         more = step_s(MANY, FEW, **sharded) - step_s(FEW, FEW, **sharded) - (deep - few)
         # A layer is gathered forward and backward, and its gradients reduced, in each micro-batch.
         bucket_s = max(more / (layers * FEW * 3) - message_s, 0.0)
-    return Overheads(layer_s, ends_s, rest_s, backward, bucket_s)
+    return Overheads(layer_s, ends_s, rest_s, backward, bucket_s), max(held)
 
 
 def _small(layers: int) -> dict[str, Any]:

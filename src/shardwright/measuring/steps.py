@@ -40,7 +40,7 @@ def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any
     }
 
 
-def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 2) -> Steps:
+def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> Steps:
     """Take steps as this rank of the process group that is set up; collective."""
     keep_freed_memory()
     where = torch.device(device)
