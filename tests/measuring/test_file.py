@@ -45,6 +45,8 @@ def test_plan_takes_the_file(mine: Path):
     assert result.exit_code == 0, result.output
     best = json.loads(result.stdout)["best"][0]
     assert best["time_s"]["launch"] > 0
+    told = CliRunner().invoke(app, [*words, "fp32"])
+    assert "peak 0.05" in told.output  # TFLOP/s; not rounded to 0
     refused = CliRunner().invoke(app, [*words, "fp8"])
     assert refused.exit_code == 2
     assert "known: bf16, fp32" in refused.output or "known: fp32, bf16" in refused.output
