@@ -61,6 +61,7 @@ def plan(
     """
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
+    from shardwright.cost.measured import on_machine
     from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search
 
@@ -73,7 +74,9 @@ def plan(
         optimizer=optimizer,
         narrow_states=narrow_states,
     )
-    return search(job, memory_margin=memory_margin, top=top, fixed=None if fix is None else fixed_values(fix))
+    return search(
+        on_machine(job), memory_margin=memory_margin, top=top, fixed=None if fix is None else fixed_values(fix)
+    )
 
 
 def verify(

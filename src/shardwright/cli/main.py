@@ -24,6 +24,7 @@ VERBS = {
     "quickstart": "Train a small model on real text found on this machine, and show what it learned.",
     "data": "Turn text into token shards for training, and look at what is in them.",
     "plan": "Find the fastest layout that fits, without a GPU, and say why.",
+    "measure": "Measure this machine, so that plan knows its rates.",
     "train": "Train a model as a run file says.",
     "verify": "Prove that a layout computes what one process computes.",
     "dryrun": "Run the real training program as any rank of any world, without a GPU, data or memory for the weights.",
@@ -37,7 +38,7 @@ VERBS = {
 """Every verb, a module of this package, with the first line of its help, so that listing them imports none of them."""
 
 
-OF_TWO_WORDS = ("plan serve", "plan evaluate-serving")
+OF_TWO_WORDS = ("plan diff", "plan serve", "plan evaluate-serving")
 """Verbs of two words with options of their own, whose first word is a verb too. The module has an underscore between
 words."""
 

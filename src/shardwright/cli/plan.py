@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import console, error_console, load_extensions, print_json, say, verb
-from shardwright.cli.plan_asked import Asked, Options, ask
+from shardwright.cli.plan_asked import Asked, Options, ask, layout_of_run, priced_of
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.job import Job
-    from shardwright.layout import Layout
     from shardwright.planner.alternatives import Alternative
     from shardwright.planner.choice import Choice
-    from shardwright.planner.search import Plan, Priced
+    from shardwright.planner.search import Plan
 
 EVALUATE = "evaluate"
 
@@ -39,7 +38,8 @@ def plan(options: Options) -> None:
 
     shardwright plan evaluate runs.csv
 
-    Two other modes have options of their own: plan serve --help, how to serve a model; plan evaluate-serving --help.
+    Modes with options of their own: plan diff --help, why one run file is slower than another; plan serve --help, how
+    to serve a model; plan evaluate-serving --help.
 
     Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """
@@ -113,31 +113,15 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
 
     if asked.config is None:
         return []
-    choice = Choice(_layout_of(asked.config, asked.job, found.limit_bytes), asked.config.batch.micro_batch)
+    choice = Choice(layout_of_run(asked.config, asked.job, found.limit_bytes), asked.config.batch.micro_batch)
     try:
-        priced = _priced(asked.job, choice)
+        priced = priced_of(asked.job, choice)
     except LayoutError:
         return []
     if choice == found.best[0].choice:
         return []
     fits = priced.peak_bytes <= found.limit_bytes
     return [Alternative("as in the run file", priced if fits else None, (choice, priced.peak_bytes))]
-
-
-def _layout_of(config: "RunConfig", job: "Job", limit_bytes: float) -> "Layout":
-    """The layout of the run file; with recompute='auto' what fits, or where nothing does, what needs least."""
-    from shardwright.config.settle import needs_memory
-    from shardwright.cost.estimate import estimate
-    from shardwright.planner.recomputation import least_recomputation
-
-    layout = config.layout.layout()
-    if not needs_memory(config):
-        return layout
-    try:
-        estimate(job, layout, config.batch.micro_batch)
-        return least_recomputation(job, layout, config.batch.micro_batch, limit_bytes).layout
-    except LayoutError:
-        return layout.changed(recompute="full")
 
 
 def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
@@ -147,7 +131,7 @@ def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
     from shardwright.planner.search import limit_bytes
 
     try:
-        priced = _priced(asked.job, choice)
+        priced = priced_of(asked.job, choice)
     except LayoutError as error:
         raise LayoutError(*(f"--explain {choice}: {problem}" for problem in error.problems)) from None
     limit = limit_bytes(asked.job, options.memory_margin)
@@ -168,16 +152,6 @@ def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
             error_console.print(f"not written to {options.write}: the layout does not fit", markup=False)
         raise typer.Exit(1)
     _tell_written(asked, options)
-
-
-def _priced(job: "Job", choice: "Choice") -> "Priced":
-    """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
-    priced."""
-    from shardwright.cost.estimate import estimate
-    from shardwright.planner.search import Priced
-
-    estimate(job, choice.layout, choice.micro_batch)
-    return Priced.of(job, choice)
 
 
 def _write(asked: Asked, choice: "Choice", options: Options) -> None:

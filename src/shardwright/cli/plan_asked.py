@@ -8,13 +8,15 @@ import typer
 
 from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
 from shardwright.cost.formats import FORMATS
-from shardwright.errors import ConfigError, InputError, nearest
+from shardwright.errors import ConfigError, InputError, LayoutError, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.job import Job
+    from shardwright.layout import Layout
     from shardwright.planner.choice import Choice
     from shardwright.planner.fixed import Fixed
+    from shardwright.planner.search import Priced
 
 PRECISIONS = tuple(FORMATS)
 
@@ -138,6 +140,7 @@ def ask(options: Options) -> Asked:
 
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
+    from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
@@ -180,7 +183,33 @@ def ask(options: Options) -> Asked:
         document_tokens=document_tokens,
         stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )
-    return Asked(job, name, config, explained, fixed)
+    return Asked(on_machine(job), name, config, explained, fixed)
+
+
+def layout_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Layout":
+    """The layout of the run file; with recompute='auto' what fits, or where nothing does, what needs least."""
+    from shardwright.config.settle import needs_memory
+    from shardwright.cost.estimate import estimate
+    from shardwright.planner.recomputation import least_recomputation
+
+    layout = config.layout.layout()
+    if not needs_memory(config):
+        return layout
+    try:
+        estimate(job, layout, config.batch.micro_batch)
+        return least_recomputation(job, layout, config.batch.micro_batch, limit_bytes).layout
+    except LayoutError:
+        return layout.changed(recompute="full")
+
+
+def priced_of(job: "Job", choice: "Choice") -> "Priced":
+    """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
+    priced."""
+    from shardwright.cost.estimate import estimate
+    from shardwright.planner.search import Priced
+
+    estimate(job, choice.layout, choice.micro_batch)
+    return Priced.of(job, choice)
 
 
 def _read(run_file: str, wrong: list[str]) -> "RunConfig | None":

@@ -132,7 +132,8 @@ def _print_speed(priced: Priced) -> None:
     )
     low, high = map(format_seconds, told.interval_s)
     console.print(f"four of five measured runs lie within what would be {low} to {high} here", soft_wrap=True)
-    peak = f"{job.peak_flops_per_s / 1e12:,.0f} TFLOP/s"
+    peak_tflops = job.peak_flops_per_s / 1e12
+    peak = f"{peak_tflops:,.0f} TFLOP/s" if peak_tflops >= 10 else f"{peak_tflops:.3g} TFLOP/s"
     again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""
     console.print(
         f"MFU {told.mfu_full:.1%} with the full square of attention, {told.mfu_causal:.1%} with its causal half{again} "

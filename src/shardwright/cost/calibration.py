@@ -22,7 +22,9 @@ class Calibration:
     """`product_share`, by die and format: fraction of the best measured matmul rate that matmuls sustain in training,
     with clocks limited by power; fp8 stands for all formats of fewer than 16 bits, bf16 for the others. `flash_share`,
     by die: fraction of the rate in 16 bits that fused attention of PyTorch of 2023 reaches in the forward pass.
-    `flash_width`, `flash_length`: head width, and sequence length, at which it reaches half of that. `ramp_k`,
+    `flash_width`, `flash_length`: head width, and sequence length, at which it reaches half of that. `flash_backward`:
+    time of its backward pass relative to the forward pass: five matmuls instead of two (Dao, arXiv 2307.08691, section
+    3), at 0.85 of the rate (figures 5 and 6 there). `ramp_k`,
     `partial_wave`: see `matmuls.Matmul.seconds`. `memory_share`: fraction of the bandwidth of a large copy that
     element-wise kernels reach. `score_bytes`, `score_bytes_backward`: bytes moved for each stored score of attention.
     `straggler_share`: relative increase of the step time for each doubling of nodes, as all ranks wait for the slowest.
@@ -45,6 +47,7 @@ class Calibration:
     expert_launches: float
     stacks: Mapping[str, Mapping[str, float]] = field(hash=False)
     interval: Mapping[str, float] = field(hash=False)
+    flash_backward: float = 2.5 / 0.85
 
     def matmuls(self, die: str, peak: str) -> float:
         """`product_share` of a die, for a format that runs at the peak of `peak`."""

@@ -18,8 +18,8 @@ adds that), the topology above the nodes (a full fat tree is assumed), straggler
 """
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,6 +32,16 @@ SATURATION = 0.7
 """Exponent q of the rise of bandwidth with size, B V^q / (V^q + H^q). Fitted once to the first three measured curves of
 tests/cost/test_collectives.py, which prefer 0.65 to 0.8; with 1, the rise would be one more latency, a third off. The
 library changes protocol and channels little by little as buffers grow."""
+
+
+class Collective(Protocol):
+    """A function of this module."""
+
+    __name__: str
+
+    def __call__(
+        self, cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = ..., /
+    ) -> Floats: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,29 @@ class Placement:
         return Placement(n, g, k)
 
 
+def _as_measured(collective: Collective) -> Collective:
+    """The collective, times what this kind takes on a measured machine relative to the formula of all kinds
+    (`Link.relative`)."""
+    kind = collective.__name__
+
+    @wraps(collective)
+    def priced(cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "") -> Floats:
+        what = what or kind.replace("_", "-")
+        relative = cluster.inside.relative.get(kind, 1.0)
+        if relative == 1.0:
+            return collective(cluster, n_bytes, size, stride, what)
+        formula = f"{what}, by the fit of all kinds"
+        seconds = collective(cluster, n_bytes, size, stride, formula)
+        if not seconds.any():
+            return seconds
+        name = ledger.identifier(formula)
+        inputs: ledger.Inputs = {"relative": relative, name: seconds}
+        return ledger.compute(what, f"relative * {name}", **inputs)
+
+    return priced
+
+
+@_as_measured
 def all_reduce(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-reduce"
 ) -> Floats:
@@ -93,6 +126,7 @@ def all_reduce(
     return np.where(at.size > 1, ledger.compute(what, fastest, **names), 0.0)
 
 
+@_as_measured
 def all_gather(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-gather"
 ) -> Floats:
@@ -104,6 +138,7 @@ def all_gather(
     return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
 
 
+@_as_measured
 def reduce_scatter(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "reduce-scatter"
 ) -> Floats:
@@ -111,9 +146,11 @@ def reduce_scatter(
 
     The same ring as in `all_gather`, in the other direction.
     """
-    return all_gather(cluster, n_bytes, size, stride, what)
+    steps = "messages_in = n - k; messages_across = k - 1; V = S * (n - 1) / n"
+    return _one_algorithm(what, cluster, n_bytes, size, stride, steps)
 
 
+@_as_measured
 def all_to_all(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "all-to-all"
 ) -> Floats:
@@ -149,6 +186,7 @@ def all_to_all_by_node(
     return _one_algorithm(what, cluster, n_bytes, size, stride, steps, top_k=top_k)
 
 
+@_as_measured
 def point_to_point(
     cluster: Cluster, n_bytes: ArrayLike, size: ArrayLike, stride: ArrayLike = 1, what: str = "send"
 ) -> Floats:

@@ -167,6 +167,10 @@ class _Traffic:
                 for message in data_messages(self.job, self.candidates.shared, what, group)
             ]
             terms = {message.what: message.seconds(self.job.cluster) for message in messages}
+            if bucket_s := self.job.stack.speed.bucket_s:
+                calls = sum((np.where(np.asarray(each.size) > 1, each.calls, 0) for each in messages), np.zeros(1))
+                host = f"host for {what}"
+                terms[host] = ledger.compute(host, "calls * bucket_s", calls=calls, bucket_s=bucket_s)
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
 

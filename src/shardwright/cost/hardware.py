@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from shardwright.cost.measured import VERSION, MeasuredTable, RatesTable, of_ranks
+from shardwright.cost.table import ByPrecision, CollectiveName, Count, NotNegative, Peak, Positive, Share, Table
 from shardwright.errors import InputError, nearest
 from shardwright.files import parse_toml, read_text
 from shardwright.units import GiB, MiB
@@ -37,6 +39,7 @@ class Link:
     transfer (without latency) reaches half of that bandwidth; `start_s`: start-up time of a collective before its first
     message. `switch_bytes_per_s`: buffer bytes per second of an all-reduce in the switches (NVLink SHARP), 0 if they
     cannot reduce. `peer_bytes_per_s`: between two accelerators if each pair has its own wire, 0 if they are switched.
+    `relative`: the measured time of a kind of collective relative to the formula with these figures.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Link:
     start_s: float = 0.0
     switch_bytes_per_s: float = 0.0
     peer_bytes_per_s: float = 0.0
+    relative: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,9 @@ class Accelerator:
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
     processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die.
-    `sources`: the source of each figure, by its key in the file.
+    `sources`: the source of each figure, by its key in the file. `rates`: those measured on this machine
+    (`cost.measured`), with a share `core_share` of the cores; `on_host`: it is the processor that also runs Python, and
+    sends messages itself.
     """
 
     name: str
@@ -71,6 +77,9 @@ class Accelerator:
     die: str
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
+    rates: RatesTable | None = field(default=None, hash=False, repr=False)
+    core_share: float = 1.0
+    on_host: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -107,20 +116,6 @@ class Cluster:
         return replace(self, across=_across(network, _packaged().networks[network], each_gbit_per_s))
 
 
-class Table(BaseModel):
-    """A table of a hardware file: unknown keys are errors, values are not coerced."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Peak = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-ByPrecision = dict[Peak, Positive]
-
-
 class InsideTable(Table):
     """Links between the accelerators of a node."""
 
@@ -130,6 +125,9 @@ class InsideTable(Table):
     start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
     latency_us: Positive = Field(description="of one message, microseconds")
     half_mib: NotNegative = Field(description="MiB sent at which half the bandwidth is reached")
+    relative: dict[CollectiveName, Positive] | None = Field(
+        None, description="measured time of a kind of collective relative to these figures"
+    )
 
 
 class NetworkTable(Table):
@@ -169,6 +167,12 @@ class AcceleratorTable(Table):
         None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
     )
     inside: InsideTable = Field(description="links in a node")
+    cores: Count | None = Field(
+        None, description="cores of a node, if its ranks are processes that share them: a CPU as an accelerator"
+    )
+    rates: dict[str, RatesTable] | None = Field(
+        None, description="what shardwright measure has measured, by the ranks of a node"
+    )
     sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
 
 
@@ -189,6 +193,7 @@ class HardwareFile(Table):
     networks: dict[str, NetworkTable] = Field(default_factory=dict, description="kinds of network between nodes")
     accelerators: dict[str, AcceleratorTable] = Field(default_factory=dict, description="accelerators by name")
     clusters: dict[str, ClusterTable] = Field(default_factory=dict, description="kinds of cluster by name")
+    measured: MeasuredTable | None = Field(None, description="how a file of shardwright measure was made")
 
 
 def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
@@ -253,10 +258,10 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
         )
     return Cluster(
         name=text.strip(),
-        accelerator=_accelerator(kind, usual),
+        accelerator=_accelerator(kind, usual, node_size),
         size=size,
         node_size=node_size,
-        inside=_inside(usual.inside),
+        inside=_inside(usual.inside, _share(usual, node_size)),
         across=_across(table.network, known.networks[table.network], gbit_per_s),
         node_bytes_per_s=gbit_per_s * node_size * 1e9 / 8,
     )
@@ -268,8 +273,14 @@ def evenly(size: int, largest: int) -> int:
     return size // nodes
 
 
-def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
-    return Accelerator(
+def _share(table: AcceleratorTable, ranks: int) -> float:
+    found = of_ranks(table.rates or {}, ranks, table.cores)
+    return 1.0 if found is None else found[1]
+
+
+def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -> Accelerator:
+    """`ranks`: of a node, which measured rates depend on; by default those of a whole node."""
+    found = Accelerator(
         name=name,
         memory_bytes=table.memory_gib * GiB,
         memory_bytes_per_s=table.memory_gb_per_s * 1e9,
@@ -282,17 +293,36 @@ def _accelerator(name: str, table: AcceleratorTable) -> Accelerator:
         disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         sources=table.sources,
     )
+    measured = of_ranks(table.rates or {}, ranks or table.node_size, table.cores)
+    if measured is None:
+        return found
+    rates, share = measured
+    reached: dict[str, float] = {
+        form: tflops * 1e12 * share / found.flops_per_s[form] for form, tflops in rates.tflops.items()
+    }
+    return replace(
+        found,
+        memory_bytes=rates.memory_gib * GiB * share,
+        memory_bytes_per_s=rates.memory_gb_per_s * 1e9 * share,
+        matmul_share=reached,
+        memory_share=1.0,
+        rates=rates,
+        core_share=share,
+        on_host=table.cores is not None,
+    )
 
 
-def _inside(table: InsideTable) -> Link:
+def _inside(table: InsideTable, share: float = 1.0) -> Link:
+    """`share`: of the cores that the ranks had which were measured; messages take CPU time."""
     return Link(
         name="inside",
-        bytes_per_s=table.bus_gb_per_s * 1e9,
-        latency_s=table.latency_us * 1e-6,
+        bytes_per_s=table.bus_gb_per_s * 1e9 * share,
+        latency_s=table.latency_us * 1e-6 / share,
         half_bytes=table.half_mib * MiB,
-        start_s=table.start_us * 1e-6,
+        start_s=table.start_us * 1e-6 / share,
         switch_bytes_per_s=(table.switch_gb_per_s or 0) * 1e9,
         peer_bytes_per_s=(table.peer_gb_per_s or 0) * 1e9,
+        relative={kind: times for kind, times in (table.relative or {}).items()},
     )
 
 
@@ -341,6 +371,12 @@ def _read(path: Path, below: HardwareFile) -> HardwareFile:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
+    version = table["measured"].get("version", VERSION) if isinstance(table.get("measured"), dict) else VERSION
+    if version != VERSION:
+        raise InputError(
+            f"{path}: measured.version={version!r}, and this shardwright reads version {VERSION}; measure the machine "
+            f"again: shardwright measure --out {path} --overwrite"
+        )
     try:
         file = HardwareFile.model_validate(table)
     except ValidationError as error:
@@ -349,6 +385,7 @@ def _read(path: Path, below: HardwareFile) -> HardwareFile:
         networks={**below.networks, **file.networks},
         accelerators={**below.accelerators, **file.accelerators},
         clusters={**below.clusters, **file.clusters},
+        measured=file.measured,
     )
     if problems := [f"{path}: {problem}" for problem in _problems(file, both)]:
         raise InputError(*problems)
@@ -364,6 +401,14 @@ def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
         if table.network not in both.networks:
             hint = nearest(table.network, both.networks)
             yield f"accelerators.{name}.network={table.network!r}: no such network; {hint}"
+        for ranks, rates in (table.rates or {}).items():
+            if not ranks.isdecimal() or int(ranks) < 1:
+                yield f"accelerators.{name}.rates.{ranks}: the ranks of a node are needed, a number of 1 or more"
+            if only_one := rates.tflops.keys() ^ table.tflops.keys():
+                yield (
+                    f"accelerators.{name}.rates.{ranks}.tflops: has to have the precisions of "
+                    f"accelerators.{name}.tflops; only one has {', '.join(sorted(only_one))}"
+                )
     for name, nodes in file.clusters.items():
         if nodes.network not in both.networks:
             hint = nearest(nodes.network, both.networks)
@@ -381,7 +426,11 @@ def _sentence(entry: Any) -> str:
     """One of pydantic's errors as a sentence with the valid choices."""
     path = [str(part) for part in entry["loc"] if part != "[key]"]
     owner: type[Table] = HardwareFile
-    if len(path) > 2:
+    if path[0] == "measured" and len(path) > 1:
+        owner = MeasuredTable
+    elif len(path) > 4 and path[2] == "rates":
+        owner = RatesTable
+    elif len(path) > 2:
         owner = InsideTable if path[2] == "inside" and len(path) > 3 else _TABLES[path[0]]
     key = ".".join(path)
     if entry["type"] == "extra_forbidden":

@@ -22,9 +22,6 @@ SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 BACKWARD_TRAFFIC = 1.5
 """Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
 one, and one output."""
-FLASH_BACKWARD = "(2.5 / 0.85)"
-"""Time of fused attention's backward pass relative to the forward pass: five matmuls instead of two (Dao, arXiv
-2307.08691, section 3), at 0.85 of the rate (figures 5 and 6 there)."""
 
 
 def layer(job: Job, candidates: Candidates, block: Block, name: str | None = None) -> Passes:
@@ -63,6 +60,7 @@ def head(job: Job, candidates: Candidates) -> Passes:
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
         head_over_tp(passes, job, candidates, tokens)
+        _launch_ends(passes, job)
         passes.note()
     return passes
 
@@ -101,6 +99,7 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         both |= over_tp(passes, job, candidates, given, "gradient of the input", reduce_scatter, all_reduce)
         both |= loss_sums(passes, job, candidates, tokens, np.ceil(tokens / chunk))
         passes.add(TENSOR, ledger.total(f"{TENSOR}, F", both), 0.0)
+        _launch_ends(passes, job)
         passes.note()
     return passes
 
@@ -180,7 +179,8 @@ def _attend(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
             rate=reached_flops_per_s(job, job.wide_precision), flash_share=fitted.flash(chip.die),
             flash_gain=job.stack.speed.flash_gain, **{attended: n_attended},
         )  # fmt: skip
-        formulas = [f"FLOPs_of_attention{times} / rate_of_attention" for times in ("", f" * {FLASH_BACKWARD}")]
+        symbols["flash_backward"] = fitted.flash_backward
+        formulas = [f"FLOPs_of_attention{times} / rate_of_attention" for times in ("", " * flash_backward")]
     else:
         queries, keys, batch = (
             job.seq_len / candidates.cp,
@@ -276,7 +276,8 @@ def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -
 
 
 def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
-    """The host launches kernels one by one; the time of a pass is at least that of its launches."""
+    """The host launches kernels one by one; the time of a pass is at least that of its launches. Where the accelerator
+    is the host itself, launches add to the work."""
     speed = job.stack.speed
     total_f, total_i, total_w = passes.totals
     inputs: ledger.Inputs = {
@@ -286,10 +287,24 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> N
     }  # fmt: skip
     for name, part in passes.parts.items():
         ledger.total(f"work of {name}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
-    forward = ledger.compute("launch, F", "max(launch_s * kernels - work_of_F, 0)", **inputs)
+    left_F, left_I = (" - work_of_F", " - work_of_I - work_of_W") if not speed.adds_launches else ("", "")
+    forward = ledger.compute("launch, F", f"max(launch_s * kernels{left_F}, 0)", **inputs)
     backward = ledger.compute(
         "launch, I",
-        "max(launch_s * kernels * launch_backward + again * (launch_s * kernels) - work_of_I - work_of_W, 0)",
+        f"max(launch_s * kernels * launch_backward + again * (launch_s * kernels){left_I}, 0)",
         **inputs,
     )
     passes.add("launch", forward, backward)
+
+
+def _launch_ends(passes: Passes, job: Job) -> None:
+    """Where launches add to the work, those of embedding, head and loss."""
+    speed = job.stack.speed
+    if speed.adds_launches:
+        symbols: ledger.Inputs = {
+            "launch_s": speed.launch_s, "head_launches": speed.head_launches, "launch_backward": speed.launch_backward,
+        }  # fmt: skip
+        times = (("F", ""), ("I", " * launch_backward"))
+        passes.add("launch", *(
+            ledger.compute(f"launch, {name}", f"launch_s * head_launches{more}", **symbols) for name, more in times
+        ))  # fmt: skip

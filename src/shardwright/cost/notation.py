@@ -28,6 +28,7 @@ _SYMBOLS = (
     ("flash_share flash_gain c0 s0", "", "fused attention: share of the rate; of newer kernels; width, length for it"),
     ("format_rate matmul_gain", "", "of matmuls: of a format's kernels; of a stack's relative to PyTorch's"),
     ("calls", "", "messages one after another"),
+    ("relative", "", "measured time of this kind of message, relative to the formula of all kinds"),
     ("norm_bytes residual_bytes dropout_bytes heads_bytes rope_bytes activation_bytes permute_bytes loss_bytes "
      "merge_bytes cast_bytes score_bytes score_bytes_I", "B", "moved for each element; cost/speed.py"),
     ("elements", "", "of inputs of matmuls"),
@@ -38,6 +39,9 @@ _SYMBOLS = (
     ("interference least_s", "s", "share by which a hidden message slows work; the least that is not hidden"),
     ("launch_s kernels launch_backward again", "s",
      "to start a plain layer's kernels; for each of its; backward for each forward; 1 where F runs again"),
+    ("flash_backward head_launches", "", "relative to F: attention's backward pass; relative to a layer's: launches of "
+     "embedding, head and loss"),
+    ("bucket_s", "s", "to gather or reduce the parameters of a message, beyond the collective"),
     ("straggler_share", "", "by which a step is longer for each doubling of nodes"),
     ("stages", "", "of the rank"),
     ("step_s optimizer_bytes", "s, B", "once a step; moved for each parameter"),

@@ -35,7 +35,9 @@ class Speed:
     section 4.1), 1.4 times that; later kernels reach more (FlashAttention-3, arXiv 2407.08608, figure 5).
 
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
-    to it; `step_s`: overhead of a step.
+    to it; `adds_launches`: launches take the time of the device itself, since it is the host; then `head_launches`:
+    those of embedding, head and loss relative to a layer; `step_s`: overhead of a step; `bucket_s`: to gather or reduce
+    the parameters of a message, beyond the collective.
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
     block, as FSDP does; infinite: all of a rank.
@@ -68,7 +70,10 @@ class Speed:
     matmul_gain: float = 1.0
     launch_s: float = 0.5e-3
     launch_backward: float = 1.7
+    adds_launches: bool = False
+    head_launches: float = 0.0
     step_s: float = 10e-3
+    bucket_s: float = 0.0
     bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0

@@ -63,7 +63,7 @@ def _table(entries: Sequence[Entry]) -> Iterator[str]:
 
 def _line(entry: Entry) -> str:
     """`what = formula = the formula with numbers = value (source)`."""
-    numbers = ledger.substituted(entry.formula, {name: _number(value) for name, value in entry.inputs.items()})
+    numbers = ledger.substituted(entry.formula, {name: number(value) for name, value in entry.inputs.items()})
     steps = [entry.what, entry.formula, numbers if entry.formula not in entry.inputs else ""]
     steps = [step for at, step in enumerate(steps) if step and step not in steps[:at]]
     return " = ".join([*steps, _value(entry.value, entry.unit)]) + _source(entry)
@@ -74,18 +74,19 @@ def _source(entry: Entry) -> str:
 
 
 def _written(inputs: dict[str, Number]) -> str:
-    return ", ".join(f"{name} {_number(value)}" for name, value in inputs.items())
+    return ", ".join(f"{name} {number(value)}" for name, value in inputs.items())
 
 
 def _value(value: Number, unit: str) -> str:
     if isinstance(value, float) and unit == "B" and value >= MiB:
-        return f"{_number(value)} B, {format_bytes(value)}"
-    return f"{_number(value)} {unit}".strip()
+        return f"{number(value)} B, {format_bytes(value)}"
+    return f"{number(value)} {unit}".strip()
 
 
-def _number(value: Number) -> str:
+def number(value: Number) -> str:
+    """A value of an entry as text."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(_number, value))})"
+        return f"({', '.join(map(number, value))})"
     return str(int(value)) if value.is_integer() and abs(value) < 1e12 else f"{value:.6g}"
 
 

@@ -1,0 +1,161 @@
+"""shardwright measure: the rates of this machine, for plan."""
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwright.cli.common import AsJson, error_console, print_json, say, verb, wrong_device, wrong_place, wrong_sizes
+from shardwright.errors import InputError
+
+if TYPE_CHECKING:
+    from shardwright.measuring.points import Machine
+
+CLOCKS = ("wall", "cpu")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the verb."""
+
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="the hardware file to write, for plan --hardware")
+    ] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with the curves")] = None
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto"
+    ranks: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="on a CPU, measure 1 and N local ranks; as many as cores if not given"),
+    ] = None
+    clock: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="wall, or on a CPU that other programs load, cpu: CPU-seconds, without the time that ranks wait",
+        ),
+    ] = "wall"
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="for the repeats of each operation")] = 0.05
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a file that exists")] = False
+    json: AsJson = False
+
+
+@verb
+def measure(options: Options) -> None:
+    """Measure this machine, so that plan knows its rates: matmuls by shape and precision, attention by length,
+    element-wise operations, copies, launches, collectives and sends by size, the links to the host and to a disk.
+
+    A CPU is an accelerator like any other, whose ranks share its cores: it is measured with one rank, and with as many
+    as it has cores. The links between GPUs, and those between nodes, are measured under torchrun, which gives each
+    process its rank.
+
+    shardwright measure --out mine.toml
+
+    shardwright plan run.toml --hardware mine.toml --cluster mine:2
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m shardwright \\
+    measure --out mine.toml
+
+    Exit codes: 0 measured, 2 the input cannot be used, 3 a rank failed.
+    """
+    wrong = _wrong(options)
+    if find_spec("torch") is None:
+        wrong.append("measure runs PyTorch, which is not installed here: pip install torch")
+    if wrong:
+        raise InputError(*wrong)
+    from shardwright.verification.ranks import start_server
+
+    start_server()  # it imports PyTorch while this process does
+    machine = _measured(options)
+    if machine is not None:
+        _tell(machine, options)
+
+
+def _wrong(options: Options) -> list[str]:
+    wrong = wrong_device(options.device) + wrong_place("--html", options.html, {".html": "it is named"})
+    wrong += wrong_place("--out", options.out, {".toml": "it is named"})
+    if options.out is None and options.html is None and not options.json:
+        wrong.append("--out is missing; name the hardware file to write, such as --out mine.toml")
+    if options.out is not None and options.out.is_file() and not options.overwrite:
+        wrong.append(f"--out {options.out}: the file exists; name another, or add --overwrite to replace it")
+    if options.clock not in CLOCKS:
+        wrong.append(f"--clock {options.clock}: not one of {', '.join(CLOCKS)}")
+    if not 0 < options.budget < 60:
+        wrong.append(f"--budget {options.budget:g}: seconds above 0 and below 60 are needed, such as 0.05")
+    wrong += wrong_sizes({"--ranks": options.ranks})
+    if "RANK" in os.environ and options.ranks is not None:
+        wrong.append(f"--ranks {options.ranks}: torchrun has started the ranks; leave it out")
+    return wrong
+
+
+def _measured(options: Options) -> "Machine | None":
+    """None on a rank other than the first."""
+    from shardwright.measuring.machine import measure_as_rank, measure_here
+    from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
+
+    place = place_from_environment()
+    device = pick_device(options.device, place or Place())
+    if options.clock == "cpu" and device.type == "cuda":
+        raise InputError("--clock cpu: CPU-seconds say nothing of a GPU; leave it out")
+    folder = (options.out or options.html or Path("x")).absolute().parent
+    kind: Any = options.clock
+    if place is None:
+        most = options.ranks or os.cpu_count() or 1
+        tell = error_console.print
+        return measure_here(kind, device.type, (1, most), folder, options.budget, tell)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
+    with process_group(place, device):
+        return measure_as_rank(kind, device, ranks_here, folder, options.budget)
+
+
+def _tell(machine: "Machine", options: Options) -> None:
+    from shardwright.files import write_whole
+    from shardwright.measuring.file import accelerator_name, hardware_toml
+
+    name = accelerator_name(options.out or Path("mine"))
+    command = shlex.join(["shardwright", *sys.argv[1:]])
+    text = hardware_toml(machine, name, command)
+    if options.out is not None:
+        write_whole(options.out, text.encode())
+    if options.html is not None:
+        from shardwright.report.measure_page import write_page
+
+        write_page(machine.as_json(), options.html)
+    if options.json:
+        print_json(machine.as_json())
+        return
+    _print(machine)
+    for path in filter(None, (options.out, options.html)):
+        say(f"written to {path}")
+    if options.out is not None:
+        say(f"  shardwright plan RUN.toml --hardware {options.out} --cluster {name}:{machine.ranks[-1].ranks}")
+
+
+def _print(machine: "Machine") -> None:
+    from shardwright.cli.common import columns, print_table
+    from shardwright.measuring.fit import copy_bytes_per_s, fit_link, fit_matmuls
+    from shardwright.units import format_bytes, format_seconds
+
+    say(f"{machine.name}, {machine.cores} cores, measured in {format_seconds(machine.took_s)}, {machine.clock} seconds")
+    table = columns("ranks of a node", "threads", "precision", "TFLOP/s", "copy GB/s", "layer's launches us", left=0)
+    for each in machine.ranks:
+        for form, rate in fit_matmuls(each.matmuls).flops_per_s.items():
+            table.add_row(
+                str(each.ranks), str(each.threads), form, f"{rate / 1e12:.3g}",
+                f"{copy_bytes_per_s(each.copies) / 1e9:.3g}", f"{each.overheads.layer_s * 1e6:.0f}",
+            )  # fmt: skip
+    print_table(table)
+    for where, points in (("in a node", machine.inside), ("between nodes", machine.across)):
+        if points:
+            link = fit_link(points)
+            say(
+                f"messages {where}: {format_bytes(link.bytes_per_s)}/s, {link.start_s * 1e6:.0f} us to start, "
+                f"{link.latency_s * 1e6:.0f} us each; the fit is off by {link.error:.0%}"
+            )
+    say(f"disk: {format_bytes(machine.disk_bytes_per_s)}/s written")
+    for remark in machine.remarks:
+        say(f"not measured: {remark}")

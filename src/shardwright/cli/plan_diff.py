@@ -1,0 +1,132 @@
+"""shardwright plan diff: why one run file is slower than another, term by term."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.common import AsJson, Extensions, columns, load_extensions, print_json, print_table, say, verb
+from shardwright.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwright.planner.diff import Difference, Term
+    from shardwright.planner.search import Priced
+
+SHOWN = 4
+"""Terms whose formulas are printed: those that differ most."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments and options of the verb."""
+
+    a: Annotated[Path, typer.Argument(metavar="A.toml", help="a run file")]
+    b: Annotated[Path, typer.Argument(metavar="B.toml", help="the run file that is compared with it")]
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:64; as for plan")
+    ] = None
+    other_cluster: Annotated[
+        str | None, typer.Option(metavar="NAME:COUNT", help="the cluster of B.toml, if it is another")
+    ] = None
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
+    ] = None
+    extension: Extensions = None
+    json: AsJson = False
+
+
+@verb
+def plan_diff(options: Options) -> None:
+    """Say why the step of one run file takes longer than that of another, term by term, and where it holds more memory.
+
+    The terms are those of plan's step time, and add up to the difference; the largest come first, with the inputs of
+    their formulas that differ. `plan A.toml --explain LAYOUT` prints all formulas of one side. The files may be of
+    different models, batches, precisions and, with --other-cluster, clusters.
+
+    shardwright plan diff a.toml b.toml --cluster h100:64
+
+    Exit codes: 0 compared, 2 the input cannot be used.
+    """
+    load_extensions(options.extension)
+    sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
+    found: list[Priced] = []
+    wrong: list[str] = []
+    for name, path, cluster in sides:
+        try:
+            found.append(_priced(path, cluster, options.hardware))
+        except InputError as error:
+            wrong += [f"{name}, {path}: {problem.removeprefix(f'{path}: ')}" for problem in error.problems]
+    if wrong:
+        raise InputError(*wrong)
+    from shardwright.planner.diff import diff
+
+    different = diff(*found)
+    if options.json:
+        print_json(different.as_json())
+    else:
+        _print(different, options)
+
+
+def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "Priced":
+    from shardwright.cli.plan_asked import Options as Asks
+    from shardwright.cli.plan_asked import ask, layout_of_run, priced_of
+    from shardwright.planner.choice import Choice
+    from shardwright.planner.search import MARGIN, limit_bytes
+
+    asked = ask(Asks(target=str(path), cluster=cluster, hardware=hardware))
+    assert asked.config is not None
+    layout = layout_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))
+    return priced_of(asked.job, Choice(layout, asked.config.batch.micro_batch))
+
+
+def _print(found: "Difference", options: Options) -> None:
+    from shardwright.units import GiB, format_bytes, format_seconds
+
+    for name, path, each in (("A", options.a, found.a), ("B", options.b, found.b)):
+        step, peak = format_seconds(each.step_s), format_bytes(each.peak_bytes)
+        say(f"{name}  {path}: {each.choice} on {each.job.cluster.name}: {step} a step, {peak}")
+    if found.choices:
+        say(f"differ in {', '.join(f'{name} {one} -> {other}' for name, (one, other) in found.choices.items())}")
+    say("")
+    per = "a step" if found.a.job.tokens == found.b.job.tokens else "a token"
+    if not found.time:
+        say("both take the same time")
+    else:
+        say(_verdict(found.slower, per))
+        _print_terms("time", "s", found.time, 1.0, (found.a.step_s, found.b.step_s))
+        _print_why(found.time)
+    say("")
+    if found.memory:
+        _print_terms("memory of the fullest rank", "GiB", found.memory, GiB, (found.a.peak_bytes, found.b.peak_bytes))
+    else:
+        say("both hold the same memory")
+
+
+def _verdict(slower: float, per: str) -> str:
+    if abs(slower) < 5e-4:
+        return f"B takes as long as A for {per}"
+    return f"B takes {abs(slower):.1%} {'longer' if slower > 0 else 'less time'} than A for {per}"
+
+
+def _print_terms(title: str, unit: str, terms: "Sequence[Term]", one: float, whole: tuple[float, float]) -> None:
+    table = columns(title, f"A {unit}", f"B {unit}", "B - A", left=1)
+    for each in terms:
+        table.add_row(each.name, f"{each.a / one:.4g}", f"{each.b / one:.4g}", f"{each.more / one:+.4g}")
+    in_both = whole[0] - sum(each.a for each in terms)
+    if in_both > 1e-6 * max(whole):
+        table.add_row("equal in both", f"{in_both / one:.4g}", f"{in_both / one:.4g}", "")
+    a, b = whole
+    table.add_row("[bold]all[/]", f"{a / one:.4g}", f"{b / one:.4g}", f"[bold]{(b - a) / one:+.4g}[/]")
+    print_table(table)
+
+
+def _print_why(terms: "Sequence[Term]") -> None:
+    for each in terms[:SHOWN]:
+        if each.why:
+            formula, *inputs = each.why
+            say(f"\n{each.name}: {formula}")
+            for line in inputs:
+                say(f"  {line}")

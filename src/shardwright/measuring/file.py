@@ -1,0 +1,150 @@
+"""What was measured, as a hardware file (`cost.hardware`)."""
+
+import json
+import platform
+import re
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import shardwright
+from shardwright.cost.hardware import packaged_accelerators
+from shardwright.cost.measured import VERSION
+from shardwright.measuring.fit import copy_bytes_per_s, fit_attention, fit_link, fit_matmuls, kernel_bytes
+from shardwright.measuring.points import Machine, RankPoints
+from shardwright.units import GiB, MiB
+
+ASSUMED_GBIT = 10.0
+"""Of a network that was not measured."""
+
+
+def hardware_toml(machine: Machine, name: str, command: str) -> str:
+    """A file with the accelerator `name`, its node and its network. `command`: how it was measured."""
+    return "\n".join(_lines(machine, name, command)) + "\n"
+
+
+def _lines(machine: Machine, name: str, command: str) -> Iterator[str]:
+    most = machine.ranks[-1]
+    fits = {each.ranks: rates(each, machine.on_host) for each in machine.ranks}
+    yield f"# Written by `{command}`; docs/measure.md says what each figure is and how it was measured."
+    yield from (f"# {remark}" for remark in machine.remarks)
+    yield "\n[measured]"
+    yield from _pairs(
+        version=VERSION, date=date.today().isoformat(), shardwright=shardwright.__version__,
+        torch=torch.__version__, python=platform.python_version(), machine=machine.name, clock=machine.clock,
+        took_s=round(machine.took_s, 1),
+    )  # fmt: skip
+    network = name if machine.across else "ethernet"
+    gbit_per_s = ASSUMED_GBIT
+    if machine.across:
+        link = fit_link(machine.across)
+        gbit_per_s = link.bytes_per_s * 8 / 1e9
+        yield f"\n[networks.{name}]"
+        yield from _pairs(
+            share=1.0, start_us=link.start_s * 1e6, latency_us=link.latency_s * 1e6, half_mib=link.half_bytes / MiB
+        )
+    peaks = _peaks(machine, fits)
+    yield f"\n[accelerators.{name}]"
+    yield from _pairs(
+        memory_gib=most.memory_bytes / GiB,
+        memory_gb_per_s=copy_bytes_per_s(most.copies) / 1e9,
+        memory_share=1.0,
+        multiprocessors=1,
+        tflops=peaks,
+        matmul_share=dict.fromkeys(peaks, 1.0),
+        node_size=most.ranks,
+        part_of_node=True,
+        network=network,
+        gbit_per_s=gbit_per_s,
+        **({"host_gb_per_s": machine.host_bytes_per_s / 1e9} if machine.host_bytes_per_s else {}),
+        disk_gb_per_s=machine.disk_bytes_per_s / most.ranks / 1e9,
+        inside=_inside(machine),
+        **({"cores": machine.cores} if machine.on_host else {}),
+    )
+    for ranks, (figures, errors) in fits.items():
+        yield f"\n# Mean errors of the fits: {', '.join(f'{what} {error:.0%}' for what, error in errors.items())}."
+        yield f"[accelerators.{name}.rates.{ranks}]"
+        yield from _pairs(**figures)
+    yield f"\n[accelerators.{name}.sources]"
+    yield from _pairs(all=f"measured on {machine.name}" + ("" if machine.across else "; the network is assumed"))
+
+
+def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[str, float]]:
+    """The figures of `cost.measured.RatesTable`, and the mean relative errors of the fits."""
+    copied = copy_bytes_per_s(points.copies)
+    matmuls = fit_matmuls(points.matmuls)
+    wide = "fp32" if on_host else "bf16"
+    attention = fit_attention(points.attention, matmuls.flops_per_s[wide])
+    over = points.overheads
+    forward_s = over.layer_s / (1 + over.backward)
+    figures: dict[str, object] = {
+        "memory_gib": points.memory_bytes / GiB,
+        "process_gib": points.process_bytes / GiB,
+        "tflops": {form: rate / 1e12 for form, rate in matmuls.flops_per_s.items()},
+        "memory_gb_per_s": copied / 1e9,
+        "ramp_k": matmuls.ramp_k,
+        "partial_wave": matmuls.partial_wave,
+        "attention_share": attention.share,
+        "attention_width": attention.width,
+        "attention_length": attention.length,
+        "attention_backward": attention.backward,
+        "launch_us": forward_s * 1e6,
+        "launch_backward": over.backward,
+        "launch_ends": over.ends_s / over.layer_s if over.layer_s else 0.0,
+        "step_us": over.step_s * 1e6,
+        "bucket_us": over.bucket_s * 1e6,
+        "kernels": kernel_bytes(points.kernels, copied) | {"heads_bytes": 0.0},
+    }
+    return figures, {"matmuls": matmuls.error, "attention": attention.error}
+
+
+def _peaks(machine: Machine, fits: dict[int, tuple[dict[str, object], dict[str, float]]]) -> dict[str, float]:
+    """TFLOP/s: of the data sheet, for accelerators that are known by name, so that MFU is what others mean; else the
+    best that was measured."""
+    best: dict[str, float] = {}
+    for figures, _ in fits.values():
+        reached = figures["tflops"]
+        assert isinstance(reached, dict)
+        best = {form: max(rate, best.get(form, 0.0)) for form, rate in reached.items()}
+    words = set(re.findall(r"[a-z0-9]+", machine.name.lower()))
+    for known in packaged_accelerators():
+        if not machine.on_host and {known.name.partition("-")[0]} <= words:
+            return {form: max(known.flops_per_s.get(form, 0.0) / 1e12, rate) for form, rate in best.items()}
+    return best
+
+
+def _inside(machine: Machine) -> dict[str, object]:
+    if not machine.inside:
+        # One rank sends nothing; the figures are there because the format wants them.
+        return {"bus_gb_per_s": 1.0, "start_us": 0.0, "latency_us": 1.0, "half_mib": 0.0}
+    link = fit_link(machine.inside)
+    return {
+        "bus_gb_per_s": link.bytes_per_s / 1e9,
+        "start_us": link.start_s * 1e6,
+        "latency_us": link.latency_s * 1e6,
+        "half_mib": link.half_bytes / MiB,
+        "relative": link.relative,
+    }
+
+
+def _pairs(**values: object) -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{key} = {_written(value)}"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        text = f"{value:.5g}"
+        return text if "." in text or "e" in text else f"{text}.0"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_written(each)}' for key, each in value.items())} }}"
+    return json.dumps(value)
+
+
+def accelerator_name(path: Path) -> str:
+    """The name of the accelerator in a file: that of the file, in letters that TOML takes without quotes."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-") or "mine"

@@ -1,0 +1,172 @@
+"""Fits the formulas of the cost model to measured points: least squares of logarithms, so that errors are relative."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cost.collectives import SATURATION
+from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
+from shardwright.measuring.points import AttentionPoint, CopyPoint, KernelPoint, MatmulPoint, MessagePoint
+from shardwright.units import MiB
+
+Floats = NDArray[np.float64]
+STEPS = np.concatenate([[0.0], np.geomspace(0.01, 1024, 41)])
+"""Values that are tried of sizes at which half of a rate is reached."""
+
+
+@dataclass(frozen=True)
+class MatmulFit:
+    """`flops_per_s`: by precision, of large matmuls; `ramp_k`, `partial_wave`: see `cost.matmuls.Matmul.seconds`.
+    `error`: mean of the absolute relative errors."""
+
+    flops_per_s: dict[str, float]
+    ramp_k: float
+    partial_wave: float
+    error: float
+
+
+def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> MatmulFit:
+    """How the rate depends on the shape follows from the points of the first precision, which has most of them, and so
+    does the error; the rates of the others are means over their points."""
+    names = list(dict.fromkeys(each.precision for each in points))
+    which = np.array([names.index(each.precision) for each in points])
+    rate = np.array([each.flops / each.seconds for each in points])
+    k = np.array([each.k for each in points], dtype=float)
+    rows = np.maximum(np.array([each.m for each in points]) / TILE_ROWS, 0.25)
+    columns = np.maximum(np.array([each.n for each in points]) / TILE_COLUMNS, 0.25)
+    waves = rows * columns / multiprocessors
+
+    def share(ramp_k: float, partial_wave: float) -> Floats:
+        found: Floats = waves / (waves + partial_wave) * (k / (k + ramp_k))
+        return found
+
+    def loss(shape: tuple[float, float]) -> float:
+        left = np.log(rate / share(*shape))[which == 0]
+        return float(((left - left.mean()) ** 2).sum())
+
+    ramp_k, partial_wave = min(product(STEPS.tolist(), STEPS[STEPS < 16].tolist()), key=loss)
+    reached = share(ramp_k, partial_wave)
+    peaks = [float(np.exp(np.log(rate / reached)[which == at].mean())) for at in range(len(names))]
+    error = _error((peaks[0] * reached)[which == 0], rate[which == 0])
+    return MatmulFit(dict(zip(names, peaks, strict=True)), ramp_k, partial_wave, error)
+
+
+@dataclass(frozen=True)
+class AttentionFit:
+    """`share`: of the rate of matmuls, forward; `width`, `length`: at which half of it is reached; `backward`: time
+    relative to the forward pass."""
+
+    share: float
+    width: float
+    length: float
+    backward: float
+    error: float
+
+
+def fit_attention(points: Sequence[AttentionPoint], matmul_flops_per_s: float) -> AttentionFit:
+    """Both passes together."""
+    backward = float(np.median([each.backward_s / each.forward_s for each in points]))
+    seconds = np.array([each.forward_s + each.backward_s for each in points])
+    rate = np.array([each.flops for each in points]) * (1 + backward) / seconds / matmul_flops_per_s
+    c, s = (np.array([getattr(each, name) for each in points], dtype=float) for name in ("width", "length"))
+    best = (np.inf, 0.0, 0.0, 0.0)
+    for width in STEPS:
+        for length in STEPS:
+            left = np.log(rate) - np.log(c / (c + width) * (s / (s + length)))
+            loss = float(((left - left.mean()) ** 2).sum())
+            if loss < best[0]:
+                best = loss, float(width), float(length), float(np.exp(left.mean()))
+    _, width, length, share = best
+    error = _error(share * c / (c + width) * (s / (s + length)), rate)
+    return AttentionFit(share, width, length, backward, error)
+
+
+def copy_bytes_per_s(points: Sequence[CopyPoint]) -> float:
+    """Read and written, of the largest copy."""
+    largest = max(points, key=lambda each: each.n_bytes)
+    return 2 * largest.n_bytes / largest.seconds
+
+
+def kernel_bytes(points: Iterable[KernelPoint], bytes_per_s: float) -> dict[str, float]:
+    """Bytes that each operation seems to move for an element of 16 bits at that bandwidth; mean of the logarithms over
+    sizes."""
+    found: dict[str, list[float]] = {}
+    for each in points:
+        moved = each.seconds * bytes_per_s / (each.elements * each.passes * each.widths)
+        found.setdefault(each.name, []).append(moved)
+    return {name: float(np.exp(np.mean(np.log(values)))) for name, values in found.items()}
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """As `cost.hardware.Link`."""
+
+    bytes_per_s: float
+    latency_s: float
+    start_s: float
+    half_bytes: float
+    relative: dict[str, float]
+    error: float
+
+
+def fit_link(points: Sequence[MessagePoint]) -> LinkFit:
+    """relative (start + messages latency + (V + H^q V^(1-q)) / B) over groups in which all ranks have the same link; V
+    and the number of messages as `cost.collectives` counts them, `relative` by kind of collective, with a mean of 1."""
+    n = np.array([each.ranks for each in points], dtype=float)
+    buffer = np.array([each.n_bytes for each in points], dtype=float)
+    twice = np.array([each.collective == "all_reduce" for each in points])
+    one = np.array([each.collective == "point_to_point" for each in points])
+    messages = np.where(one, 1.0, (n - 1) * np.where(twice, 2, 1))
+    sent = np.where(one, buffer, buffer * (n - 1) / n * np.where(twice, 2, 1))
+    seconds = np.array([each.seconds for each in points])
+    names = list(dict.fromkeys(each.collective for each in points))
+    which = np.array([names.index(each.collective) for each in points])
+    relative = np.ones(len(names))
+    for _ in range(ROUNDS):
+        *_, made = _common(messages, sent, seconds / relative[which])
+        ratios = np.log(seconds / made)
+        means = np.array([np.median(ratios[which == at]) for at in range(len(names))])
+        relative = np.exp(means - means.mean())
+    half, (latency, per_byte, start), made = _common(messages, sent, seconds / relative[which])
+    error = _error(made * relative[which], seconds)
+    by_name = dict(zip(names, relative.tolist(), strict=True))
+    return LinkFit(float(1 / per_byte), max(float(latency), 1e-9), float(start), half, by_name, error)
+
+
+ROUNDS = 4
+"""In which the figures of a link and those of kinds of collective are fitted in turn."""
+
+
+def _common(messages: Floats, sent: Floats, seconds: Floats) -> tuple[float, Floats, Floats]:
+    """H, then latency, 1 / B and start, and the seconds by them. Linear in the three times for each H; none is
+    negative."""
+    best: tuple[float, float, Floats, Floats] | None = None
+    for half in np.concatenate([[0.0], np.geomspace(1 / 1024, 16, 29)]) * MiB:
+        columns = np.stack([messages, sent + half**SATURATION * sent ** (1 - SATURATION), np.ones_like(sent)], axis=1)
+        found = not_negative(columns / seconds[:, None], np.ones_like(seconds))
+        made = columns @ found
+        loss = float(np.abs(np.log(np.maximum(made, 1e-12) / seconds)).sum())
+        if found[1] > 0 and (best is None or loss < best[0]):
+            best = loss, float(half), found, made
+    assert best is not None
+    return best[1:]
+
+
+def not_negative(columns: Floats, values: Floats) -> Floats:
+    """Least squares with coefficients that are not negative; few columns, so every subset of them is tried."""
+    best, least = np.zeros(columns.shape[1]), np.inf
+    for count in range(1, columns.shape[1] + 1):
+        for those in combinations(range(columns.shape[1]), count):
+            found, *_ = np.linalg.lstsq(columns[:, those], values, rcond=None)
+            loss = float(((columns[:, those] @ found - values) ** 2).sum())
+            if (found >= 0).all() and loss < least:
+                least, best = loss, np.zeros(columns.shape[1])
+                best[list(those)] = found
+    return best
+
+
+def _error(made: Floats, measured: Floats) -> float:
+    return float(np.abs(made / measured - 1).mean())

@@ -1,0 +1,157 @@
+"""Measures this machine: with one rank, and with as many as it has cores or was started with."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.measuring.clock import Clock, Kind
+from shardwright.measuring.kernels import attention, copies, kernels, matmuls
+from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
+from shardwright.measuring.overheads import overheads, update_seconds
+from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints
+from shardwright.processes import machine_bytes, threads_of_a_rank
+from shardwright.training.device import keep_freed_memory
+from shardwright.verification.ranks import run_ranks
+
+Say = Callable[[str], None]
+CPU_PRECISIONS, GPU_PRECISIONS = ("fp32", "bf16"), ("fp32", "bf16", "fp16")
+_NONE = Overheads(0.0, 0.0, 0.0, 1.0)
+
+
+def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, budget_s: float, say: Say) -> Machine:
+    """Measure with local ranks: with each number of `ranks` on a CPU, with one on a GPU. `device`: "cpu" or "cuda";
+    `folder`: on the disk that is measured; `budget_s`: of the repeats of one operation.
+
+    Raises WorkerError where a rank fails."""
+    begin = time.perf_counter()
+    on_host = device == "cpu"
+    remarks = () if on_host else ("links between accelerators need ranks: torchrun --nproc-per-node N",)
+    points: list[RankPoints] = []
+    inside: tuple[MessagePoint, ...] = ()
+    for count in sorted(set(ranks)) if on_host else (1,):
+        threads = threads_of_a_rank(count)
+        say(f"{count} {'rank' if count == 1 else 'ranks'}, each of {threads} threads: matmuls, attention, kernels")
+        found = run_ranks(rank_points, count, kind, device, count, budget_s, timeout_s=600, n_threads=threads)
+        mine = _middle([each for each, _ in found])
+        if count > 1:
+            inside = found[0][1]
+        points.append(_with_overheads(mine, kind, device, inside, say))
+    say("the disk")
+    return Machine(
+        name=machine_name(device),
+        clock=kind,
+        on_host=on_host,
+        cores=os.cpu_count() or 1,
+        took_s=time.perf_counter() - begin,
+        ranks=tuple(points),
+        inside=inside,
+        host_bytes_per_s=0.0 if on_host else host_bytes_per_s(Clock(torch.device(device), "wall")),
+        disk_bytes_per_s=disk_bytes_per_s(folder),
+        remarks=remarks,
+    )
+
+
+def measure_as_rank(kind: Kind, device: torch.device, ranks_here: int, folder: Path, budget_s: float) -> Machine | None:
+    """The same as this rank of a process group that torchrun or srun has set up, whose machines all have as many ranks;
+    None but on rank 0. Groups are the ranks of a machine, and the first ranks of all machines."""
+    begin = time.perf_counter()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = rank_points(kind, device.type, ranks_here, budget_s, grouped=True)
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, found)
+    nodes = world // ranks_here
+    across: tuple[MessagePoint, ...] = ()
+    if nodes > 1:
+        group = dist.new_group(list(range(0, world, ranks_here)))
+        if rank % ranks_here == 0:
+            across = tuple(messages(Clock(device, kind, budget_s), group))
+    inside = every[0][1]
+    machine = None
+    if rank == 0:
+        mine = _with_overheads(_middle([each for each, _ in every]), kind, device.type, inside, lambda _: None)
+        machine = Machine(
+            name=machine_name(device.type),
+            clock=kind,
+            on_host=device.type == "cpu",
+            cores=os.cpu_count() or 1,
+            took_s=time.perf_counter() - begin,
+            ranks=(mine,),
+            inside=inside,
+            across=across,
+            host_bytes_per_s=host_bytes_per_s(Clock(device, "wall")),
+            disk_bytes_per_s=disk_bytes_per_s(folder),
+        )
+    dist.barrier()
+    return machine
+
+
+def rank_points(
+    kind: Kind, device: str, ranks_here: int, budget_s: float, grouped: bool = False
+) -> tuple[RankPoints, tuple[MessagePoint, ...]]:
+    """What this rank measures, while the others do the same; and the messages of the ranks of its machine, which are
+    consecutive. `grouped`: there are others in the world; every rank calls it."""
+    where = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
+    clock = Clock(where, kind, budget_s)
+    keep_freed_memory()  # as the training program does
+    precisions = CPU_PRECISIONS if device == "cpu" else GPU_PRECISIONS
+    wide = "fp32" if device == "cpu" else "bf16"
+    dist.barrier()
+    points = RankPoints(
+        ranks=ranks_here,
+        threads=torch.get_num_threads(),
+        memory_bytes=machine_bytes() / ranks_here if device == "cpu" else float(torch.cuda.mem_get_info(where)[1]),
+        process_bytes=0.0,
+        matmuls=tuple(matmuls(clock, precisions)),
+        attention=tuple(attention(clock, wide)),
+        kernels=tuple(kernels(clock, wide)),
+        copies=tuple(copies(clock)),
+        overheads=_NONE,
+    )
+    dist.barrier()
+    group = _of_machine(ranks_here) if grouped else dist.group.WORLD
+    sent = tuple(messages(clock, group)) if ranks_here > 1 and group is not None else ()
+    return points, sent
+
+
+def _of_machine(ranks_here: int) -> dist.ProcessGroup:
+    """The process group of this rank's machine; every rank of the world makes all of them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(list(range(begin, begin + ranks_here))) for begin in range(0, world, ranks_here)]
+    return groups[rank // ranks_here]
+
+
+def _with_overheads(
+    points: RankPoints, kind: Kind, device: str, inside: Sequence[MessagePoint], say: Say
+) -> RankPoints:
+    say("steps of small models: launches, the optimizer")
+    small = [each.seconds for each in inside if each.collective == "all_gather"]
+    message_s = min(small) if small and device == "cpu" else None
+    found, process_bytes = overheads(run_ranks, kind, device, points.threads, message_s)
+    ((few, few_s), (many, many_s)) = run_ranks(update_seconds, 1, device, kind, n_threads=points.threads)[0]
+    update = KernelPoint("optimizer_bytes", many - few, 1.0, 1.0, many_s - few_s)
+    kept = float(process_bytes) if device == "cpu" else 0.0
+    return replace(points, overheads=found, process_bytes=kept, kernels=(*points.kernels, update))
+
+
+def _middle(found: Sequence[RankPoints]) -> RankPoints:
+    """Of ranks that measured the same at the same time, the one in the middle by its matmuls."""
+    ordered = sorted(found, key=lambda each: statistics.fmean(point.seconds for point in each.matmuls))
+    return ordered[len(ordered) // 2]
+
+
+def machine_name(device: str) -> str:
+    """The name of the accelerator or the processor."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

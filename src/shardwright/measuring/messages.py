@@ -1,0 +1,83 @@
+"""Collectives and sends over a process group, by size; and the links to the memory of the host and to a disk."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.measuring.clock import Clock, worst
+from shardwright.measuring.points import MessagePoint
+from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+
+SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
+"""Bytes of the whole buffer."""
+REPEATS = 7
+
+
+def messages(clock: Clock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
+    """Every kind of message that layouts send, of fp32, as the training program sends them; every rank of the group
+    calls it and has the same numbers: those of its slowest rank."""
+    n = group.size()
+    for n_bytes in SIZES:
+        elements = n_bytes // 4 // n * n
+        x = torch.zeros(1, elements, 1, device=clock.device)
+        shard = torch.zeros(1, elements // n, 1, device=clock.device)
+        kinds: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(_wait, start_sum, x, group),
+            "all_gather": partial(_wait, start_gather_tokens, shard, group),
+            "reduce_scatter": partial(_wait, start_sum_tokens, x, group),
+            "all_to_all": partial(_exchange, x[0], group),
+            "point_to_point": partial(_to_the_next, x, group),
+        }
+        for name, send in kinds.items():
+            seconds = [0.0] * n
+            dist.barrier(group=group)
+            dist.all_gather_object(seconds, clock.seconds(send, REPEATS), group=group)
+            yield MessagePoint(name, n, elements * 4, worst(seconds))
+
+
+def _wait(start: Callable[..., Sent], x: Tensor, group: dist.ProcessGroup) -> None:
+    start(x, group).wait()
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty_like(x), x, group=group)
+
+
+def _to_the_next(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Each rank but the last sends to the next, as stages of a pipeline do."""
+    rank, n = group.rank(), group.size()
+    works = []
+    if rank + 1 < n:
+        works.append(dist.isend(x, group=group, group_dst=rank + 1))
+    if rank:
+        works.append(dist.irecv(torch.empty_like(x), group=group, group_src=rank - 1))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def host_bytes_per_s(clock: Clock) -> float:
+    """To the memory of the host from an accelerator's, one direction; 0 if it is the same memory."""
+    if clock.device.type != "cuda":
+        return 0.0
+    there, here = torch.zeros(2**26, device=clock.device), torch.zeros(2**26, pin_memory=True)
+    return here.nbytes / clock.seconds(lambda: here.copy_(there, non_blocking=True))
+
+
+def disk_bytes_per_s(folder: Path, n_bytes: int = 2**26) -> float:
+    """Of a file that is written until it is on the disk, by one rank alone; wall seconds."""
+    block = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwright-measure-") as file:
+        begin = time.perf_counter()
+        for _ in range(n_bytes // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return n_bytes / (time.perf_counter() - begin)

@@ -1,0 +1,125 @@
+"""What Python and the libraries take of a step: steps of the training program on models so small that they compute
+next to nothing."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwright.config import parse
+from shardwright.errors import WorkerError
+from shardwright.measuring.clock import Kind, worst
+from shardwright.measuring.points import Overheads
+from shardwright.measuring.steps import Steps, run_file, run_steps
+from shardwright.model.rotary import rotary_table
+from shardwright.model.transformer import Block
+from shardwright.training.build import build_model, build_trainer
+
+FEW, MANY = 2, 8
+"""Layers of two models; micro-batches of two steps."""
+STEPS = 8
+RunRanks = Callable[..., list[Any]]
+
+
+def seconds_of(ranks: list[Steps], clock: Kind) -> float:
+    """The median step of the rank that takes longest."""
+    return worst([statistics.median(each.cpu_s if clock == "cpu" else each.wall_s) for each in ranks])
+
+
+def overheads(
+    run_ranks: RunRanks, clock: Kind, device: str, threads: int, message_s: float | None
+) -> tuple[Overheads, int]:
+    """From differences of steps: of more layers, of more micro-batches, and sharded over two ranks; and the most bytes
+    that a process with next to no model holds. `run_ranks`: as `verification.ranks.run_ranks`; `message_s`: of a small
+    collective over two ranks, None where there are none."""
+    held: list[int] = []
+
+    def step_s(layers: int, microbatches: int, **layout: Any) -> float:
+        ranks = 2 if layout else 1
+        table = run_file(_small(layers), _batch(microbatches * ranks), layout, "fp32")
+        found = run_ranks(run_steps, ranks, table, STEPS, device, n_threads=threads)
+        held.extend(each.peak_bytes for each in found)
+        return seconds_of(found, clock)
+
+    few, longer, most, deep = step_s(FEW, FEW), step_s(FEW, MANY), step_s(MANY, MANY), step_s(MANY, FEW)
+    layers, microbatches = MANY - FEW, MANY - FEW
+    layer_s = max(most - longer - (deep - few), 0.0) / (layers * microbatches)
+    ends_s = max((longer - few) / microbatches - FEW * layer_s, 0.0)
+    rest_s = max(few - FEW * (FEW * layer_s + ends_s), 0.0)
+    (backward,) = run_ranks(backward_share, 1, device, n_threads=threads)
+    bucket_s = 0.0
+    if message_s is not None:
+        sharded = {"dp_shard": 2, "zero": 3}
+        more = step_s(MANY, FEW, **sharded) - step_s(FEW, FEW, **sharded) - (deep - few)
+        # A layer is gathered forward and backward, and its gradients reduced, in each micro-batch.
+        bucket_s = max(more / (layers * FEW * 3) - message_s, 0.0)
+    return Overheads(layer_s, ends_s, rest_s, backward, bucket_s), max(held)
+
+
+def _small(layers: int) -> dict[str, Any]:
+    sizes = {"n_layers": layers, "d_model": 32, "d_ffn": 64, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+    return {"preset": "debug", **sizes, "vocab_size": 64, "max_seq_len": 64}
+
+
+def _batch(sequences: int) -> dict[str, int]:
+    return {"seq_len": 16, "global_batch": sequences, "micro_batch": 1}
+
+
+def backward_share(device: str) -> float:
+    """Time of the backward pass of a small layer relative to its forward pass, on one thread's CPU-seconds: what the
+    host does."""
+    spec = parse(run_file(_small(FEW), _batch(FEW), {}, "fp32")).model.spec()
+    block = Block(spec, 0).to(device)
+    x = torch.randn(1, 16, spec.d_model, device=device, requires_grad=True)
+    positions = torch.arange(16, device=device)
+    table = rotary_table(spec, positions, x.dtype)
+    forward, backward = [], []
+    for _ in range(30):
+        times = [time.process_time()]
+        y = block(x, positions, table).sum()
+        times.append(time.process_time())
+        y.backward()
+        times.append(time.process_time())
+        forward.append(times[1] - times[0])
+        backward.append(times[2] - times[1])
+    return statistics.median(backward) / max(statistics.median(forward), 1e-6)
+
+
+def update_seconds(device: str, clock: Kind) -> list[tuple[int, float]]:
+    """Parameters, and seconds to clip their gradients and update them, of two models; as the only rank of a world."""
+    found = []
+    for width in (128, 512):
+        sizes = {
+            "n_layers": 2,
+            "d_model": width,
+            "d_ffn": 4 * width,
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "head_dim": width // 4,
+        }
+        table = run_file({"preset": "debug", **sizes, "vocab_size": 512, "max_seq_len": 64}, _batch(1), {}, "fp32")
+        config = parse(table)
+        model = build_model(config, torch.device(device), compiled=False)
+        trainer = build_trainer(config, model, torch.device(device), compiled=False)
+        seconds = []
+        for _ in range(7):
+            for parameter in model.named_parameters.values():
+                parameter.grad = torch.ones_like(parameter)
+            begin = _now(clock, device)
+            trainer.update(1e-4)
+            seconds.append(_now(clock, device) - begin)
+        found.append((config.model.spec().n_parameters, statistics.median(seconds)))
+        del trainer, model
+        gc.collect()
+    if found[1][1] <= found[0][1]:
+        raise WorkerError(f"an update of {found[1][0]} parameters took no longer than of {found[0][0]}: {found}")
+    return found
+
+
+def _now(clock: Kind, device: str) -> float:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.process_time() / torch.get_num_threads() if clock == "cpu" else time.perf_counter()

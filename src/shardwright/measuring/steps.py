@@ -1,0 +1,110 @@
+"""Seconds of steps of the real training program, without data: what `train` takes of a layout on this machine."""
+
+import gc
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.config import RunConfig, parse
+from shardwright.data.batches import Batch
+from shardwright.training.build import build_model, build_trainer
+from shardwright.training.device import keep_freed_memory
+from shardwright.training.step import Trainer
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of one rank: wall and CPU-seconds of each step; the bytes that the process held before the model was built, and
+    at most."""
+
+    wall_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    before_bytes: int
+    peak_bytes: int
+
+
+def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any], compute: str) -> dict[str, Any]:
+    """A run file of a model on random tokens, which are in no file."""
+    return {
+        "out": "none",
+        "steps": 1,
+        "model": model,
+        "data": {"path": "none"},
+        "batch": batch,
+        "layout": layout,
+        "precision": {"compute": compute},
+    }
+
+
+def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> Steps:
+    """Take steps as this rank of the process group that is set up; collective."""
+    keep_freed_memory()
+    where = torch.device(device)
+    if where.type == "cpu":
+        reset_peak()
+    before = resident_bytes(where)
+    config = parse(table)
+    model = build_model(config, where, compiled=False)
+    trainer = build_trainer(config, model, where, compiled=False)
+    batch = random_batch(config)
+    wall, cpu = [], []
+    for step in range(warm_up + steps):
+        begin = _now(where)
+        trainer.step(batch, step, 1e-4)
+        end = _now(where)
+        if step >= warm_up:
+            wall.append(end[0] - begin[0])
+            cpu.append(end[1] - begin[1])
+    peak = peak_resident_bytes(where)
+    del trainer, model
+    gc.collect()
+    dist.barrier()
+    return Steps(tuple(wall), tuple(cpu), before, peak)
+
+
+def random_batch(config: RunConfig) -> Batch:
+    """A batch of one data rank."""
+    shape_AB = (config.accumulation, config.batch.micro_batch)
+    tokens_ABT = torch.randint(0, config.model.spec().vocab_size, (*shape_AB, config.batch.seq_len + 1))
+    ids_AB = torch.arange(shape_AB[0] * shape_AB[1]).view(shape_AB)
+    targets_ABT = tokens_ABT[..., 1:].contiguous()
+    return Batch(tokens_ABT[..., :-1].contiguous(), targets_ABT, ids_AB, targets_ABT.numel())
+
+
+def resident_bytes(device: torch.device) -> int:
+    """What this process holds now: on a CPU resident memory, else of the allocator."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def reset_peak() -> None:
+    """Have the kernel measure the peak of resident memory from now on; a process that is forked begins with that of its
+    parent."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
+def peak_resident_bytes(device: torch.device) -> int:
+    """The most that this process has held since `reset_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+
+
+def _now(device: torch.device) -> tuple[float, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter(), time.process_time()
+
+
+__all__ = ["Steps", "Trainer", "random_batch", "run_file", "run_steps"]

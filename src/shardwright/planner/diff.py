@@ -1,0 +1,119 @@
+"""Why the step of one layout takes longer than that of another, term by term, and where it holds more memory.
+
+The terms are those of `Estimate.parts_s`, so their differences add up to the difference of the step times. The two
+layouts may be of different models, batches and clusters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.cost import ledger
+from shardwright.cost.ledger import Entry
+from shardwright.planner.explain import explain, number
+from shardwright.planner.search import Priced
+
+ROUNDING = 1e-9
+"""Terms that differ by less than this share of the longer step are equal."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A kind of work (seconds) or of memory (bytes) of both layouts, 0 where one has none. `why`: of seconds, the
+    formula and those of its inputs that differ."""
+
+    name: str
+    a: float
+    b: float
+    why: tuple[str, ...] = ()
+
+    @property
+    def more(self) -> float:
+        """By how much the second has more than the first."""
+        return self.b - self.a
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two layouts side by side. `time`, `memory`: terms that differ, the largest difference first; of the memory those
+    of the rank of pp that has most. `choices`: what was asked that differs, by key, as (first, second)."""
+
+    a: Priced
+    b: Priced
+    time: tuple[Term, ...]
+    memory: tuple[Term, ...]
+    choices: Mapping[str, tuple[Any, Any]]
+
+    @property
+    def slower(self) -> float:
+        """The second step's time relative to the first, less 1; of tokens, if the steps have different numbers."""
+        return self.b.step_s / self.b.job.tokens / (self.a.step_s / self.a.job.tokens) - 1
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON document."""
+        sides = {
+            name: {"step_s": each.step_s, "tokens": each.job.tokens, "peak_bytes": each.peak_bytes,
+                   "cluster": each.job.cluster.name, "text": str(each.choice)}
+            for name, each in (("a", self.a), ("b", self.b))
+        }  # fmt: skip
+        terms = {
+            kind: [
+                {"name": each.name, "a": each.a, "b": each.b, "more": each.more, "why": list(each.why)} for each in of
+            ]
+            for kind, of in (("time_s", self.time), ("memory_bytes", self.memory))
+        }
+        return sides | {"slower": self.slower} | terms | {"choices": self.choices}
+
+
+def diff(a: Priced, b: Priced) -> Difference:
+    """The difference of two layouts that have been checked (`cost.estimate.estimate`)."""
+    explained = _by_name(explain(a)), _by_name(explain(b))
+    time = _terms(a.parts_s, b.parts_s, {name: _why(name, *explained) for name in {*a.parts_s, *b.parts_s}})
+    memory = _terms(_memory(a), _memory(b), {})
+    return Difference(a, b, time, memory, _choices(a, b))
+
+
+def _terms(a: Mapping[str, float], b: Mapping[str, float], why: Mapping[str, tuple[str, ...]]) -> tuple[Term, ...]:
+    least = ROUNDING * max(sum(a.values()), sum(b.values()))
+    names = list(dict.fromkeys([*a, *b]))
+    found = [Term(name, a.get(name, 0.0), b.get(name, 0.0), why.get(name, ())) for name in names]
+    return tuple(sorted((each for each in found if abs(each.more) > least), key=lambda each: -abs(each.more)))
+
+
+def _memory(priced: Priced) -> dict[str, float]:
+    held = priced.memory
+    rank = int(held.rank_bytes[0].argmax())
+    kinds = {kind: float(n_bytes[0, rank]) for kind, n_bytes in held.kinds.items()}
+    return kinds | {"allocator": priced.peak_bytes - sum(kinds.values())}
+
+
+def _by_name(entries: list[Entry]) -> dict[str, Entry]:
+    """The last entry of each name, which is that of the step where a part of the model has one too."""
+    return {ledger.identifier(entry.what): entry for entry in entries}
+
+
+def _why(name: str, a: Mapping[str, Entry], b: Mapping[str, Entry]) -> tuple[str, ...]:
+    """The formula of a term on both sides, and its inputs that differ."""
+    one, other = a.get(ledger.identifier(name)), b.get(ledger.identifier(name))
+    formulas = [each.formula if each is not None else "" for each in (one, other)]
+    told = [formulas[0]] if formulas[0] == formulas[1] else [each or "none" for each in formulas]
+    lines = [" -> ".join(told)] if any(formulas) else []
+    inputs = [dict(each.inputs) if each is not None else {} for each in (one, other)]
+    for symbol in dict.fromkeys([*inputs[0], *inputs[1]]):
+        values = [each.get(symbol) for each in inputs]
+        if values[0] != values[1] and None not in values:
+            lines.append(f"{symbol} {' -> '.join(number(value) for value in values if value is not None)}")
+    return tuple(lines)
+
+
+def _choices(a: Priced, b: Priced) -> dict[str, tuple[Any, Any]]:
+    """The keys of the layout, and what else was asked, that are not the same."""
+    keys = dict.fromkeys([*a.layout.settings(), *b.layout.settings()])
+    sides: list[dict[str, Any]] = []
+    for each in (a, b):
+        job = each.job
+        asked = {name: getattr(job, name) for name in ("seq_len", "global_batch", "precision", "optimizer")}
+        asked |= {"cluster": job.cluster.name, "parameters": job.model.n_parameters, "stack": job.stack.name}
+        asked |= {"micro_batch": each.micro_batch} | {key: getattr(each.layout, key) for key in keys}
+        sides.append(asked)
+    return {name: (value, sides[1][name]) for name, value in sides[0].items() if value != sides[1][name]}

@@ -1,0 +1,76 @@
+"""Proves that `shardwright measure` measures this machine for plan, and refuses bad input before it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardwright.cli import measure as module
+from shardwright.cli.main import app
+from tests.cli.imports import help_imports_nothing_heavy
+from tests.marks import prove
+
+
+def measure(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["measure", *map(str, arguments)], env={"COLUMNS": "160"})
+
+
+@prove
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path):
+    out, page = tmp_path / "mine.toml", tmp_path / "mine.html"
+    result = measure("--out", out, "--html", page, "--budget", 0.002, "--clock", "cpu", "--device", "cpu", "--ranks", 2)
+    assert result.exit_code == 0, result.output
+    for part in ("measured in", "fp32", "messages in a node", "disk", f"written to {out}", "--cluster mine:2"):
+        assert part in result.output
+    assert "heads of 64" in page.read_text()
+    words = ["plan", "--model", "debug", "--cluster", "mine:2", "--global-batch", "8", "--seq-len", "128"]
+    planned = CliRunner().invoke(app, [*words, "--precision", "fp32", "--hardware", str(out), "--json"])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["best"][0]["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "--out is missing; name the hardware file to write"),
+        (("--out", "mine.json"), "--out mine.json: it is named *.toml"),
+        (("--out", "nowhere/mine.toml"), "there is no folder nowhere"),
+        (("--out", "mine.toml", "--clock", "sun"), "--clock sun: not one of wall, cpu"),
+        (("--out", "mine.toml", "--budget", "0"), "--budget 0: seconds above 0"),
+        (("--out", "mine.toml", "--ranks", "0"), "--ranks 0: a number of 1 or more"),
+        (("--out", "mine.toml", "--device", "tpu"), "--device tpu: not one of auto, cpu, cuda"),
+        (("--html", "mine.svg"), "--html mine.svg: it is named *.html"),
+    ],
+)
+def test_bad_input_is_refused(arguments: tuple[str, ...], problem: str):
+    result = measure(*arguments)
+    assert result.exit_code == 2
+    assert problem in result.output
+
+
+def test_a_file_that_exists_is_kept(tmp_path: Path):
+    out = tmp_path / "mine.toml"
+    out.write_text("mine")
+    result = measure("--out", out)
+    assert result.exit_code == 2
+    assert "the file exists; name another, or add --overwrite" in result.output
+    assert out.read_text() == "mine"
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    result = measure("--out", tmp_path / "mine.toml")
+    assert result.exit_code == 2
+    assert "measure runs PyTorch, which is not installed here: pip install torch" in result.output
+
+
+def test_ranks_of_torchrun_are_not_counted_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("RANK", "0")
+    result = measure("--out", tmp_path / "mine.toml", "--ranks", 2)
+    assert result.exit_code == 2
+    assert "torchrun has started the ranks" in result.output
+
+
+def test_help_imports_nothing_heavy():
+    help_imports_nothing_heavy(("measure", "--help"))

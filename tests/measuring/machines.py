@@ -1,0 +1,76 @@
+"""A machine whose rates are known, as points that `measure` would have measured on it."""
+
+import numpy as np
+
+from shardwright.cost.collectives import all_gather, all_reduce, point_to_point
+from shardwright.cost.hardware import Cluster, Link, cluster
+from shardwright.measuring.points import (
+    AttentionPoint,
+    CopyPoint,
+    KernelPoint,
+    Machine,
+    MatmulPoint,
+    MessagePoint,
+    Overheads,
+    RankPoints,
+)
+from shardwright.units import GiB
+
+RATE, RAMP, PARTIAL = 50e9, 32.0, 0.5
+SHAPES = [(m, k, n) for m in (128, 512, 1024) for k in (64, 256, 1024) for n in (128, 768)]
+
+
+def matmul_points(ranks: int = 1) -> tuple[MatmulPoint, ...]:
+    points = []
+    for precision, rate in (("fp32", RATE / ranks), ("bf16", RATE / 4)):
+        for m, k, n in SHAPES:
+            waves = max(m / 256, 0.25) * max(n / 128, 0.25)
+            reached = rate * waves / (waves + PARTIAL) * k / (k + RAMP)
+            points.append(MatmulPoint(precision, m, k, n, 2 * m * k * n / reached))
+    return tuple(points)
+
+
+def attention_points(rate: float = RATE) -> tuple[AttentionPoint, ...]:
+    points = []
+    for length in (64, 256, 1024):
+        for width in (16, 64, 128):
+            flops = AttentionPoint(2, length, 4, width, 1.0, 1.0).flops
+            forward_s = flops / (rate * 0.6 * width / (width + 16) * length / (length + 100))
+            points.append(AttentionPoint(2, length, 4, width, forward_s, 2.5 * forward_s))
+    return tuple(points)
+
+
+LINK = Link(name="inside", bytes_per_s=2e9, latency_s=100e-6, half_bytes=0.0, start_s=50e-6)
+
+
+def linked() -> Cluster:
+    """Four ranks of a node with `LINK`."""
+    from dataclasses import replace
+
+    return replace(cluster("h100:4/4"), inside=LINK)
+
+
+def message_points(slower: float = 1.0) -> tuple[MessagePoint, ...]:
+    """`slower`: by which all-gathers take longer than the formula says."""
+    points = []
+    for n_bytes in (2**12, 2**16, 2**20, 2**24):
+        for ranks in (2, 4):
+            for collective, times in ((all_reduce, 1.0), (all_gather, slower), (point_to_point, 1.0)):
+                seconds = times * float(np.asarray(collective(linked(), n_bytes, ranks)))
+                points.append(MessagePoint(collective.__name__, ranks, n_bytes, seconds))
+    return tuple(points)
+
+
+def machine(on_host: bool = True) -> Machine:
+    copies = (CopyPoint(2**20, 2**21 / 20e9), CopyPoint(2**26, 2**27 / 8e9))
+    kernels = (
+        KernelPoint("rmsnorm_bytes", 2**17, 2.5, 2.0, 2**17 * 2.5 * 2 * 20 / 8e9),
+        KernelPoint("optimizer_bytes", 1e6, 1.0, 1.0, 1e6 * 50 / 8e9),
+    )
+    over = Overheads(layer_s=1e-3, ends_s=0.5e-3, step_s=2e-3, backward=1.5, bucket_s=0.3e-3)
+    ranks = tuple(
+        RankPoints(count, 2 // count, 16 * GiB / count, GiB / 4, matmul_points(count), attention_points(RATE / count),
+                   kernels, copies, over)
+        for count in (1, 2)
+    )  # fmt: skip
+    return Machine("a CPU", "wall", on_host, 2, 60.0, ranks, message_points(), (), 0.0, 1e8)
