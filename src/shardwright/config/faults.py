@@ -29,7 +29,7 @@ class FaultsSection(Section):
         6.0, description="standard deviations above the mean from which on a loss or gradient norm is a spike"
     )
     hang_after: Annotated[float, Field(ge=0)] = Field(
-        30.0,
+        60.0,
         description="seconds that each phase of a step (data, forward and backward, optimizer, evaluation, checkpoint) "
         "may take at least; one that takes longer, and 5 times longer than it ever has, is a hang: ranks are compared, "
         "those at fault named, and the run ends; 600 for the first turns of a phase; 0: never",
