@@ -27,10 +27,10 @@ from shardwright.processes import ranks_in_words
 
 RANKS = "ranks"
 PHASES_SEEN = (
-    "start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint", "end",
+    "start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint",
 )  # fmt: skip
 """Parts of a run in which a rank can be. `agreement`: on whether a signal asked to stop; `log`: reading values back."""
-Phase = Literal["start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint", "end"]
+Phase = Literal["start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint"]
 FIRST_LIMIT_S = 600.0
 """What a phase may take that has not been timed yet: compilation, the first batch, the first checkpoint."""
 TIMES_LARGEST = 5.0

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.config.sections import Section
+from shardwright.config.sections import NotNegative, Section
 
 SPIKE_WINDOW = 128
 """Steps whose losses and gradient norms a step is judged by."""
@@ -17,7 +17,7 @@ OnSpike = Literal["skip", "rollback", "stop", "off"]
 
 
 class FaultsSection(Section):
-    """What is done about loss spikes, numbers that are not finite, and ranks that hang."""
+    """What is done about loss spikes, numbers that are not finite, ranks that hang and copies that differ."""
 
     spike: OnSpike = Field(
         "off",
@@ -33,4 +33,9 @@ class FaultsSection(Section):
         description="seconds that each phase of a step (data, forward and backward, optimizer, evaluation, checkpoint) "
         "may take at least; one that takes longer, and 5 times longer than it ever has, is a hang: ranks are compared, "
         "those at fault named, and the run ends; 600 for the first turns of a phase; 0: never",
+    )
+    check_copies_every: NotNegative = Field(
+        0,
+        description="steps between comparisons, by checksum, of weights that several ranks hold the same shard of; a "
+        "difference, which a faulty device or memory makes, ends the run; 0: none",
     )

@@ -76,7 +76,7 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> bool:
 
 def _with_place(error: WorkerError, out: Path, watch: Watch) -> WorkerError:
     """An error of a rank, written down as an event, with where that rank was when it is dead."""
-    named = re.match(r"rank (\d+) ", str(error))
+    named = re.match(r"rank (\d+) (was killed|left)", str(error))
     if named is None:
         return error
     rank = int(named[1])

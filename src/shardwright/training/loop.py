@@ -6,15 +6,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwright.config import RunConfig, resolved_toml
+from shardwright.config import RunConfig
 from shardwright.config.faults import IN_A_ROW
 from shardwright.data.batches import Batches, evaluation_batches, merged
 from shardwright.data.mixture import MixtureOrder, Stage
-from shardwright.errors import CheckpointError, DamagedError, SpikeError, WorkerError
+from shardwright.errors import CheckpointError, CopiesError, DamagedError, SpikeError, WorkerError
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
@@ -35,8 +34,9 @@ from shardwright.training.build import DTYPES, build_model, build_trainer
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.copies import differing_copies
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
-from shardwright.training.header import changes_since, header, rate_change, started
+from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.loss_scale import skipped_in_words
@@ -51,9 +51,6 @@ from shardwright.training.spikes import Spike, spike_guard
 from shardwright.training.step import StepResult
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
-
-SAMPLES_SHOWN = 4
-"""Of those of a step that are left out, so many are told with where they begin in the data."""
 
 
 def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
@@ -258,6 +255,8 @@ class _Run:
                 logged = step
             if _due(step, config.evaluation.every) or last:
                 self._evaluate(step, writers)
+            if _due(step, config.faults.check_copies_every):
+                self._check_copies(step)
             if _due(step, config.checkpoint.every) or last:
                 self._save(step, batches.next_sample)
             self.monitor.enter("agreement", step)
@@ -292,18 +291,11 @@ class _Run:
         else:
             told = (
                 f"{told}; back to {back.checkpoint} (step {back.step}), from now on without samples {samples[0]} to "
-                f"{samples[1] - 1}: {self._places(*samples)}"
+                f"{samples[1] - 1}: {self.sources.places(self.order, *samples)}"
             )
         screen.say(told)
         self._happened("skip" if back is None else "rollback", step, told)
         return back
-
-    def _places(self, first: int, end: int) -> str:
-        """Where running samples begin in the data."""
-        shown = range(first, min(end, first + SAMPLES_SHOWN))
-        origins = (self.sources.train.origin(int(i)) for i in self.order(np.array(shown)))
-        told = ", ".join(split.where(start) for split, start in origins)
-        return told + (f" and {end - first - SAMPLES_SHOWN} more" if end - first > SAMPLES_SHOWN else "")
 
     def _log(
         self, step: int, n_steps: int, n_samples: int, rate: float, result: StepResult, writers: list[Writer]
@@ -385,6 +377,16 @@ class _Run:
             writer.write(as_record(told))
         self.trainer.clock.mark("evaluation")
 
+    def _check_copies(self, step: int) -> None:
+        """Raises CopiesError, on every rank, where copies of weights differ."""
+        if told := differing_copies(self.trainer.model):
+            self._happened("fault", step, f"after step {step} {told}")
+            before = step - self.config.faults.check_copies_every
+            raise CopiesError(
+                f"after step {step} {told}; the check before, after step {before}, found no difference: go on from a "
+                f"checkpoint of that step or an earlier one"
+            )
+
     def _save(self, step: int, samples: int) -> None:
         self.monitor.enter("checkpoint", step)
         progress = Progress(step, samples, self.config.seed, tuple(self.left_out))
@@ -434,17 +436,6 @@ class _Run:
         self.left_out = merged([*self.left_out, *progress.left_out])
         past = past_stages(manifest)
         return Start(progress.step, progress.samples, path, past)
-
-
-def kept_run_file(config: RunConfig) -> str:
-    """The resolved run file that is written to `out` and into checkpoints.
-
-    A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
-    """
-    if config.checkpoint.resume == "auto":
-        checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
-        config = config.model_copy(update={"checkpoint": checkpoint})
-    return resolved_toml(config)
 
 
 def _due(step: int, every: int) -> bool:

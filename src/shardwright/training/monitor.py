@@ -63,6 +63,7 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 _GROUPED = (
     ("tp",), ("cp",), ("pp",), ("ep",), ("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"),
     ("dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp"),
+    ("expert_dp_shard",), ("dp_replicate", "expert_dp_shard"),
 )  # fmt: skip
 
 
@@ -110,7 +111,7 @@ class Monitor:
 
     def _limit_of(self, phase: Phase) -> float:
         """What a phase may take; 0: as long as it likes."""
-        if not self.least_s or phase == "end":
+        if not self.least_s:
             return 0.0
         if self._turns.get(phase, 0) < FEW_TURNS:
             return max(FIRST_LIMIT_S, self.least_s)
@@ -121,7 +122,7 @@ class Monitor:
 
     def close(self) -> None:
         """Stop the thread, and remove the files."""
-        self.enter("end", self._step)
+        self._reported.place(self._step, self._phase, self._since_s, 0.0)  # no limit any more
         self._ending.set()
         self._thread.join()
         self.folder.forget(self.rank)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError, InputError, ShardwrightError, SpikeError, WorkerError
+from shardwright.errors import CheckpointError, CopiesError, InputError, ShardwrightError, SpikeError, WorkerError
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
@@ -37,6 +37,8 @@ from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
 
 _LOST_PEER_WAIT_S = 3.0
+FOUND_BY_ALL = (SpikeError, CopiesError)
+"""Errors in training that every rank raises at once, with the same text."""
 RANKS_PER_CORE = 16
 """Processes a core that are started on a machine without GPUs."""
 
@@ -94,15 +96,15 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
             print(said, flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet)
-        except (WorkerError, SpikeError) as error:
+        except (WorkerError, *FOUND_BY_ALL) as error:
             raise type(error)(f"{error}\n{_way_on(out)}") from None
     else:
         from shardwright.training.loop import run
 
         try:
             stopped = run(config, place or Place(), quiet=quiet)
-        except SpikeError as error:
-            raise SpikeError(f"{error}\n{_way_on(out)}") from None
+        except FOUND_BY_ALL as error:
+            raise type(error)(f"{error}\n{_way_on(out)}") from None
     return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
 
 
@@ -114,7 +116,7 @@ def _way_on(out: Path) -> str:
 def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
     # Every rank raises the same error of these, so one rank of each machine prints it.
-    shared = not in_training or isinstance(error, CheckpointError | SpikeError)
+    shared = not in_training or isinstance(error, (CheckpointError, *FOUND_BY_ALL))
     code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
     kind = type(error).__name__
     if in_training:
@@ -130,7 +132,7 @@ def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseE
             f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         )
     problems = error.problems if isinstance(error, InputError) else [f"{kind}: {error}"]
-    if isinstance(error, SpikeError):
+    if isinstance(error, FOUND_BY_ALL):
         problems = [str(error)]
     if not shared:
         problems = [f"rank {place.rank}: {problem}" for problem in problems]
