@@ -90,7 +90,7 @@ def report(
     if kinds := Counter(event.kind for event in run.faults):
         told_of = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
         last = run.faults[-1]
-        rows.append(("events", told_of, f"(the last, after step {last.step:,}: {last.text.partition(chr(10))[0]})"))
+        rows.append(("events", told_of, f"(the last: {last.text.partition(chr(10))[0]})"))
     for name, value, remark in [*rows, *((name, path, "") for name, path in files.items())]:
         say(f"  {name:<18} {value:<8} {remark}".rstrip())
 
