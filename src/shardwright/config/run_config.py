@@ -128,8 +128,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += section.kind.offload_problems(layout.offload_optimizer)
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
-    if faults := valid.get("faults"):
-        found += _fault_problems(faults, layout, data, valid.get("checkpoint"))
+    found += _fault_problems(valid.get("faults") or FaultsSection(), layout, data, valid.get("checkpoint"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:
