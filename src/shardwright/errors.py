@@ -8,6 +8,8 @@
     │   ├── DataError              text, token shards, tokenizer
     │   └── CheckpointError        missing, damaged, or of another run
     │       └── DamagedError       what is on the disk is not what was written
+    ├── SpikeError                 a loss or gradient that [faults] stops a run for
+    ├── CopiesError                ranks that have to hold the same weights do not
     └── WorkerError                a worker process died or hung
 
 An InputError states the value, the rule it breaks and the nearest valid choices, and is printed without
@@ -62,6 +64,14 @@ class CheckpointError(InputError):
 
 class DamagedError(CheckpointError):
     """A checkpoint whose bytes are not, or not all, those that were written; an earlier one may be whole."""
+
+
+class SpikeError(ShardwrightError):
+    """A loss or gradient norm of a step, the same on every rank, for which the run file stops a run."""
+
+
+class CopiesError(ShardwrightError):
+    """Ranks that have to hold the same weights, to the last bit, do not."""
 
 
 class WorkerError(ShardwrightError):

@@ -47,6 +47,14 @@ _LOST_PEER = (
 )
 
 
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 2`, or `ranks 0, 1, 2 and 13 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:STACKS_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - STACKS_SHOWN} more" if len(ranks) > STACKS_SHOWN else "")
+
+
 def machine_bytes() -> int:
     """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -195,14 +203,18 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def results(
-    workers: Sequence[Worker], timeout_s: float | None = None, is_asked: Callable[[], bool] = lambda: False
+    workers: Sequence[Worker],
+    timeout_s: float | None = None,
+    is_asked: Callable[[], bool] = lambda: False,
+    watched: Callable[[], str | None] = lambda: None,
 ) -> list[Any]:
     """What each worker has sent with `Link.done`, by rank.
 
     Where one fails, its error is raised: a ShardwrightError as it is, all else as a WorkerError that names the rank
     and says what it told, or how it died. Raises WorkerError with their stacks for ranks that are not done within
     `timeout_s`, and KeyboardInterrupt for ranks that a signal of STOPPING has ended if `is_asked()`, that is, if this
-    process has sent it to them on request. Ends no process: that is `end`'s.
+    process has sent it to them on request. `watched` is called several times a second; what it returns, other than
+    None, is raised as a WorkerError. Ends no process: that is `end`'s.
     """
     told: dict[int, Any] = {}
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -215,6 +227,8 @@ def results(
             deadline = time.monotonic() + _LAST_WORDS_S
         if deadline is not None and time.monotonic() >= deadline:
             break
+        if not failures and len(told) < len(workers) and (found := watched()) is not None:
+            raise WorkerError(found)
     if failures:
         failures = _failures(told)
         if is_asked() and any(failure.interrupted for failure in failures.values()):
@@ -226,8 +240,7 @@ def results(
         words = f"rank {rank} {failure.text}"
         raise WorkerError(words.rstrip() if log is None else f"{words}\nits full output: {log}")
     if waiting := [worker for worker in workers if worker.rank not in told]:
-        ranks = [str(worker.rank) for worker in waiting]
-        who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {', '.join(ranks)} were"
+        who = f"{ranks_in_words([worker.rank for worker in waiting])} {'was' if len(waiting) == 1 else 'were'}"
         shown = waiting[:STACKS_SHOWN]
         rest = (
             f"\n\n(stacks of {len(waiting) - len(shown)} more ranks are left out)" if len(waiting) > len(shown) else ""

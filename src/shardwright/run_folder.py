@@ -3,6 +3,7 @@
 run.toml                    the run file with every default filled in
 metrics.jsonl               a JSON object for each start (`Started`), each logged step (`Logged`) and each evaluation
                             (`Evaluated`)
+events.jsonl                a JSON object for each thing that happened besides steps (`Event`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
 offload/                    empty: where files of the optimizer's states are, which have no names
@@ -15,10 +16,11 @@ report.html curves.png timeline.svg     what `shardwright report` writes unless 
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,6 +28,7 @@ from shardwright.errors import InputError
 from shardwright.files import LOCK
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
+EVENTS = "events.jsonl"
 OFFLOADED = "offload"
 TIMELINES = "timeline"
 MODEL_FILE = "model.toml"
@@ -42,7 +45,7 @@ T = TypeVar("T")
 def wrong_kinds(out: Path) -> list[str]:
     """What is in a folder in the place of a file or folder of a run, and cannot be."""
     folders = [out / name for name in (CHECKPOINTS, LOGS, TENSORBOARD, TIMELINES)]
-    files = [out / name for name in (RUN_FILE, METRICS, LOCK)]
+    files = [out / name for name in (RUN_FILE, METRICS, EVENTS, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
     found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
     way_out = "move it away, or name another folder with --set out=..."
@@ -96,7 +99,7 @@ class Logged:
     record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
     sources, `mtp_loss` the mean loss of the modules of multi-token prediction without its weight, which
     `loss` does not contain, `loss_scale` that of the next step (fp16 alone) and `skipped_steps` how many steps of the
-    run were skipped, of which `grad_norm` is not finite; the rest is said of a model with experts alone."""
+    run were skipped (an overflow in fp16, a spike); the rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -152,7 +155,7 @@ def as_record(told: AnyRecord) -> Record:
     """What a line of metrics.jsonl says, `kind` first; a field that is at its default is left out."""
     [kind] = [name for name, each in _KINDS.items() if isinstance(told, each)]
     return {"kind": kind} | {
-        field.name: getattr(told, field.name) for field in fields(told) if getattr(told, field.name) != field.default
+        each.name: getattr(told, each.name) for each in fields(told) if getattr(told, each.name) != each.default
     }
 
 
@@ -190,6 +193,36 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
     reader = TypeAdapter(PipelineStep)
     way_out = "remove the file, it is written anew at the next logged step"
     return _read_lines(path, lambda line: reader, "a step of a pipeline", way_out)
+
+
+EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a run after `step` steps, in the words that it was told in; `rank`: the one it happened on, None
+    for all. Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike),
+    rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed)."""
+
+    kind: EventKind
+    step: int
+    text: str
+    rank: int | None = None
+    time: str = field(default_factory=now)
+
+
+def append_event(out: Path, event: Event) -> None:
+    """Add an event to the file of the run in `out`; each line is one write, so that processes may add at once. A disk
+    that is full or a folder that is gone must not be a second fault: then it is not written."""
+    with suppress(OSError), (out / EVENTS).open("ab", buffering=0) as file:
+        file.write(json.dumps(asdict(event)).encode() + b"\n")
+
+
+def read_events(out: Path) -> list[Event]:
+    """The events of a run, in order, if there are any. Raises InputError for a line that is damaged."""
+    reader = TypeAdapter(Event)
+    way_out = "remove the line; the file is only read by people and by `shardwright report`"
+    return list(_read_lines(out / EVENTS, lambda line: reader, "an event of a run", way_out))
 
 
 def whole_lines(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from shardwright.cli.report import report
 from shardwright.report.comparison import DARK_RUN_COLOURS, RUN_COLOURS
 from shardwright.report.style import COLOURS
+from shardwright.run_folder import Event, append_event
 from tests.report.runs import PIPELINE, train_record, usual, usual_pipeline, write_run
 
 app = typer.Typer()
@@ -133,3 +134,25 @@ def test_the_colours_of_runs_are_told_apart_from_all_others() -> None:
     values = [*COLOURS.values(), *RUN_COLOURS.values()]
     assert len(set(values)) == len(values)
     assert RUN_COLOURS.keys() == DARK_RUN_COLOURS.keys()
+
+
+def test_events_that_are_no_part_of_every_run_are_told(tmp_path: Path) -> None:
+    folder = usual(tmp_path)
+    assert "events  " not in run(folder).stdout
+    for event in (
+        Event("start", 0, "begins"),
+        Event("skip", 7, "step 7: the loss is nan\nmore"),
+        Event("hang", 9, "no progress: rank 1 <holds> up the others", rank=1),
+    ):
+        append_event(folder, event)
+    done = run(folder)
+    assert done.exit_code == 0, done.output
+    assert "1 hang, 1 skip" in done.stdout
+    assert "(the last: no progress: rank 1 <holds> up the others)" in done.stdout
+    page = (folder / "report.html").read_text()
+    assert "<h2>Events</h2>" in page
+    assert "rank 1 &lt;holds&gt; up the others" in page
+    (folder / "events.jsonl").write_text('{"kind": "dance"}\n')
+    refused = run(folder)
+    assert refused.exit_code == 2
+    assert "events.jsonl, line 1 is not an event of a run" in refused.stderr

@@ -124,12 +124,12 @@ RUN: list[Stay] = [(2, 1, 1), (1, 2, 4), (3, 1, 2)]
 
 
 def resume_after_what_was_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_ahead = property(lambda self: self._next_sample + 2 * self._global_batch)
+    read_ahead = property(lambda self: self._start_sample + self._taken + 2 * self._global_batch)
     monkeypatch.setattr(Batches, "next_sample", read_ahead)
 
 
 def resume_one_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_back = property(lambda self: self._next_sample - self._global_batch)
+    one_back = property(lambda self: self._start_sample + self._taken - self._global_batch)
     monkeypatch.setattr(Batches, "next_sample", one_back)
 
 
@@ -139,7 +139,7 @@ def read_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]]
 
     def wrong(self: Batches, samples: Any, **given: Any) -> None:
         true(self, samples, **given | change(given))
-        self._next_sample = given.get("start_sample", 0)
+        self._start_sample = given.get("start_sample", 0)
 
     monkeypatch.setattr(Batches, "__init__", wrong)
 

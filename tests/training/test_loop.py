@@ -300,7 +300,7 @@ BUGS = {
         [Mutation(f"{STEP}:clip_gradients", f"({CLIP}).clamp(max=1.0)", CLIP)], "weights"
     ),
     "every rank trains on the samples of data rank 0": Bug(
-        [Mutation(f"{LOOP}:_Run.go", DATA_RANK, "0")], "loss", SHARDED
+        [Mutation(f"{LOOP}:_Run._batches", DATA_RANK, "0")], "loss", SHARDED
     ),
     "every rank evaluates the samples of data rank 0": Bug(
         [Mutation(EVALUATE, DATA_RANK, "0")], "validation loss", SHARDED

@@ -1,6 +1,7 @@
 """shardwright report: the results of a run, or of several: numbers, a picture of the curves, and one HTML page."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +87,10 @@ def report(
         bubbles = f"bubble {step.bubble_measured:.1%} measured, {step.bubble_planned:.1%} planned"
         seconds = f"{format_seconds(step.makespan_s)}, planned {format_seconds(step.makespan_planned_s)}"
         rows.append(("pipeline", f"{step.schedule}: {bubbles}", f"(step {step.step:,}: {seconds})"))
+    if kinds := Counter(event.kind for event in run.faults):
+        told_of = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+        last = run.faults[-1]
+        rows.append(("events", told_of, f"(the last: {last.text.partition(chr(10))[0]})"))
     for name, value, remark in [*rows, *((name, path, "") for name, path in files.items())]:
         say(f"  {name:<18} {value:<8} {remark}".rstrip())
 

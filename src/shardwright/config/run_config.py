@@ -8,6 +8,7 @@ from pydantic import (
 )
 
 from shardwright.compression import POWERSGD
+from shardwright.config.faults import FaultsSection
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
@@ -68,6 +69,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    faults: FaultsSection = Field(default_factory=FaultsSection)
 
     @property
     def accumulation(self) -> int:
@@ -126,6 +128,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += section.kind.offload_problems(layout.offload_optimizer)
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
+    found += _fault_problems(valid.get("faults") or FaultsSection(), layout, data, valid.get("checkpoint"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:
@@ -160,6 +163,36 @@ def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterat
             f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
             f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
         )
+
+
+def _fault_problems(
+    faults: FaultsSection, layout: Layout | None, data: DataSection | None, checkpoint: CheckpointSection | None
+) -> Iterator[str]:
+    spike = faults.spike
+    if spike == "off" and "spike_sigma" in faults.model_fields_set and faults.spike_sigma != _SIGMA:
+        yield (
+            f"faults.spike_sigma={faults.spike_sigma:g} with faults.spike='off' is not used; leave it out, or set "
+            f"faults.spike to 'skip', 'rollback' or 'stop'"
+        )
+    if spike == "skip" and layout and layout.compress_gradients in POWERSGD:
+        yield (
+            f"faults.spike='skip' with layout.compress_gradients={layout.compress_gradients!r}: what products of thin "
+            f"matrices keep of the gradients of a step would keep those of a spike; set faults.spike='rollback' or "
+            f"'stop', or compress_gradients='bf16'"
+        )
+    if spike == "rollback" and checkpoint and not checkpoint.every:
+        yield (
+            "faults.spike='rollback' needs checkpoints to go back to, and checkpoint.every=0 saves none before the "
+            "end; set checkpoint.every, or faults.spike='skip'"
+        )
+    if spike == "rollback" and data and data.stages:
+        yield (
+            "faults.spike='rollback' with data.stages: a stage begins with a sample that is counted from the start of "
+            "the run, and samples that are left out would move it; set faults.spike='skip'"
+        )
+
+
+_SIGMA: float = FaultsSection.model_fields["spike_sigma"].default
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,8 @@ from shardwright.errors import DataError
 from shardwright.layout import accumulation
 
 PADDING_ID = -1
+READER = "shardwright-batches"
+"""The name of the thread that reads ahead."""
 
 DocumentsAB = tuple[tuple[tuple[int, ...], ...], ...]
 """Tokens of the documents of each sequence of each micro-batch."""
@@ -70,7 +72,8 @@ class Batches:
     `prefetch` batches are read ahead by a thread (0 reads in the caller); `close`, or leaving a `with` block,
     stops it. What fails in the thread is raised, as it is, by the `next` that would have returned that batch.
 
-    `within_documents`: batches have the documents of their sequences, within which attention stays.
+    `within_documents`: batches have the documents of their sequences, within which attention stays. `left_out`: ranges
+    of running samples that no batch has.
 
     Raises LayoutError for a batch that does not divide. A token id of vocab_size or more, which only
     damaged or foreign data has, raises DataError from `next`.
@@ -88,18 +91,21 @@ class Batches:
         vocab_size: int,
         within_documents: bool = False,
         start_sample: int = 0,
+        left_out: Iterable[tuple[int, int]] = (),
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
         accumulation(global_batch, micro_batch, data_ranks)
         assert 0 <= data_rank < data_ranks, (data_rank, data_ranks)
         assert min(start_sample, prefetch) >= 0, (start_sample, prefetch)
-        self._next_sample, self._global_batch = start_sample, global_batch
+        self._start_sample, self._taken, self._global_batch = start_sample, 0, global_batch
         block = global_batch // data_ranks
+        self._left_out = skipped = merged(left_out)
 
         def read() -> Iterator[Batch]:  # without `self`: the thread that runs it must not keep a dropped Batches alive
             for first in itertools.count(start_sample, global_batch):
                 ids_AB = (first + data_rank * block + np.arange(block)).reshape(-1, micro_batch)
+                ids_AB = _past(ids_AB, start_sample, skipped)
                 yield _read(samples, ids_AB, order(ids_AB), vocab_size, pin_memory, within_documents)
 
         self._source = read()
@@ -113,7 +119,7 @@ class Batches:
     @property
     def next_sample(self) -> int:
         """Running index of the first sample of the batch that `next` returns next, read ahead or not."""
-        return self._next_sample
+        return int(_past(np.array(self._start_sample + self._taken), self._start_sample, self._left_out))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -127,7 +133,7 @@ class Batches:
                 self._failure = error
         if self._failure is not None:
             raise self._failure
-        self._next_sample += self._global_batch
+        self._taken += self._global_batch
         return batch
 
     def close(self) -> None:
@@ -141,6 +147,27 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges (first, one after the last) in order, those that touch or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((first, end))
+    return found
+
+
+def _past(ids: np.ndarray, start: int, left_out: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Running indices (any shape, int64) counted from `start` on as if nothing were left out, moved past the ranges
+    that are."""
+    for first, end in left_out:
+        if end > start:
+            begins = max(first, start)
+            ids = np.where(ids >= begins, ids + (end - begins), ids)
+    return ids
 
 
 def evaluation_batches(
@@ -220,7 +247,7 @@ class _Reader:
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(ahead)
         self._stopping = threading.Event()
         self._thread = threading.Thread(
-            target=_fill, args=(source, self._queue, self._stopping), name="shardwright-batches", daemon=True
+            target=_fill, args=(source, self._queue, self._stopping), name=READER, daemon=True
         )
         self._thread.start()
 

@@ -44,9 +44,10 @@ def gradient_norm(
 
 def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
     """Divide gradients, in place, by `loss_scale`, and scale them by min(1, max_norm / norm); `norm` is that of
-    `gradient_norm`, divided by it, too."""
+    `gradient_norm`, divided by it, too. Where that is not a number they stay as they are, so that it can still be seen
+    which of them it comes from."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
+    torch._foreach_mul_(gradients, ((max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale).nan_to_num(nan=1.0))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def _page(run: RunRecord) -> str:
 </figure>
 {_pipeline(run)}<h2>Layout</h2>
 {_layout(run)}
-{_starts(run)}<h2>Checkpoints</h2>
+{_starts(run)}{_events(run)}<h2>Checkpoints</h2>
 {_checkpoints(run, told)}
 <h2>Run file</h2>
 <p class="quiet">With every default filled in; <code>shardwright train</code> accepts it.</p>
@@ -153,6 +153,29 @@ def _starts(run: RunRecord) -> str:
         rows.append(tuple(map(escape, told)))
     names = ("steps", "layout", "median tokens/s", "started", "host", "device", "git commit")
     return f'<h2>Starts</h2>\n<div class="wide">\n{table(names, rows)}\n</div>\n'
+
+
+def _events(run: RunRecord) -> str:
+    """The section of a run in which something went wrong, or was left out; nothing for another."""
+    if not run.faults:
+        return ""
+    rows = [
+        tuple(
+            map(
+                escape,
+                (
+                    _date(event.time),
+                    event.kind,
+                    f"{event.step:,}",
+                    "all" if event.rank is None else str(event.rank),
+                    event.text.partition("\n")[0],
+                ),
+            )
+        )
+        for event in run.faults
+    ]
+    told = table(("time", "event", "after step", "rank", "what"), rows)
+    return f'<h2>Events</h2>\n<div class="wide">\n{told}\n</div>\n'
 
 
 def _date(time: str | None) -> str:

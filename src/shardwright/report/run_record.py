@@ -9,7 +9,18 @@ from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.report.timeline import PipelineRecord, read_pipeline
 from shardwright.report.words import layout_in_words
-from shardwright.run_folder import CHECKPOINTS, METRICS, RUN_FILE, Evaluated, Logged, Started, published, read_metrics
+from shardwright.run_folder import (
+    CHECKPOINTS,
+    METRICS,
+    RUN_FILE,
+    Evaluated,
+    Event,
+    Logged,
+    Started,
+    published,
+    read_events,
+    read_metrics,
+)
 
 _CONTENTS = f"a run folder, as `shardwright train` writes it, has {METRICS} and {RUN_FILE}"
 
@@ -46,6 +57,7 @@ class RunRecord:
     starts: tuple[Started, ...]
     checkpoints: tuple[str, ...]
     pipeline: PipelineRecord | None
+    events: tuple[Event, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -87,6 +99,11 @@ class RunRecord:
     def tokens_per_step(self) -> int:
         """Tokens that all ranks together read in a step."""
         return self.config.batch.global_batch * self.config.batch.seq_len
+
+    @property
+    def faults(self) -> tuple[Event, ...]:
+        """Its events that are not a part of every run."""
+        return tuple(event for event in self.events if event.kind not in ("start", "save"))
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -133,6 +150,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
         starts=tuple(record for record in records if isinstance(record, Started)),
         checkpoints=tuple(path.name for path in published(folder / CHECKPOINTS)),
         pipeline=read_pipeline(folder, config),
+        events=tuple(read_events(folder)),
     )
 
 

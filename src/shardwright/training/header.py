@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import shardwright
-from shardwright.config import RunConfig, as_toml, flat, load
+from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
 from shardwright.data.mixture import MixtureOrder
 from shardwright.errors import InputError
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
@@ -127,3 +127,14 @@ def rate_change(saved: Path, config: RunConfig, step: int) -> str | None:
 
 def _said(value: Any) -> str:
     return "unset" if value is None else as_toml(value)
+
+
+def kept_run_file(config: RunConfig) -> str:
+    """The resolved run file that is written to `out` and into checkpoints.
+
+    A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
+    """
+    if config.checkpoint.resume == "auto":
+        checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+    return resolved_toml(config)

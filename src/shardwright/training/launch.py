@@ -1,6 +1,7 @@
 """Start the workers of a run on this machine, and hand them the signals that this process gets."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,9 +15,16 @@ from types import FrameType
 
 from shardwright import processes
 from shardwright.config import RunConfig, resolved_toml
+from shardwright.errors import WorkerError
 from shardwright.processes import Worker
+from shardwright.ranks_at import Watch
+from shardwright.run_folder import Event, append_event
 
 LISTEN_FD = "SHARDWRIGHT_LISTEN_FD"  # the descriptor of a socket, bound here, that rank 0 listens on
+
+
+SUPERVISED = "SHARDWRIGHT_SUPERVISED"
+"""In the environment of a rank whose parent process compares the ranks."""
 
 
 @dataclass
@@ -36,17 +44,49 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> bool:
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     workers: list[Worker] = []
+    watch = Watch(Path(config.out), config.layout.layout().world_size)
+    watch.folder.clear()
+
+    def watched() -> str | None:
+        found = watch.hang()
+        if found is None:
+            return None
+        blamed, told = found
+        states = watch.states()
+        step = states[blamed[0]].step if blamed else max(state.step for state in states.values())
+        append_event(Path(config.out), Event("hang", step, told, blamed[0] if len(blamed) == 1 else None))
+        return told
+
     try:
         with _forward_signals(workers) as asked:
             _start(workers, config.layout.layout().world_size, log_dir)
             for worker in workers:
                 worker.send((resolved_toml(config), quiet))
-            stopped = processes.results(workers, is_asked=lambda: asked.signal is not None)
+            try:
+                stopped = processes.results(workers, is_asked=lambda: asked.signal is not None, watched=watched)
+            except WorkerError as error:
+                raise _with_place(error, Path(config.out), watch) from None
             for worker in workers:
                 worker.wait()  # how it ends says nothing once its work is done
             return any(stopped)
     finally:
         processes.end(workers)
+        watch.folder.clear()
+
+
+def _with_place(error: WorkerError, out: Path, watch: Watch) -> WorkerError:
+    """An error of a rank, written down as an event, with where that rank was when it is dead."""
+    named = re.match(r"rank (\d+) (was killed|left)", str(error))
+    if named is None:
+        return error
+    rank = int(named[1])
+    state = watch.states().get(rank)
+    if state is None:
+        return error
+    where = f"it was in step {state.step + 1}, {state.phase}"
+    where += f", last seen at {state.line}" if state.line else ""
+    append_event(out, Event("fault", state.step, str(error).partition("\n")[0], rank))
+    return WorkerError(f"{error}\n{where}")
 
 
 def _start(workers: list[Worker], world_size: int, log_dir: Path) -> None:
@@ -59,7 +99,7 @@ def _start(workers: list[Worker], world_size: int, log_dir: Path) -> None:
         port = listener.getsockname()[1]
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         for rank in range(world_size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), SUPERVISED: "1"}
             passed = []
             if rank == 0:
                 own[LISTEN_FD] = str(listener.fileno())

@@ -9,29 +9,45 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright.config import RunConfig, resolved_toml
-from shardwright.data.batches import Batches, evaluation_batches
-from shardwright.data.mixture import Stage
-from shardwright.errors import CheckpointError, DamagedError, WorkerError
+from shardwright.config import RunConfig
+from shardwright.config.faults import IN_A_ROW
+from shardwright.data.batches import Batches, evaluation_batches, merged
+from shardwright.data.mixture import MixtureOrder, Stage
+from shardwright.errors import CheckpointError, CopiesError, DamagedError, SpikeError, WorkerError
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
-from shardwright.run_folder import CHECKPOINTS, PHASES, RUN_FILE, Evaluated, Logged, Record, as_record, now
+from shardwright.run_folder import (
+    CHECKPOINTS,
+    PHASES,
+    RUN_FILE,
+    Evaluated,
+    Event,
+    EventKind,
+    Logged,
+    Record,
+    append_event,
+    as_record,
+    now,
+)
 from shardwright.training.build import DTYPES, build_model, build_trainer
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
 from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.copies import differing_copies
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
-from shardwright.training.header import changes_since, header, rate_change, started
+from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.load import expert_numbers
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
+from shardwright.training.monitor import AnyMonitor, monitored, record_collectives
 from shardwright.training.ranks import Place, pick_device, process_group
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, past_stages
+from shardwright.training.spikes import Spike, spike_guard
 from shardwright.training.step import StepResult
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
@@ -48,12 +64,15 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
     device = pick_device(config.device, place)
     if device.type == "cpu":
         keep_freed_memory()
+    record_collectives()
     owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
     with owned, process_group(place, device):
         config, said = settle(config, device)
         layout = config.layout.layout()
         try:
-            return _Run(config, place, device, quiet, [said] if said else []).go()
+            after_s = config.faults.hang_after
+            with monitored(Path(config.out), place.rank, layout, device, after_s) as monitor:
+                return _Run(config, place, device, quiet, monitor, [said] if said else []).go()
         except torch.OutOfMemoryError as error:
             raise WorkerError(
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
@@ -79,7 +98,13 @@ class _Run:
     """The objects of one rank's run; they are deleted before the process group is destroyed."""
 
     def __init__(
-        self, config: RunConfig, place: Place, device: torch.device, quiet: bool, remarks: Sequence[str] = ()
+        self,
+        config: RunConfig,
+        place: Place,
+        device: torch.device,
+        quiet: bool,
+        monitor: AnyMonitor,
+        remarks: Sequence[str] = (),
     ) -> None:
         self.config, self.place, self.device, self.quiet = config, place, device, quiet
         self.layout = config.layout.layout()
@@ -92,7 +117,14 @@ class _Run:
         self.trainer = build_trainer(config, model, device, compiled=config.precision.compile)
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
+        self.monitor = self.trainer.monitor = monitor
+        monitor.name_modules(model.parts)
         self.remarks = [*remarks]
+        self.trainer.spikes = spike_guard(config.faults, model, device)
+        self.left_out: list[tuple[int, int]] = []
+        """Ranges of running samples that the run does not train on, of spikes that it went back from."""
+        self.went_back: dict[int, int] = {}
+        """Step of a checkpoint -> how often this process went back to it."""
 
     def go(self) -> bool:
         """Returns whether a signal stopped the run before its last step."""
@@ -109,31 +141,9 @@ class _Run:
         screen = Screen(steps, start.step, self.place.rank, self.quiet)
         writers = [screen, *open_writers(config, start.step)] if self.place.rank == 0 else []
         stop = StopRequest()
-        self.order = self.sources.order(Progress(start.step, start.samples, config.seed), start.past)
-        batches = Batches(
-            self.sources.train,
-            self.order,
-            global_batch=config.batch.global_batch,
-            micro_batch=config.batch.micro_batch,
-            data_rank=self.layout.data_rank(self.place.rank),
-            data_ranks=self.layout.data_ranks,
-            vocab_size=self.spec.vocab_size,
-            within_documents=self.within_documents,
-            start_sample=start.samples,
-            prefetch=config.data.prefetch,
-            pin_memory=self.device.type == "cuda",
-        )
-        with screen, stop.listening(), batches:
-            for remark in self.remarks:
-                screen.say(remark)
-            if start.checkpoint is not None:
-                screen.say(f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen")
-                if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
-                    screen.say(f"changed since then: {', '.join(changed)}")
-                if rate := rate_change(start.checkpoint / RUN_FILE, config, start.step):
-                    screen.say(rate)
-            elif config.checkpoint.resume == "auto":
-                screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
+        self.order = self._order(start)
+        with screen, stop.listening():
+            self._say_where_it_begins(start, screen)
             if writers and start.step < steps:
                 for line in header(config, self.sources, self.order, self.device, start.step, start.samples):
                     screen.say(line)
@@ -141,7 +151,7 @@ class _Run:
                 for writer in writers:
                     writer.write(record)
             try:
-                done = self._steps(start, batches, stop, writers, screen)
+                done = self._train(start, stop, writers, screen)
             finally:
                 for writer in writers:
                     writer.close()
@@ -159,23 +169,84 @@ class _Run:
             screen.say(f'  shardwright report {out}\n  shardwright generate {out} --prompt "..."')
         return done < steps
 
-    def _steps(self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
-        """Take the steps; returns how many of the run are done."""
+    def _say_where_it_begins(self, start: Start, screen: Screen) -> None:
+        config, begins = self.config, "begins"
+        for remark in self.remarks:
+            screen.say(remark)
+        if start.checkpoint is not None:
+            begins = f"resumed from {start.checkpoint}: step {start.step}, {start.samples} samples seen"
+            screen.say(begins)
+            if changed := changes_since(start.checkpoint / RUN_FILE, kept_run_file(config)):
+                screen.say(f"changed since then: {', '.join(changed)}")
+            if rate := rate_change(start.checkpoint / RUN_FILE, config, start.step):
+                screen.say(rate)
+        elif config.checkpoint.resume == "auto":
+            screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
+        self._happened("start", start.step, f"{begins}, on {self.layout.world_size} ranks")
+
+    def _happened(self, kind: EventKind, step: int, text: str) -> None:
+        """An event that every rank knows of, which one writes down."""
+        if self.place.rank == 0:
+            append_event(Path(self.config.out), Event(kind, step, text))
+
+    def _train(self, start: Start, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
+        """Take the steps, those after a spike that the run goes back from again; returns how many are done."""
+        while True:
+            with self._batches(start) as batches:
+                done = self._steps(start, batches, stop, writers, screen)
+            if isinstance(done, int):
+                return done
+            start = done
+            self.order = self._order(start)
+            for writer in writers:
+                writer.rewind(start.step)
+
+    def _order(self, start: Start) -> MixtureOrder:
+        return self.sources.order(Progress(start.step, start.samples, self.config.seed), start.past)
+
+    def _batches(self, start: Start) -> Batches:
+        config = self.config
+        return Batches(
+            self.sources.train,
+            self.order,
+            global_batch=config.batch.global_batch,
+            micro_batch=config.batch.micro_batch,
+            data_rank=self.layout.data_rank(self.place.rank),
+            data_ranks=self.layout.data_ranks,
+            vocab_size=self.spec.vocab_size,
+            within_documents=self.within_documents,
+            start_sample=start.samples,
+            left_out=self.left_out,
+            prefetch=config.data.prefetch,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def _steps(
+        self, start: Start, batches: Batches, stop: StopRequest, writers: list[Writer], screen: Screen
+    ) -> int | Start:
+        """Take the steps; returns how many of the run are done, or where it begins again after a spike."""
         config, trainer = self.config, self.trainer
         step = logged = start.step
         if step == 0:
             self._evaluate(0, writers)
         trainer.clock.restart()
         while step < config.steps and not stop.everyone():
-            batch = next(batches)
+            self.monitor.enter("data", step)
+            first_sample, batch = batches.next_sample, next(batches)
             trainer.clock.mark("data")
             skipped = trainer.skipped_steps
             # As in Megatron-LM, the learning rate stays where it is in a step that is skipped.
             rate = learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
             result = trainer.step(batch, step, rate)
             step += 1
-            if trainer.skipped_steps > skipped:
-                screen.say(skipped_in_words(step, trainer.loss_scale))
+            if trainer.spike is not None:
+                back = self._after_spike(trainer.spike, step, (first_sample, batches.next_sample), screen)
+                if back is not None:
+                    return back
+            elif trainer.skipped_steps > skipped:
+                screen.say(told := skipped_in_words(step, trainer.loss_scale))
+                self._happened("skip", step, told)
+            self.monitor.enter("log", step - 1)
             screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
@@ -184,14 +255,47 @@ class _Run:
                 logged = step
             if _due(step, config.evaluation.every) or last:
                 self._evaluate(step, writers)
+            if _due(step, config.faults.check_copies_every):
+                self._check_copies(step)
             if _due(step, config.checkpoint.every) or last:
                 self._save(step, batches.next_sample)
+            self.monitor.enter("agreement", step)
         if start.step < step < config.steps:
             if logged < step:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers)
             if not _due(step, config.checkpoint.every):
                 self._save(step, batches.next_sample)
         return step
+
+    def _after_spike(self, spike: Spike, step: int, samples: tuple[int, int], screen: Screen) -> Start | None:
+        """What faults.spike says of step number `step`, which was not taken; where the run begins again if it goes back
+        to a checkpoint. Raises SpikeError where it stops. `samples`: the first of the step, and the one after its last.
+        """
+        policy, told = self.config.faults.spike, f"step {step}: {spike}"
+        assert self.trainer.spikes is not None
+        in_a_row = self.trainer.spikes.state.in_a_row
+        back = None
+        if policy == "rollback":
+            self.left_out = merged([*self.left_out, samples])
+            back = self._newest_checkpoint()
+        if back is not None:
+            in_a_row = self.went_back[back.step] = self.went_back.get(back.step, 0) + 1
+        if policy == "stop" or in_a_row >= IN_A_ROW:
+            if policy != "stop":
+                told += f"; these are {in_a_row} spikes in a row, and {IN_A_ROW} stop a run"
+            self._happened("spike", step, told)
+            raise SpikeError(f"{told}\nthe step was not taken: weights and checkpoints are those from before it")
+        if back is None:
+            none = "; there is no checkpoint to go back to yet" if policy == "rollback" else ""
+            told = f"{told}; skipped, weights and optimizer states stay{none}"
+        else:
+            told = (
+                f"{told}; back to {back.checkpoint} (step {back.step}), from now on without samples {samples[0]} to "
+                f"{samples[1] - 1}: {self.sources.places(self.order, *samples)}"
+            )
+        screen.say(told)
+        self._happened("skip" if back is None else "rollback", step, told)
+        return back
 
     def _log(
         self, step: int, n_steps: int, n_samples: int, rate: float, result: StepResult, writers: list[Writer]
@@ -247,6 +351,7 @@ class _Run:
         config = self.config
         if not self.sources.validation:
             return
+        self.monitor.enter("evaluation", step)
         losses, ahead = {}, {}
         for name, samples in self.sources.validation.items():
             batches = evaluation_batches(
@@ -272,24 +377,39 @@ class _Run:
             writer.write(as_record(told))
         self.trainer.clock.mark("evaluation")
 
+    def _check_copies(self, step: int) -> None:
+        """Raises CopiesError, on every rank, where copies of weights differ."""
+        if told := differing_copies(self.trainer.model):
+            self._happened("fault", step, f"after step {step} {told}")
+            before = step - self.config.faults.check_copies_every
+            raise CopiesError(
+                f"after step {step} {told}; the check before, after step {before}, found no difference: go on from a "
+                f"checkpoint of that step or an earlier one"
+            )
+
     def _save(self, step: int, samples: int) -> None:
-        progress = Progress(step, samples, self.config.seed)
+        self.monitor.enter("checkpoint", step)
+        progress = Progress(step, samples, self.config.seed, tuple(self.left_out))
         begun = [stage for stage in self.order.stages if stage.from_step < step]
         save(self.store, self.trainer, progress, self.sources.described(begun), kept_run_file(self.config))
         self.trainer.clock.mark("checkpoint")
+        self._happened("save", step, f"saved {self.store.path_of(step)}")
 
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
         resume = self.config.checkpoint.resume
-        published: list[list[Path] | None] = [None]
         if self.place.rank == 0:
             self.store.sweep()
-            published = [self.store.published()]
         if resume == "no":
             return Start()
-        if resume != "auto":
-            return self._load(Path(resume))
+        return (self._newest_checkpoint() or Start()) if resume == "auto" else self._load(Path(resume))
+
+    def _newest_checkpoint(self) -> Start | None:
+        """Load the newest checkpoint that is whole, if there is any; every rank calls this.
+
+        Raises CheckpointError where all are damaged."""
         # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
+        published: list[list[Path] | None] = [self.store.published() if self.place.rank == 0 else None]
         dist.broadcast_object_list(published)
         damage: list[str] = []
         for path in reversed(published[0] or []):
@@ -304,7 +424,7 @@ class _Run:
                 f"no checkpoint in {self.store.folder} is whole, and --resume does not start anew over "
                 f"them; to start anew, name another folder with --set out=..., or move this one away",
             )
-        return Start()
+        return None
 
     def _load(self, path: Path) -> Start:
         manifest = load(path, self.trainer, self.sources.described(self.sources.mixtures))
@@ -313,19 +433,9 @@ class _Run:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
+        self.left_out = merged([*self.left_out, *progress.left_out])
         past = past_stages(manifest)
         return Start(progress.step, progress.samples, path, past)
-
-
-def kept_run_file(config: RunConfig) -> str:
-    """The resolved run file that is written to `out` and into checkpoints.
-
-    A run that was started with --resume does not pass that on: who trains from the file asks for it anew.
-    """
-    if config.checkpoint.resume == "auto":
-        checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
-        config = config.model_copy(update={"checkpoint": checkpoint})
-    return resolved_toml(config)
 
 
 def _due(step: int, every: int) -> bool:

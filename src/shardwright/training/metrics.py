@@ -18,6 +18,9 @@ class Writer(Protocol):
     def write(self, record: Record) -> None:
         """Take one record: `step`, `kind` (run, train or evaluation), and its values; None is one not known."""
 
+    def rewind(self, step: int) -> None:
+        """Forget, where that is possible, what was measured after `step` steps: those that follow are taken again."""
+
     def close(self) -> None:
         """Flush and close; no record follows."""
 
@@ -26,14 +29,22 @@ class JsonLines:
     """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        self._file = self._from(resumed_step)
+
+    def _from(self, step: int) -> TextIO:
         try:
-            keep = [line for line in whole_lines(path) if _stays(json.loads(line), resumed_step)]
+            keep = [line for line in whole_lines(self.path) if _stays(json.loads(line), step)]
         except (ValueError, KeyError) as error:
-            raise InputError(f"{path} is damaged ({error}); mend or remove it, and resume again") from None
-        if resumed_step == 0:  # a run from the beginning evaluates before its first step, too
+            raise InputError(f"{self.path} is damaged ({error}); mend or remove it, and resume again") from None
+        if step == 0:  # a run from the beginning evaluates before its first step, too
             keep = []
-        write_whole(path, "".join(line + "\n" for line in keep).encode())
-        self._file: TextIO = path.open("a")
+        write_whole(self.path, "".join(line + "\n" for line in keep).encode())
+        return self.path.open("a")
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._file = self._from(step)
 
     def write(self, record: Record) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -55,6 +66,9 @@ class TensorBoard:
         for key, value in _numbers(record).items():
             self._writer.add_scalar(f"{record['kind']}/{key}", value, record["step"])
 
+    def rewind(self, step: int) -> None:
+        """Nothing: a later value of a step is shown in place of an earlier one."""
+
     def close(self) -> None:
         self._writer.close()
 
@@ -73,6 +87,9 @@ class WeightsAndBiases:
     def write(self, record: Record) -> None:
         if numbers := _numbers(record):
             self._run.log({f"{record['kind']}/{key}": value for key, value in numbers.items()}, step=record["step"])
+
+    def rewind(self, step: int) -> None:
+        """Nothing: W&B takes no values of earlier steps, so those that are taken again are left out there."""
 
     def close(self) -> None:
         self._run.finish()

@@ -74,6 +74,10 @@ class Screen(Progress):
         """Seconds until the last step, if steps go on as they did since the start, evaluations and saving included."""
         return (time.monotonic() - self._began_s) / (step - self._first_step) * (self.steps - step)
 
+    def rewind(self, step: int) -> None:
+        """The bar goes back to `step` steps."""
+        self.at(step)
+
     def close(self) -> None:
         """Nothing to do: the `with` block ends the bar."""
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from shardwright.config import RunConfig
 from shardwright.config.mixture import Mixture, mixtures_of, name_of, sources_of
 from shardwright.config.sections import DataSection
@@ -13,6 +15,9 @@ from shardwright.data.samples import Samples, open_sources
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
 from shardwright.training.checkpoint.manifest import DataRecord, Manifest, MixtureRecord, Progress, StageRecord
+
+PLACES_SHOWN = 4
+"""Of the samples of a step, so many are told with where they begin in the data."""
 
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
@@ -85,6 +90,13 @@ class Sources:
     def attended_tokens(self, step: int) -> float:
         """Tokens that the attention of a token goes over, for the FLOPs of step `step`."""
         return self.mean(step, self._attended)
+
+    def places(self, order: MixtureOrder, first: int, end: int) -> str:
+        """Where the running samples from `first` to before `end` begin in the data, as far as they are few."""
+        shown = np.arange(first, min(end, first + PLACES_SHOWN))
+        origins = (self.train.origin(int(i)) for i in order(shown))
+        told = ", ".join(split.where(start) for split, start in origins)
+        return told + (f" and {end - first - PLACES_SHOWN} more" if end - first > PLACES_SHOWN else "")
 
     def described(self, stages: Sequence[Mixture | Stage]) -> DataRecord:
         """What makes sample number n the sample it is, for the manifest of a checkpoint: `stages` are those that had

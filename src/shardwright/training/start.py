@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError, InputError, ShardwrightError, WorkerError
+from shardwright.errors import CheckpointError, CopiesError, InputError, ShardwrightError, SpikeError, WorkerError
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
@@ -37,6 +37,8 @@ from shardwright.training.worker import exit_code
 from shardwright.units import format_bytes, format_count
 
 _LOST_PEER_WAIT_S = 3.0
+FOUND_BY_ALL = (SpikeError, CopiesError)
+"""Errors in training that every rank raises at once, with the same text."""
 RANKS_PER_CORE = 16
 """Processes a core that are started on a machine without GPUs."""
 
@@ -94,21 +96,27 @@ def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
             print(said, flush=True)
         try:
             stopped = launch(config, out / LOGS, quiet)
-        except WorkerError as error:
-            saved = published(out / CHECKPOINTS)
-            way_on = f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
-            raise WorkerError(f"{error}\n{way_on}") from None
+        except (WorkerError, *FOUND_BY_ALL) as error:
+            raise type(error)(f"{error}\n{_way_on(out)}") from None
     else:
         from shardwright.training.loop import run
 
-        stopped = run(config, place or Place(), quiet=quiet)
+        try:
+            stopped = run(config, place or Place(), quiet=quiet)
+        except FOUND_BY_ALL as error:
+            raise type(error)(f"{error}\n{_way_on(out)}") from None
     return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
+
+
+def _way_on(out: Path) -> str:
+    saved = published(out / CHECKPOINTS)
+    return f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
 
 
 def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseException:
     """An error of a rank that torchrun or srun has started, as it is to be printed among those of the others."""
     # Every rank raises the same error of these, so one rank of each machine prints it.
-    shared = not in_training or isinstance(error, CheckpointError)
+    shared = not in_training or isinstance(error, (CheckpointError, *FOUND_BY_ALL))
     code = 130 if isinstance(error, KeyboardInterrupt) else exit_code(error)
     kind = type(error).__name__
     if in_training:
@@ -124,6 +132,8 @@ def _of_one_rank(error: BaseException, place: Place, in_training: bool) -> BaseE
             f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         )
     problems = error.problems if isinstance(error, InputError) else [f"{kind}: {error}"]
+    if isinstance(error, FOUND_BY_ALL):
+        problems = [str(error)]
     if not shared:
         problems = [f"rank {place.rank}: {problem}" for problem in problems]
     if not isinstance(error, ShardwrightError):

@@ -30,7 +30,9 @@ from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import look_ahead
 from shardwright.training.clock import Clock
 from shardwright.training.loss_scale import LossScaler
+from shardwright.training.monitor import AnyMonitor, NoMonitor
 from shardwright.training.optimizer import set_learning_rate
+from shardwright.training.spikes import Spike, SpikeGuard
 
 _EVALUATED_TOGETHER = 32
 """Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""
@@ -150,11 +152,15 @@ class ForwardBackward:
         infinity any norm may be. Returns the norm before that, without the loss scale."""
         parameters = self.model.named_parameters.values()
         norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp) / self.loss_scale
+        self._norm_known(norm)
         if 0 < max_norm < math.inf:
             clip_gradients(parameters, norm, max_norm, self.loss_scale)
         elif self.scaler is not None:
             clip_gradients(parameters, norm, math.inf, self.loss_scale)
         return norm
+
+    def _norm_known(self, norm: Tensor) -> None:
+        """Called before gradients are clipped, which leaves the device time for what is to be known of the norm."""
 
     def _microbatches(self, batch: Batch, step: int | None) -> list[Microbatch]:
         """The parts of a batch that this rank of cp holds, tokens and targets alike, on its device, with random keys
@@ -271,25 +277,41 @@ class Trainer(ForwardBackward):
         self.optimizer = optimizer
         self.clip_norm = clip_norm
         self.clock = Clock(device)
+        self.spikes: SpikeGuard | None = None
+        """Judges each step before weights change; a run sets it."""
+        self.monitor: AnyMonitor = NoMonitor()
+        """Is told which phase a step is in; a run sets it."""
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of the run so far that changed nothing, since a gradient overflowed."""
-        return 0 if self.scaler is None else self.scaler.state.skipped
+        """Steps of the run so far that changed nothing: a gradient overflowed in fp16, or they were spikes."""
+        overflows = 0 if self.scaler is None else self.scaler.state.skipped
+        return overflows + (0 if self.spikes is None else self.spikes.state.skipped)
+
+    @property
+    def spike(self) -> Spike | None:
+        """What was found of the last step, if it was a spike, and so not taken."""
+        return None if self.spikes is None else self.spikes.seen
 
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
         """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch."""
+        self.monitor.enter("forward_backward", step)
         loss_part, n_targets, mtp_part = self.forward_backward(batch, step)
         self.clock.mark("forward_backward")
+        if self.spikes is not None:
+            self.spikes.loss_part = loss_part
+        self.monitor.enter("optimizer", step)
         norm = self.update(rate)
         self.clock.mark("optimizer")
         return StepResult(loss_part, norm, n_targets, mtp_part)
 
     def update(self, rate: float) -> Tensor:
         """Clip the gradients in `.grad`, let the optimizer use them up, and return their norm before clipping. Where
-        that is not finite and there is a loss scale, weights and states stay as they are."""
+        that is not finite and there is a loss scale, or the step is a spike, weights and states stay as they are."""
         norm = self.clip(self.clip_norm)
         taken = self.scaler is None or self.scaler.takes(norm)
+        if self.spikes is not None:
+            taken = self.spikes.takes(overflowed=not taken) and taken
         if taken:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
@@ -297,3 +319,7 @@ class Trainer(ForwardBackward):
         self.model.after_change()
         self.model.forget_gradients()
         return norm
+
+    def _norm_known(self, norm: Tensor) -> None:
+        if self.spikes is not None:
+            self.spikes.start(norm)

@@ -47,6 +47,10 @@ class TiedParameters:
                 self._shared[holders[name]].append(parameter)
         self._groups = groups
 
+    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of those ranks of `pp` that hold a parameter; None where that is one rank."""
+        return self._groups.get(ranks)
+
     @property
     def duplicates(self) -> list[nn.Parameter]:
         """The second replica of each parameter that two stages of this rank hold."""

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict
 
 from shardwright.errors import CheckpointError, DamagedError
 from shardwright.training.loss_scale import LossScaleState
+from shardwright.training.spikes import SpikeState
 
 FORMAT = 3
 FILE_NAME = "manifest.json"
@@ -105,6 +106,9 @@ class Progress:
     step: Count
     samples: Count
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
+    left_out: tuple[tuple[Count, Count], ...] = ()
+    """Samples that the run does not train on: of each spike it went back from, the first running index and the one
+    after the last."""
 
 
 @_exact
@@ -156,6 +160,8 @@ class Manifest:
     """The other files of the checkpoint that are read: the run file."""
     loss_scale: LossScaleState | None = None
     """Only of a run in fp16."""
+    spikes: SpikeState | None = None
+    """Only of a run with faults.spike."""
 
     def write(self, folder: Path) -> None:
         """Write FOLDER/manifest.json."""

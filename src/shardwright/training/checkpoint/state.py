@@ -71,6 +71,7 @@ def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: Dat
             tensors=records,
             files={RUN_FILE: sha256_of_text(run_toml)},
             loss_scale=None if trainer.scaler is None else trainer.scaler.state,
+            spikes=None if trainer.spikes is None else trainer.spikes.state,
         )
         manifest.write(partial)
         (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
@@ -113,6 +114,8 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
     trainer.model.after_change()
     if trainer.scaler is not None and manifest.loss_scale is not None:
         trainer.scaler.state = manifest.loss_scale
+    if trainer.spikes is not None and manifest.spikes is not None:
+        trainer.spikes.state = manifest.spikes
     return manifest
 
 

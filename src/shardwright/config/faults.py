@@ -1,0 +1,41 @@
+"""The section [faults] of the run file: what a run does about steps that are not as they should be."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shardwright.config.sections import NotNegative, Section
+
+SPIKE_WINDOW = 128
+"""Steps whose losses and gradient norms a step is judged by."""
+LEAST_WINDOW = 64
+"""Steps in the window from which on finite values are judged, too."""
+IN_A_ROW = 3
+"""Spikes one after another, without a step that is taken between them, that stop a run."""
+
+OnSpike = Literal["skip", "rollback", "stop", "off"]
+
+
+class FaultsSection(Section):
+    """What is done about loss spikes, numbers that are not finite, ranks that hang and copies that differ."""
+
+    spike: OnSpike = Field(
+        "off",
+        description="before weights change, loss and gradient norm of a step have to be finite and, once 64 steps are "
+        "known, not above mean + spike_sigma x standard deviation of the last 128; if they are: skip the update, go "
+        "back (rollback) to the last checkpoint and leave out the samples of the step, or stop; off: no check",
+    )
+    spike_sigma: Annotated[float, Field(gt=0)] = Field(
+        6.0, description="standard deviations above the mean from which on a loss or gradient norm is a spike"
+    )
+    hang_after: Annotated[float, Field(ge=0)] = Field(
+        60.0,
+        description="seconds that each phase of a step (data, forward and backward, optimizer, evaluation, checkpoint) "
+        "may take at least; one that takes longer, and 5 times longer than it ever has, is a hang: ranks are compared, "
+        "those at fault named, and the run ends; 600 for the first turns of a phase; 0: never",
+    )
+    check_copies_every: NotNegative = Field(
+        0,
+        description="steps between comparisons, by checksum, of weights that several ranks hold the same shard of; a "
+        "difference, which a faulty device or memory makes, ends the run; 0: none",
+    )

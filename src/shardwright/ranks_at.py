@@ -1,0 +1,381 @@
+"""Where the ranks of a run are, as each reports it in files of the run's folder, and which of them hold up the others.
+
+    OUT/ranks/rank-R.json      what does not change: host, process id, device, coordinates in the layout
+    OUT/ranks/rank-R.state     step, phase and since when, written by the training thread at each change, through shared
+                               memory: it is there to be read when the process is stopped or dead
+    OUT/ranks/asked            there when somebody wants to know where all ranks stand
+    OUT/ranks/rank-R.dump      the answer of rank R: its Python stack and its collectives
+
+No torch: the launcher reads them, too.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from shardwright.files import write_whole
+from shardwright.processes import ranks_in_words
+
+RANKS = "ranks"
+PHASES_SEEN = (
+    "start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint",
+)  # fmt: skip
+"""Parts of a run in which a rank can be. `agreement`: on whether a signal asked to stop; `log`: reading values back."""
+Phase = Literal["start", "agreement", "data", "forward_backward", "optimizer", "log", "evaluation", "checkpoint"]
+FIRST_LIMIT_S = 600.0
+"""What a phase may take that has not been timed yet: compilation, the first batch, the first checkpoint."""
+TIMES_LARGEST = 5.0
+"""A phase may take so many times the longest that it was seen to take (nvidia-resiliency-ext: the same factor)."""
+NOT_TIMED = 1
+"""First turns of a phase that are not timed: they build, compile and warm up."""
+FEW_TURNS = 3
+"""Turns of a phase up to which `FIRST_LIMIT_S` holds."""
+_PLACE = struct.Struct("<qqdd")
+_BEAT = struct.Struct("<q128s")
+_HEARD_S = 5.0
+"""How long the answers of ranks are waited for."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank has last reported: `beats` of its monitor, optimizer steps begun, the phase, `since_s` when (on the
+    monotonic clock of its machine), `limit_s` how long it may take, and the line of Python it was seen at."""
+
+    beats: int
+    step: int
+    phase: str
+    since_s: float
+    limit_s: float
+    line: str
+
+    def over_s(self, now_s: float) -> float:
+        """How much longer than it may the phase has gone on at `now_s`."""
+        return now_s - self.since_s - self.limit_s
+
+
+class Reported:
+    """The file of a rank's state, open to write or to read."""
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        size = _PLACE.size + _BEAT.size
+        if writes:
+            write_whole(path, bytes(size))  # renamed: who has mapped the file of a process before this one keeps that
+        with path.open("r+b" if writes else "rb") as file:
+            access = mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ
+            self._memory = mmap.mmap(file.fileno(), size, access=access)
+
+    def place(self, step: int, phase: Phase, since_s: float, limit_s: float) -> None:
+        """Of the training thread: a few microseconds, no system call."""
+        _PLACE.pack_into(self._memory, 0, step, PHASES_SEEN.index(phase), since_s, limit_s)
+
+    def beat(self, beats: int, line: str) -> None:
+        """Of the monitor's thread."""
+        _BEAT.pack_into(self._memory, _PLACE.size, beats, line.encode()[:128])
+
+    def read(self) -> State:
+        step, phase, since_s, limit_s = _PLACE.unpack_from(self._memory, 0)
+        beats, line = _BEAT.unpack_from(self._memory, _PLACE.size)
+        name = PHASES_SEEN[phase] if 0 <= phase < len(PHASES_SEEN) else "start"
+        return State(beats, step, name, since_s, limit_s, line.rstrip(b"\0").decode(errors="replace"))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What does not change of a rank: where it runs, and its coordinates along the axes of the layout."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str
+    at: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a rank has joined and that is not complete: number `number` of the process group of `ranks`,
+    `axes` in words."""
+
+    name: str
+    number: int
+    group: str
+    axes: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The answer of a rank. `line`: file, line and function of Shardwright's own code it is in; `waits`: whether it is
+    in a collective or a message; `stack`: of its training thread; `pending`: collectives that it has joined and that
+    are not complete; `joined`: process group -> number of the last collective of it that it has joined."""
+
+    line: str
+    waits: bool
+    module: str
+    action: str
+    stack: str
+    pending: tuple[Collective, ...]
+    joined: dict[str, int]
+
+
+_IDENTITY, _DUMP = TypeAdapter(Identity), TypeAdapter(Dump)
+
+
+class Folder:
+    """OUT/ranks."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / RANKS
+
+    def state_of(self, rank: int) -> Path:
+        return self.path / f"rank-{rank}.state"
+
+    def introduce(self, identity: Identity) -> Reported:
+        """Say who this rank is, and open its state to write."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in (self.path / f"rank-{identity.rank}.dump", self.path / "asked"):
+            path.unlink(missing_ok=True)
+        reported = Reported(self.state_of(identity.rank), writes=True)
+        write_whole(self.path / f"rank-{identity.rank}.json", json.dumps(asdict(identity)).encode())
+        return reported
+
+    def forget(self, rank: int) -> None:
+        """Remove the files of a rank, and the folder with the last of them."""
+        for name in ("json", "state", "dump"):
+            (self.path / f"rank-{rank}.{name}").unlink(missing_ok=True)
+        (self.path / "asked").unlink(missing_ok=True)
+        try:
+            self.path.rmdir()
+        except OSError:
+            return
+
+    def identity(self, rank: int) -> Identity | None:
+        return _read(_IDENTITY, self.path / f"rank-{rank}.json")
+
+    def state(self, rank: int) -> State | None:
+        """What a rank has last reported; None before its first report."""
+        try:
+            return Reported(self.state_of(rank), writes=False).read()
+        except (OSError, ValueError):
+            return None
+
+    def clear(self) -> None:
+        """Remove what an earlier run has left, before ranks are started."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def ask(self) -> None:
+        """Ask all ranks where they stand."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "asked").touch()
+
+    def take_back(self) -> None:
+        """Nobody asks any more."""
+        (self.path / "asked").unlink(missing_ok=True)
+
+    @property
+    def asked(self) -> bool:
+        return (self.path / "asked").exists()
+
+    def answer(self, rank: int, dump: Dump) -> None:
+        write_whole(self.path / f"rank-{rank}.dump", json.dumps(asdict(dump)).encode())
+
+    def answers(self, ranks: Sequence[int], mute: Sequence[int] = ()) -> dict[int, Dump]:
+        """The answers of ranks; waits for those that are not `mute`."""
+        until = time.monotonic() + _HEARD_S
+        while True:
+            found = {rank: dump for rank in ranks if (dump := _read(_DUMP, self.path / f"rank-{rank}.dump"))}
+            if time.monotonic() > until or found.keys() >= set(ranks) - set(mute):
+                return found
+            time.sleep(0.05)
+
+
+def _read(adapter, path: Path):  # type: ignore[no-untyped-def]
+    try:
+        return adapter.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped by a signal or a debugger."""
+    return _kernel_state(pid) in ("T", "t")
+
+
+def is_dead(pid: int) -> bool:
+    """Whether there is no such process on this machine any more."""
+    return _kernel_state(pid) in ("", "Z", "X")
+
+
+def _kernel_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def describe(
+    states: Mapping[int, State],
+    identities: Mapping[int, Identity],
+    dumps: Mapping[int, Dump],
+    fates: Mapping[int, str],
+    now_s: float,
+) -> tuple[list[int], str]:
+    """The ranks that hold up the others, and the whole of what there is to say of a hang. `fates`: what is known of
+    ranks that cannot answer: stopped, dead, unreachable.
+
+    A rank that was heard and is not in a collective or message holds up those that are, as does one that cannot answer:
+    of the graph of who waits for whom these are the ranks that wait for none. Where all wait, the collectives that
+    they have joined are not the same.
+    """
+    ranks = sorted(states)
+    gone = [rank for rank in ranks if rank in fates]
+    busy = [rank for rank in ranks if rank in dumps and not dumps[rank].waits]
+    blamed = gone or busy or [rank for rank in ranks if rank not in dumps]
+    told = []
+    if blamed:
+        told.append(f"no progress: {ranks_in_words(blamed)} {'holds' if len(blamed) == 1 else 'hold'} up the others")
+    else:
+        told.append("no progress: all ranks wait, for collectives that others have not joined")
+    shown = blamed[:SHOWN]
+    for rank in shown:
+        told.append(f"  {_of(rank, states, identities, dumps, fates, now_s)}")
+        told += [f"    never joined {each}" for each in _missed(rank, dumps)]
+    told += _waiting([rank for rank in ranks if rank not in blamed], states, dumps)
+    for rank in [*shown, *[rank for rank in ranks if rank not in blamed and rank in dumps][:1]]:
+        if rank in dumps:
+            told.append(f"--- Python stack of rank {rank} ---\n{dumps[rank].stack.rstrip()}")
+    return blamed, "\n".join(told)
+
+
+SHOWN = 4
+"""Of the ranks at fault, so many are described."""
+
+
+def _of(
+    rank: int,
+    states: Mapping[int, State],
+    identities: Mapping[int, Identity],
+    dumps: Mapping[int, Dump],
+    fates: Mapping[int, str],
+    now_s: float,
+) -> str:
+    """One rank: what became of it, where it runs, and what it is doing."""
+    state, who, dump = states[rank], identities.get(rank), dumps.get(rank)
+    runs = "does not answer" if dump is None else "runs, and does not come to where the others wait"
+    words = [f"rank {rank} {fates.get(rank, runs)}"]
+    if who is not None:
+        at = " ".join(f"{axis}={n}" for axis, n in who.at.items())
+        words.append(f"{who.device} of {who.host}, process {who.pid}" + (f" ({at})" if at else ""))
+    took = f" for {now_s - state.since_s:.1f} s" if 0 < now_s - state.since_s < 1e6 else ""
+    words.append(f"step {state.step + 1}, {state.phase}{took}")
+    if dump is not None:
+        words += [each for each in (dump.action and f"action {dump.action}", dump.module) if each]
+    if line := (dump.line if dump is not None else state.line):
+        words.append(f"at {line}" if dump is not None else f"last seen at {line}")
+    return "; ".join(words)
+
+
+def _missed(rank: int, dumps: Mapping[int, Dump]) -> list[str]:
+    """The collectives that other ranks have joined and this one has not, each with those that wait in it."""
+    waiting: dict[Collective, list[int]] = {}
+    joined = dumps[rank].joined if rank in dumps else {}
+    for other, dump in dumps.items():
+        for each in dump.pending:
+            if rank in each.ranks and joined.get(each.group, 0) < each.number:
+                waiting.setdefault(each, []).append(other)
+    first: dict[str, Collective] = {}
+    for each in sorted(waiting, key=lambda each: each.number):
+        first.setdefault(each.group, each)
+    return [f"{in_words(each)}, in which {_wait(waiting[each])}" for each in first.values()]
+
+
+def _wait(ranks: Sequence[int]) -> str:
+    return f"{ranks_in_words(sorted(ranks))} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def in_words(each: Collective) -> str:
+    """`all_reduce number 12 of the group of tp (ranks 0, 1)`."""
+    return f"{each.name} number {each.number} of the group of {each.axes} ({ranks_in_words(each.ranks)})"
+
+
+def _waiting(ranks: Sequence[int], states: Mapping[int, State], dumps: Mapping[int, Dump]) -> list[str]:
+    """Ranks that wait, those at the same place together."""
+    places: dict[str, list[int]] = {}
+    for rank in ranks:
+        dump = dumps.get(rank)
+        line = dump.line if dump is not None else states[rank].line
+        places.setdefault(f"step {states[rank].step + 1}, {states[rank].phase}, at {line}", []).append(rank)
+    groups = sorted(places.items(), key=lambda item: len(item[1]))
+    return [f"  {_wait(members)}: {place}" for place, members in groups[: 2 * SHOWN]]
+
+
+class Watch:
+    """What the process that started ranks on this machine sees of them."""
+
+    def __init__(self, out: Path, world_size: int) -> None:
+        self.folder, self.world_size = Folder(out), world_size
+        self._open: dict[int, Reported] = {}
+        self._looked_s = time.monotonic()
+        self._lost_s = 0.0
+        self._late = False
+
+    def states(self) -> dict[int, State]:
+        """What the ranks that have reported anything have last reported."""
+        for rank in range(self.world_size):
+            if rank not in self._open:
+                try:
+                    self._open[rank] = Reported(self.folder.state_of(rank), writes=False)
+                except (OSError, ValueError):
+                    continue
+        return {rank: state for rank, each in self._open.items() if (state := each.read()).since_s > 0}
+
+    def hang(self) -> tuple[list[int], str] | None:
+        """The ranks at fault and what to say, once a rank takes longer than it may; None while none does."""
+        now_s = time.monotonic()
+        gap_s = now_s - self._looked_s
+        self._looked_s = now_s
+        if gap_s > SUSPENDED_S:  # this process was stopped, and perhaps the ranks were with it
+            self._lost_s = now_s
+        # Twice in a row: a state may be read while it is written.
+        late, self._late = self._late, self._is_late(now_s)
+        if not (late and self._late):
+            return None
+        found = self.compared(self.states())
+        if self._is_late(time.monotonic()):
+            return found
+        self.folder.take_back()  # it goes on after all
+        return None
+
+    def _is_late(self, now_s: float) -> bool:
+        states = self.states().values()
+        return any(s.limit_s and now_s > max(s.since_s, self._lost_s) + s.limit_s for s in states)
+
+    def compared(self, states: Mapping[int, State]) -> tuple[list[int], str]:
+        """Ask all ranks where they stand, and compare."""
+        self.folder.ask()
+        identities = {rank: who for rank in states if (who := self.folder.identity(rank))}
+        fates = {rank: fate for rank, who in identities.items() if (fate := fate_of(who))}
+        dumps = self.folder.answers(list(states), mute=list(fates))
+        dumps = {rank: dump for rank, dump in dumps.items() if rank not in fates}
+        return describe(self.states(), identities, dumps, fates, time.monotonic())
+
+
+SUSPENDED_S = 5.0
+"""Seconds between two looks, which are fractions of a second apart, that mean that the process was stopped itself."""
+
+
+def fate_of(who: Identity) -> str:
+    """What keeps a rank of this machine from answering; nothing where it may, or is on another machine."""
+    if who.host != os.uname().nodename:
+        return ""
+    if is_dead(who.pid):
+        return "is dead"
+    return "is stopped (SIGSTOP, or a debugger)" if is_stopped(who.pid) else ""

@@ -1,0 +1,171 @@
+"""Loss spikes and numbers that are not finite, found by all ranks together before any weight changes.
+
+Rule, as in OLMo-core's SkipStepOptimizer: with the losses and the gradient norms of the last 128 steps, once there are
+64, a step is a spike if its loss or its norm is above mean + spike_sigma x standard deviation of its window. Unlike
+there, a value that is not finite never enters a window (one NaN would make the standard deviation NaN for 128 steps),
+and is a spike from the first step on. Finite values of spikes enter, so that a lasting change of level is learned.
+
+All ranks judge the same two numbers, the sums over the world of one all-reduce: of the ranks' parts of the loss, and of
+their gradient norms over the world size. So they agree to the last bit, and a NaN on one rank is a NaN on all.
+
+The numbers are read back while the device clips gradients: on a GPU a stream of its own copies them, and the host waits
+for that copy alone, so the device has work queued until the optimizer's is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ConfigDict, Field, with_config
+from torch import Tensor
+
+from shardwright.config.faults import LEAST_WINDOW, SPIKE_WINDOW, FaultsSection
+from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.norm import local_part
+from shardwright.processes import ranks_in_words
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Window = Annotated[list[Finite], Field(max_length=SPIKE_WINDOW)]
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass
+class SpikeState:
+    """What a checkpoint holds: loss and gradient norm of the last steps, `in_a_row` spikes since the last step that was
+    taken, `skipped` steps of the run."""
+
+    losses: Window = field(default_factory=list)
+    norms: Window = field(default_factory=list)
+    in_a_row: Count = 0
+    skipped: Count = 0
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step that was found to be a spike. `why`: which number broke the rule, with the rule's own numbers; `where`:
+    the ranks and the parameter that it comes from, if a number is not finite."""
+
+    loss: float
+    norm: float
+    why: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        told = f"{self.why} (loss {self.loss:.6g}, gradient norm {self.norm:.6g})"
+        return f"{told}; {self.where}" if self.where else told
+
+
+class SpikeGuard:
+    """Judges each step of a run, the same on every rank."""
+
+    def __init__(self, config: FaultsSection, model: ParallelModel, device: torch.device) -> None:
+        self.config, self.model = config, model
+        self.state = SpikeState()
+        self.loss_part: Tensor | None = None
+        """This rank's part of the loss of the step; to be set before `start`."""
+        self.seen: Spike | None = None
+        """The last step, if it was a spike."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sums: Tensor | None = None
+        self._ready: Any = None
+
+    def start(self, norm: Tensor) -> None:
+        """Start to sum what the step is judged by; `norm`: that of the gradients, equal on every rank."""
+        assert self.loss_part is not None
+        # Ranks of tp compute the same part of the loss.
+        parts = [self.loss_part.double() / self.model.layout.tp, norm.double() / dist.get_world_size()]
+        sums = torch.stack(parts)
+        work = dist.all_reduce(sums, async_op=True)
+        if self._stream is None:
+            self._sums, self._ready = sums, work.wait
+            return
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            self._sums.copy_(sums, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        sums.record_stream(self._stream)
+        self._ready = copied.synchronize
+
+    def takes(self, overflowed: bool = False) -> bool:
+        """Whether the step that `start` was called for may change weights; `seen` is what was found. `overflowed`: a
+        gradient did in fp16, which the loss scale is there for, so the step is not judged."""
+        assert self._sums is not None
+        self._ready()
+        loss, norm = self._sums.tolist()
+        self._sums = self._ready = None
+        if overflowed:
+            self.seen = None
+            return False
+        why = self.judge(loss, norm)
+        if why is None:
+            self.seen = None
+            self.state.in_a_row = 0
+            return True
+        where = "" if math.isfinite(loss) and math.isfinite(norm) else self._where()
+        self.seen = Spike(loss, norm, why, where)
+        self.state.in_a_row += 1
+        self.state.skipped += 1
+        return False
+
+    def judge(self, loss: float, norm: float) -> str | None:
+        """Why a step with these numbers is a spike, if it is one; they enter the window."""
+        state, found = self.state, None
+        for name, value, window in (("loss", loss, state.losses), ("gradient norm", norm, state.norms)):
+            if not math.isfinite(value):
+                found = found or f"the {name} is {value}"
+            elif len(window) >= LEAST_WINDOW:
+                mean, deviation = fmean(window), stdev(window)
+                limit = mean + self.config.spike_sigma * deviation
+                if value > limit:
+                    found = found or (
+                        f"the {name} {value:.6g} is above {mean:.6g} + {self.config.spike_sigma:g} x {deviation:.3g} = "
+                        f"{limit:.6g}, the mean and {self.config.spike_sigma:g} standard deviations of "
+                        f"{len(window)} steps"
+                    )
+        if math.isfinite(loss) and math.isfinite(norm):
+            for value, window in ((loss, state.losses), (norm, state.norms)):
+                window.append(value)
+                del window[:-SPIKE_WINDOW]
+        return found
+
+    def _where(self) -> str:
+        """Ranks whose part of the loss is not finite, and the parameter with a gradient that is not finite that the
+        backward pass comes to first, with the ranks that hold such a part of it. Every rank calls this."""
+        names = list(self.model.held_on)
+        place = {name: i for i, name in enumerate(names)}
+        held = [(place[k], local_part(p.grad)) for k, p in self.model.named_parameters.items() if p.grad is not None]
+        bad = [i for i, gradient in held if not bool(torch.isfinite(gradient).all())]
+        assert self.loss_part is not None
+        mine = torch.tensor([not bool(torch.isfinite(self.loss_part)), max(bad, default=-1)], dtype=torch.int64)
+        mine = mine.to(self.loss_part.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        return in_words([(bool(each[0]), int(each[1])) for each in everyone], names)
+
+
+def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:
+    """`found`: of each rank whether its part of the loss is not finite, and the last of `names`, those of parameters in
+    the order of the forward pass, whose gradient is not; -1 for none."""
+    told = []
+    if losing := [rank for rank, (loss, _) in enumerate(found) if loss]:
+        told.append(f"the loss is not finite on {ranks_in_words(losing)}")
+    first = max(i for _, i in found)
+    if first >= 0:
+        holding = [rank for rank, (_, i) in enumerate(found) if i == first]
+        told.append(
+            f"the first gradient that is not finite, in the order of the backward pass, is that of {names[first]} on "
+            f"{ranks_in_words(holding)}"
+        )
+    return "; ".join(told)
+
+
+def spike_guard(config: FaultsSection, model: ParallelModel, device: torch.device) -> SpikeGuard | None:
+    """That of a run; None where nothing is to be done about spikes."""
+    return None if config.spike == "off" else SpikeGuard(config, model, device)

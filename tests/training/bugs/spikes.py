@@ -1,0 +1,43 @@
+"""Bugs of what is done about loss spikes: found by some ranks alone, found too late, forgotten on a resume."""
+
+from tests.mutation import Mutation
+from tests.training import test_spikes
+from tests.training.bugs.bug import AnyBug, UnitBug
+
+_SEEN = "tests/training/test_spikes.py:test_a_bug_is_seen"
+_ROLLBACK = "tests/training/test_spikes.py:test_a_bug_of_rollback_is_seen"
+_JUDGE = "shardwright.training.spikes:SpikeGuard.judge"
+
+
+def _there(name: str) -> UnitBug:
+    return UnitBug(test_spikes.BUGS[name][1], _SEEN, put_in_there=True)
+
+
+def _of_rule(before: str, after: str, test: str) -> UnitBug:
+    return UnitBug(Mutation(_JUDGE, before, after), f"tests/training/test_spikes.py:{test}")
+
+
+_WINDOW = "test_a_step_is_judged_by_the_window_of_the_steps_before_it"
+_FINITE = "test_values_that_are_not_finite_are_spikes_from_the_first_step_on_and_never_enter_the_window"
+
+REDUCTION: dict[str, AnyBug] = {name: _there(name) for name in ("a loss spike is seen by the rank alone that has it",)}
+STALE: dict[str, AnyBug] = {name: _there(name) for name in ("weights are updated in a step that is a spike",)}
+SCALE: dict[str, AnyBug] = {
+    "a loss is a spike at the mean plus six times itself": _of_rule(
+        "self.config.spike_sigma * deviation", "self.config.spike_sigma * mean", _WINDOW
+    ),
+    "values that are not finite enter the window of losses": _of_rule(
+        "math.isfinite(loss) and math.isfinite(norm)", "not math.isinf(loss)", _FINITE
+    ),
+}
+OFF_BY_ONE: dict[str, AnyBug] = {
+    "63 steps are enough to judge a loss by": _of_rule(
+        "len(window) >= LEAST_WINDOW", "len(window) > LEAST_WINDOW - 2", _WINDOW
+    ),
+    "the window of losses holds 129 steps": _of_rule(
+        "del window[:-SPIKE_WINDOW]", "del window[: -SPIKE_WINDOW - 1]", _FINITE
+    ),
+}
+RESUME: dict[str, AnyBug] = {
+    name: _there(name) for name in ("the window of losses begins anew on a resume", "the window of losses is not saved")
+} | {name: UnitBug(bug, _ROLLBACK, put_in_there=True) for name, bug in test_spikes.RUN_BUGS.items()}

@@ -1,0 +1,197 @@
+"""Proves that a rank that hangs is named, with where it is and what the others wait for, and that the run then ends."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.layout import Layout
+from shardwright.ranks_at import Collective, Dump, Folder, Identity, State, Watch, describe
+from shardwright.run_folder import read_events
+from shardwright.training import monitor as module
+from shardwright.training.monitor import Monitor
+from tests.marks import prove
+from tests.training.runs import is_alive, training, trajectory, write_run_file
+
+SOON = ("--set", "faults.hang_after=2.0", "--set", "steps=2000", "--set", "checkpoint.every=0")
+TP = Collective("all_reduce", 12, "3", "tp", (0, 1))
+ALL = Collective("all_gather", 40, "0", "all ranks", (0, 1, 2, 3))
+
+
+def at(phase: str = "forward_backward", step: int = 4) -> State:
+    return State(beats=9, step=step, phase=phase, since_s=100.0, limit_s=5.0, line="model/moe.py:7 forward")
+
+
+def dump(waits: bool, *pending: Collective, **joined: int) -> Dump:
+    line = "parallel/tensor.py:9 forward"
+    return Dump(line, waits, "layers.1.ffn", "0F3", "  the stack", pending, {k[1:]: v for k, v in joined.items()})
+
+
+def described(dumps: dict[int, Dump], fates: dict[int, str] | None = None) -> tuple[list[int], str]:
+    states = {rank: at() for rank in range(4)}
+    who = {rank: Identity(rank, "node7", 100 + rank, "cuda:1", {"tp": rank % 2}) for rank in range(4)}
+    return describe(states, who, dumps, fates or {}, now_s=107.5)
+
+
+def test_the_rank_that_never_joined_is_at_fault_and_not_those_that_wait_for_those_that_wait():
+    """Rank 1 runs; rank 0 waits for it in tp; ranks 2 and 3 wait for rank 0 and 1 in a collective of all."""
+    waiting = dump(True, ALL, g0=40)
+    blamed, told = described({0: dump(True, TP, g3=12, g0=39), 1: dump(False, g3=11, g0=39), 2: waiting, 3: waiting})
+    assert blamed == [1]
+    assert told.splitlines()[:5] == [
+        "no progress: rank 1 holds up the others",
+        "  rank 1 runs, and does not come to where the others wait; cuda:1 of node7, process 101 (tp=1); step 5, "
+        "forward_backward for 7.5 s; action 0F3; layers.1.ffn; at parallel/tensor.py:9 forward",
+        "    never joined all_reduce number 12 of the group of tp (ranks 0, 1), in which rank 0 waits",
+        "    never joined all_gather number 40 of the group of all ranks (ranks 0, 1, 2, 3), in which ranks 2, 3 wait",
+        "  ranks 0, 2, 3 wait: step 5, forward_backward, at parallel/tensor.py:9 forward",
+    ]
+
+
+def test_a_collective_that_a_rank_has_joined_is_not_held_against_it():
+    blamed, told = described({0: dump(True, TP, g3=12), 1: dump(False, g3=12), 2: dump(False), 3: dump(False)})
+    assert blamed == [1, 2, 3]
+    assert "never joined" not in told
+
+
+def test_a_rank_that_cannot_answer_is_at_fault_before_all_others():
+    blamed, told = described({1: dump(True, TP, g3=12), 2: dump(False), 3: dump(False)}, {0: "is stopped"})
+    assert blamed == [0]
+    assert (
+        "rank 0 is stopped; cuda:1 of node7, process 100 (tp=0); step 5, forward_backward for 7.5 s; last seen" in told
+    )
+    blamed, told = described({1: dump(True, TP, g3=12), 2: dump(True), 3: dump(True)})
+    assert blamed == [0]
+    assert "rank 0 does not answer" in told
+
+
+def test_ranks_that_all_wait_have_joined_different_collectives():
+    blamed, told = described({rank: dump(True, TP if rank < 2 else ALL) for rank in range(4)})
+    assert blamed == []
+    assert told.startswith("no progress: all ranks wait, for collectives that others have not joined")
+
+
+def watcher(folder: Path, least_s: float = 2.0) -> Monitor:
+    return Monitor(folder, 0, Layout(dp_shard=2), torch.device("cpu"), least_s)
+
+
+def test_what_a_phase_may_take_is_learned(tmp_path, monkeypatch):
+    """The first turn (100 s, say compilation) is not timed; then 5 times the longest, at least 2 s."""
+    now_s = [50.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(Monitor, "_look", lambda self: None)
+    monitor, limits = watcher(tmp_path), []
+    for took_s in (100.0, 0.1, 0.3, 0.2, 3.0, 0.1):
+        monitor.enter("forward_backward", 1)
+        limits.append(monitor._limit_s)
+        now_s[0] += took_s
+        monitor.enter("optimizer", 1)
+        now_s[0] += 0.01
+    monitor.enter("forward_backward", 1)
+    limits.append(monitor._limit_s)
+    assert limits == pytest.approx([600.0, 600.0, 600.0, 2.0, 2.0, 15.0, 15.0])
+    monitor.enter("checkpoint", 1)
+    assert monitor._limit_s == 600.0
+    state = Folder(tmp_path).state(0)
+    assert state is not None
+    assert (state.phase, state.step, state.limit_s) == ("checkpoint", 1, 600.0)
+    monitor.close()
+    assert not (tmp_path / "ranks").exists()
+
+
+def test_a_phase_that_is_late_is_seen_once_it_was_late_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(Monitor, "_look", lambda self: None)
+    monkeypatch.setattr("shardwright.ranks_at._HEARD_S", 0.0)
+    monitor, watch = watcher(tmp_path), Watch(tmp_path, 2)
+    for _ in range(4):
+        monitor.enter("data", 3)
+    assert watch.hang() is None
+    monitor._reported.place(3, "data", time.monotonic() - 2.5, 2.0)
+    assert watch.hang() is None
+    found = watch.hang()
+    assert found is not None
+    assert found[0] == [0]
+    monitor._reported.place(3, "data", time.monotonic(), 2.0)
+    assert watch.hang() is None
+    monitor.close()
+
+
+@pytest.fixture
+def run_file(tokens: Path, tmp_path: Path) -> Path:
+    return write_run_file(tmp_path, tokens)
+
+
+def test_a_stopped_rank_is_named_with_its_step_and_what_the_others_wait_for(run_file):
+    with training(run_file, *SOON) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 6)
+        os.kill(run.workers()[1], signal.SIGSTOP)
+        assert run.wait() == 3
+    lines = run.stderr.splitlines()
+    assert lines[0] == "error: no progress: rank 1 holds up the others"
+    assert lines[1].startswith("  rank 1 is stopped (SIGSTOP, or a debugger); cpu of ")
+    assert "    never joined " in run.stderr
+    assert "(ranks 0, 1), in which rank 0 waits" in run.stderr
+    assert "--- Python stack of rank 0 ---" in run.stderr
+    (hang,) = [each for each in read_events(run_file.parent / "out") if each.kind == "hang"]
+    assert hang.rank == 1
+    assert not any(is_alive(pid) for pid in run.workers())
+    assert not (run_file.parent / "out" / "ranks").exists()
+
+
+def hangs(how: str, rank: int) -> None:
+    """Rank 1, in its 9th step or batch: never ends a loop, or waits for ever for data."""
+    from shardwright.data import batches
+    from shardwright.training.step import Trainer
+
+    forward_backward, read, calls = Trainer.forward_backward, batches._read, []
+
+    def loops(self, batch, step):
+        while rank == 1 and step == 8:
+            pass
+        return forward_backward(self, batch, step)
+
+    def sleeps(*given):
+        calls.append(0)
+        if rank == 1 and len(calls) == 9:
+            time.sleep(10_000)
+        return read(*given)
+
+    if how == "loop":
+        Trainer.forward_backward = loops
+    else:
+        batches._read = sleeps
+
+
+@prove
+@pytest.mark.parametrize(
+    ("how", "torchrun", "where"),
+    [
+        ("loop", False, "step 9, forward_backward"),
+        ("data", False, "step 9, data"),
+        ("loop", True, "step 9, forward_backward"),
+    ],
+)
+def test_a_rank_that_runs_on_is_named_with_the_line_it_is_at(how, torchrun, where, run_file):
+    with training(run_file, *SOON, fault=partial(hangs, how), torchrun=torchrun) as run:
+        run.wait_for(lambda: "--- Python stack of rank 1 ---" in run.stderr)
+        if not torchrun:  # torchrun waits 30 s for a rank that does not end
+            assert run.wait() == 3
+    assert "error: no progress: rank 1 holds up the others" in run.stderr
+    assert "rank 1 runs, and does not come to where the others wait; cpu of " in run.stderr
+    assert where in run.stderr
+    assert "in loops" in run.stderr if how == "loop" else "in sleeps" in run.stderr
+
+
+@prove
+def test_a_run_that_is_slow_for_a_while_is_not_ended(run_file):
+    """A rank is stopped for less than a phase may take."""
+    with training(run_file, "--set", "faults.hang_after=4.0", "--set", "steps=14") as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 6)
+        os.kill(run.workers()[1], signal.SIGSTOP)
+        time.sleep(2)
+        os.kill(run.workers()[1], signal.SIGCONT)
+        assert run.wait() == 0
