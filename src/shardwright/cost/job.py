@@ -81,6 +81,13 @@ class Job:
                 f"layout.offload_optimizer='disk': there is no price for it, accelerators.{chip.name} has no "
                 f"disk_gb_per_s; say it in a hardware file"
             )
+        missing = [name for name in ("host", "host_memory") if not getattr(chip, f"{name}_bytes_per_s")]
+        if where == "cpu" and missing:
+            yield (
+                f"layout.offload_optimizer='cpu': there is no price for it, accelerators.{chip.name} has no "
+                f"{' and no '.join(f'{name}_gb_per_s' for name in missing)}, the link to a memory of the host that is "
+                f"not its own and how fast an update is there; say them in a hardware file"
+            )
 
     @property
     def tokens(self) -> int:

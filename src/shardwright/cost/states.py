@@ -86,6 +86,8 @@ def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters
 
 def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
     """Optimizer states; matrices may have fewer than other parameters."""
+    if candidates.shared.offload_optimizer == "cpu":
+        return formulas("optimizer", "0 * P", "in the memory of the host")
     if candidates.shared.offload_optimizer == "disk":
         formulas.values |= {"chunk_bytes": OFFLOAD_CHUNK_BYTES}
         return formulas("optimizer", "chunk_bytes", "a chunk; the others are on a disk")

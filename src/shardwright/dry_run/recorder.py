@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,9 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}
         """Address of a storage -> its number in `allocations`."""
         self._of_action: list[int] = []
+        self._on_host = False
+        self.host_bytes = 0
+        """Of tensors in the memory of the host, which are not in `allocations`."""
         self._in_messages: set[int] = set()
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -87,6 +91,23 @@ class Recorder(TorchDispatchMode):
         """Bytes are held for the whole step, which are not there in this process."""
         self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self._rounded(n_bytes))], kind))
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made in the block is in the memory of the host. With `gpu` alone; else all memory is one."""
+        before, self._on_host = self._on_host, self.gpu
+        try:
+            yield
+        finally:
+            self._on_host = before
+
+    def hold_on_host(self, tensor: Tensor) -> None:
+        """A tensor is held in the memory of the host for the whole step. Without `gpu` it is one of the states."""
+        self.mark(tensor, "states")
+        if self.gpu:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self.host_bytes += local.nbytes
+            self.allocations[self._number(local)].sizes = [(0, 0)]
+
     def mark(self, tensor: Tensor | None, kind: str) -> None:
         """The storage of a tensor is of this kind; of two that it is told to be the one that comes first in KINDS."""
         if tensor is None:
@@ -112,7 +133,7 @@ class Recorder(TorchDispatchMode):
         for (action, op), count in self.flops.items():
             flops[op] += repeats.get(action, 1) * count
         messages = tuple(self.messages)
-        return RankRecord(self.rank, curve, peak, tops, largest, messages, dict(flops), dict(repeats))
+        return RankRecord(self.rank, curve, peak, tops, largest, messages, dict(flops), dict(repeats), self.host_bytes)
 
     # What PyTorch dispatches
 
@@ -123,7 +144,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a fake tensor for its device
+        if func.namespace == "prim" or self._on_host:  # the former asks a fake tensor for its device
             return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":

@@ -11,7 +11,8 @@ from shardwright.planner.search import fits, limit_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""
-OFFLOADED = {"offload_optimizer": "disk"}
+OFFLOADED = {"cpu": "in the memory of the host", "disk": "on a disk"}
+"""Where optimizer states can be besides, in words; the faster first."""
 SHORTEST = 512
 """Tokens of a sequence below which none is tried."""
 
@@ -29,7 +30,7 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     first, whether one fits without them.
 
     Layout, micro-batch and recomputation are not among them: every choice of those has been searched, but for optimizer
-    states on a disk, which make every step longer.
+    states in the memory of the host or on a disk, which make every step longer.
     """
 
     def works(changed: Job, margin: float = memory_margin, condition: Fixed | None = fixed) -> bool:
@@ -44,9 +45,10 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     if fixed is not None and works(job, condition=None):
         remedies.insert(0, Remedy(f"another layout: leave out {OPTION} {fixed}", job))
     chosen = fixed.values if fixed else {}
-    offloaded = Fixed({**chosen, **OFFLOADED})
-    if offloaded.values != chosen and not [*job.offload_problems("disk")] and works(job, condition=offloaded):
-        remedies.append(Remedy(f"optimizer states on a disk: {OPTION} {offloaded}", job))
+    for where, words in OFFLOADED.items():
+        offloaded = Fixed({**chosen, "offload_optimizer": where})
+        if offloaded.values != chosen and not [*job.offload_problems(where)] and works(job, condition=offloaded):
+            remedies.append(Remedy(f"optimizer states {words}: {OPTION} {offloaded}", job))
     if memory_margin and works(job, 0.0):
         remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
     return remedies
