@@ -246,6 +246,17 @@ class Layout(NumberedRanks):
         in_turn=("disk", "cpu"),
         planned=lambda layout: (layout.offload_optimizer,),  # searched where it is fixed, and where nothing fits
     )
+    offload_parameters: str = _key(
+        "none",
+        help="where the shards of parameters and of their gradients are: none: in the memory of the device; cpu: in "
+        "that of the host, from which each gather copies them, and where the optimizer updates them",
+        words=lambda layout, sizes: f"shards of parameters are {_OFFLOADED_WORDS[layout.offload_parameters]}",
+        choices=lambda: ("none", "cpu"),
+        used=lambda layout: (layout.zero == 3) & (layout.offload_optimizer != "none"),
+        needs="zero=3 and offload_optimizer='cpu' or 'disk'",
+        in_turn=("cpu",),
+        planned=lambda layout: (layout.offload_parameters,),
+    )
     zero_pp_gather: str = _key(
         "step",
         help="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward pass, or "

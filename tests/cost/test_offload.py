@@ -51,12 +51,36 @@ def test_on_the_host_the_device_has_no_states_and_the_slower_of_link_and_update_
     assert found == pytest.approx(link_s + 16 * MODEL.n_parameters / 2 / 3350e9, rel=0.1)
 
 
+def test_with_shards_on_the_host_only_what_is_gathered_is_on_the_device_and_the_link_is_part_of_each_gather():
+    slow = replace(JOB.cluster.accelerator, host_bytes_per_s=1e8)
+    for chip in (JOB.cluster.accelerator, slow):
+        job = replace(JOB, cluster=replace(JOB.cluster, accelerator=chip))
+        states, shards = (
+            estimate(job, SHARDED.changed(offload_optimizer="cpu", offload_parameters=where))
+            for where in ("none", "cpu")
+        )
+        for kind in ("weights", "master", "gradients", "optimizer"):
+            moving = shards.memory.kinds[kind]
+            assert moving.max() == 0 or kind == "gradients"
+        assert shards.memory.kinds["gathered"].max() == states.memory.kinds["gathered"].max()
+        less = states.memory.rank_bytes - shards.memory.rank_bytes
+        assert less.max() == pytest.approx(8 * MODEL.n_parameters / 2, rel=0.02), "master weights and gradients"
+    # Nothing hides the slow link: 32 micro-batches gather all, gather layers again, and reduce all, in fp32.
+    m, shard_bytes = 32, 4 * MODEL.n_parameters / 2
+    layers = 1 - 2 * MODEL.vocab_size * MODEL.d_model / MODEL.n_parameters
+    longer_s = shards.parts_s["data parallel"] - states.parts_s["data parallel"]
+    assert longer_s == pytest.approx(m * (2 + layers) * shard_bytes / 1e8, rel=0.05)
+    assert shards.parts_s["optimizer"] == pytest.approx(32 * MODEL.n_parameters / 2 / 18e9, rel=0.02)
+
+
 def test_host_and_disk_are_offered_where_nothing_fits_and_found_where_they_are_asked_for():
     assert not search(JOB).best
     offered = [each.what for each in remedies(JOB, 0.1) if "offload" in each.what]
     assert offered == [
         "optimizer states in the memory of the host: --fix offload_optimizer=cpu",
         "optimizer states on a disk: --fix offload_optimizer=disk",
+        "optimizer states and shards of parameters and gradients in the memory of the host: "
+        "--fix zero=3,offload_optimizer=cpu,offload_parameters=cpu",
     ]
     steps_s = []
     for where in ("cpu", "disk"):

@@ -167,8 +167,18 @@ class _Traffic:
                 for message in data_messages(self.job, self.candidates.shared, what, group)
             ]
             terms = {message.what: message.seconds(self.job.cluster) for message in messages}
+            if self.candidates.shared.offload_parameters == "cpu" and what in (GATHERED, GATHERED_AGAIN, SCATTERED):
+                terms |= {f"{what}, {group.name}, host": self._over_link(what, group) for group in self.groups}
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
+
+    def _over_link(self, what: str, group: _Group) -> Floats:
+        """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
+        elements = (group.again if what == GATHERED_AGAIN else group.count) / group.shards
+        return ledger.compute(
+            f"{what}, {group.name}, host", "4 * elements / host_rate", "s", "FSDP2 copies shards in fp32",
+            elements=elements, host_rate=self.job.cluster.accelerator.host_bytes_per_s,
+        )  # fmt: skip
 
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"

@@ -155,6 +155,11 @@ def _not_counted(layout: Layout) -> Iterator[str]:
             f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none' or "
             f"'cpu', and see in `shardwright plan` what states on a disk save"
         )
+    if layout.offload_parameters != "none":
+        yield (
+            f"layout.offload_parameters={layout.offload_parameters!r}: a dry run does not count what is copied to the "
+            f"host and back; set it to 'none', and see in `shardwright plan` what shards on the host save"
+        )
     for name in ("compress_gradients", "compress_weights"):
         if (value := getattr(layout, name)) != "none":
             yield (

@@ -61,4 +61,4 @@ def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device,
 
 def states_of(config: RunConfig) -> Where:
     """Where the optimizer states of a run are."""
-    return where_of(config.layout.layout().offload_optimizer, Path(config.offload_path or Path(config.out) / OFFLOADED))
+    return where_of(config.layout.layout(), Path(config.offload_path or Path(config.out) / OFFLOADED))

@@ -296,4 +296,4 @@ class Trainer(ForwardBackward):
         self.model.learn_from_load(update=taken)
         self.model.after_change()
         self.model.forget_gradients()
-        return norm
+        return norm.to(self.device)  # gradients may be on the host

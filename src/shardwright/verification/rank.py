@@ -89,7 +89,7 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
     if training == PLAIN_SGD:
         optimizer = OnShards(torch.optim.SGD(model.named_parameters.values()))
     else:
-        states = where_of(layout.offload_optimizer, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
+        states = where_of(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
         optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states)
     return Trainer(
         model,

@@ -5,10 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-
-def pins(device: torch.device) -> bool:
-    """Whether memory of the host that is copied to and from a device is pinned: a GPU then copies on its own."""
-    return device.type == "cuda" and torch.cuda.is_available()
+from shardwright.parallel.host import pins
 
 
 class Link:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwright.parallel.host import pins
 from shardwright.parallel.norm import as_part_on_host, local_part
-from shardwright.training.offload.link import Link, pins
+from shardwright.training.offload.link import Link
 from shardwright.training.offload.states import Host, Member
 from shardwright.training.on_shards import OnShards
 from shardwright.units import in_groups, round_up

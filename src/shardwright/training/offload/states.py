@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright.layout import Layout
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.parallel.norm import local_part
 from shardwright.training.offload.scratch import BLOCK, ScratchFile, require_room
@@ -48,13 +49,15 @@ Where = Disk | Host | None
 """Where the optimizer states of a run are; None: on the device."""
 
 
-def where_of(offload_optimizer: str, folder: Path, part_bytes: int | None = None) -> Where:
+def where_of(layout: Layout, folder: Path, part_bytes: int | None = None) -> Where:
     """What a layout says of them; `folder`: for those on a disk; `part_bytes`: of a chunk or bucket, if not the default
-    one."""
-    if offload_optimizer == "none":
-        return None
+    one. States of parameters that are on the host themselves are beside them."""
     sized = () if part_bytes is None else (part_bytes,)
-    return Host(*sized) if offload_optimizer == "cpu" else Disk(folder, *sized)
+    if layout.offload_optimizer == "disk":
+        return Disk(folder, *sized)
+    if layout.offload_optimizer == "cpu" and layout.offload_parameters == "none":
+        return Host(*sized)
+    return None
 
 
 class Member(NamedTuple):
