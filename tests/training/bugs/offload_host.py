@@ -8,7 +8,6 @@ from tests.training.worlds import OPTIMIZER
 
 _ON_HOST = "shardwright.training.offload.on_host"
 _ONE, _TP, _ZERO_1, _ZERO_3 = (replace(layout, offload_optimizer="cpu") for layout in (ONE, TP, ZERO_1, ZERO_3))
-_PLACED = "tests/training/test_offload_parameters.py:test_trained_parameters_are_on_the_host_and_nothing_else_is"
 
 STALE: dict[str, AnyBug] = {
     "weights that the host has updated are not sent to the device": Bug(
@@ -27,21 +26,6 @@ STALE: dict[str, AnyBug] = {
     ),
     "gradients of a bucket arrive in the buffer that the host reads": Bug(
         Mutation(f"{_ON_HOST}:OnHost._fetch", "self.buffers[number % BUFFERS]", "self.buffers[0]"), [_ONE, _TP]
-    ),
-}
-MASK: dict[str, AnyBug] = {
-    "parameters of layout.offload_parameters are allocated on the device": UnitBug(
-        Mutation("shardwright.parallel.initialise:allocate", "shards_on if tensor.requires_grad else device", "device"),
-        _PLACED,
-    ),
-    "tensors that are not trained go to the host with the parameters": UnitBug(
-        Mutation(
-            "shardwright.parallel.initialise:allocate", "shards_on if tensor.requires_grad else device", "shards_on"
-        ),
-        _PLACED,
-    ),
-    "layout.offload_parameters is not told to FSDP2": UnitBug(
-        Mutation("shardwright.parallel.apply:shard", 'layout.offload_parameters == "cpu"', "False"), _PLACED
     ),
 }
 SHARD: dict[str, AnyBug] = {
