@@ -106,6 +106,9 @@ def _caught_by(bug: Any) -> str:
     return f"crash: {way}" if bug.crashes else way
 
 
+_OFFLOADED = {"cpu": "optimizer states on the host", "disk": "optimizer states on a disk"}
+
+
 def _by_verify(bug: Any) -> str:
     sizes = {layout.world_size for layout in bug.layouts if _in_matrix(bug.case(layout), layout)}
     ways = ["`verify`", *(f"`--matrix {n}`" for n in sorted(sizes))]
@@ -118,8 +121,8 @@ def _by_verify(bug: Any) -> str:
     names = [FEATURES[key].format(value) for key, value in changed.items()]
     if any(layout.recompute == "full" for layout in bug.layouts):
         names.append("recomputation")
-    if any(layout.offload_optimizer != "none" for layout in bug.layouts):
-        names.append("optimizer states on a disk")
+    wheres = {layout.offload_optimizer for layout in bug.layouts}
+    names += [words for where, words in _OFFLOADED.items() if where in wheres]
     if bug.documents:
         names.append("packed documents")
     if bug.fp8 is not None:

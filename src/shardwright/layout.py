@@ -36,7 +36,7 @@ from shardwright.schedule.registry import Kind, find, names
 
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "selective", "full")
-OFFLOAD = ("none", "disk")
+OFFLOAD = ("none", "cpu", "disk")
 AUTO = "auto"
 """In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
 RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
@@ -47,6 +47,8 @@ _ZERO_WORDS = (
     "optimizer states and gradients are sharded",
     "optimizer states, gradients and parameters are sharded",
 )
+
+_OFFLOADED_WORDS = {"none": "in memory", "cpu": "in the memory of the host", "disk": "on a disk"}
 
 
 def _key(default: Any, **known: Any) -> Any:
@@ -236,14 +238,24 @@ class Layout(NumberedRanks):
     )
     offload_optimizer: str = _key(
         "none",
-        help="where the states of the optimizer are: none: in the memory of the device; disk: in files of "
-        "offload_path, of which some chunks at a time are read, updated and written",
-        words=lambda layout, sizes: (
-            "optimizer states are on a disk" if layout.offload_optimizer == "disk" else "optimizer states are in memory"
-        ),
+        help="where the states of the optimizer are: none: in the memory of the device; cpu: in that of the host, "
+        "which is sent the gradients, computes the update, and sends the weights back (ZeRO-Offload, arXiv "
+        "2101.06840); disk: in files of offload_path, of which some chunks at a time are read, updated and written",
+        words=lambda layout, sizes: f"optimizer states are {_OFFLOADED_WORDS[layout.offload_optimizer]}",
         choices=lambda: OFFLOAD,
-        in_turn=("disk",),
+        in_turn=("disk", "cpu"),
         planned=lambda layout: (layout.offload_optimizer,),  # searched where it is fixed, and where nothing fits
+    )
+    offload_parameters: str = _key(
+        "none",
+        help="where the shards of parameters and of their gradients are: none: in the memory of the device; cpu: in "
+        "that of the host, from which each gather copies them, and where the optimizer updates them",
+        words=lambda layout, sizes: f"shards of parameters are {_OFFLOADED_WORDS[layout.offload_parameters]}",
+        choices=lambda: ("none", "cpu"),
+        used=lambda layout: (layout.zero == 3) & (layout.offload_optimizer != "none"),
+        needs="zero=3 and offload_optimizer='cpu' or 'disk'",
+        in_turn=("cpu",),
+        planned=lambda layout: (layout.offload_parameters,),
     )
     zero_pp_gather: str = _key(
         "step",

@@ -108,10 +108,10 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     # What there is not
     "adapter": (),
     "async_checkpoint": (),
-    "cpu_offload": (),
+    "cpu_offload": ("layout.offload_optimizer",),
     "lora": (),
-    "offload": (),
-    "offload_optimizer": (),
+    "offload": ("layout.offload_optimizer",),
+    "offload_optimizer": ("layout.offload_optimizer",),
     "peft": (),
     "vision": (),
     # Pipeline schedules and attention over cp

@@ -53,6 +53,11 @@ def percent(fraction: float) -> str:
     return f"{fraction:.0%}" if fraction >= 0.0995 else f"{100 * fraction:.2g}%"
 
 
+def round_up(n: int, unit: int) -> int:
+    """The next multiple of `unit`, or `n` itself if it is one."""
+    return -(-n // unit) * unit
+
+
 def in_groups(items: Iterable[T], n_bytes: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
     """Items in order, as many together as have at most `max_bytes`, or a larger one alone; no group is empty."""
     group: list[T] = []

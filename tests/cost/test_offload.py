@@ -35,20 +35,69 @@ def test_memory_falls_by_the_states_and_the_step_is_longer_by_their_way_to_the_d
     }
 
 
-def test_a_disk_is_offered_where_nothing_fits_and_found_where_it_is_asked_for():
+@pytest.mark.parametrize("narrow", [False, True])
+def test_on_the_host_the_device_has_no_states_and_the_slower_of_link_and_update_takes_the_time(narrow: bool):
+    job = replace(JOB, narrow_states=narrow)
+    on_device, on_host = (estimate(job, SHARDED.changed(offload_optimizer=where)) for where in ("none", "cpu"))
+    assert on_host.memory.kinds["optimizer"].max() == 0
+    fallen = on_device.memory.rank_bytes - on_host.memory.rank_bytes
+    assert fallen.max() == pytest.approx(2 * (2 if narrow else 4) * MODEL.n_parameters / 2)
+    update_s = (12 + (8 if narrow else 16)) * MODEL.n_parameters / 2 / 18e9
+    assert on_host.parts_s["optimizer"] == pytest.approx(update_s, rel=0.02)  # and 16 bytes on the device
+    fast = replace(JOB.cluster.accelerator, host_memory_bytes_per_s=1e15)
+    job = replace(job, cluster=replace(JOB.cluster, accelerator=fast))
+    link_s = 4 * MODEL.n_parameters / 2 / 63e9
+    found = estimate(job, SHARDED.changed(offload_optimizer="cpu")).parts_s["optimizer"]
+    assert found == pytest.approx(link_s + 16 * MODEL.n_parameters / 2 / 3350e9, rel=0.1)
+
+
+def test_with_shards_on_the_host_only_what_is_gathered_is_on_the_device_and_the_link_is_part_of_each_gather():
+    slow = replace(JOB.cluster.accelerator, host_bytes_per_s=1e8)
+    for chip in (JOB.cluster.accelerator, slow):
+        job = replace(JOB, cluster=replace(JOB.cluster, accelerator=chip))
+        states, shards = (
+            estimate(job, SHARDED.changed(offload_optimizer="cpu", offload_parameters=where))
+            for where in ("none", "cpu")
+        )
+        for kind in ("weights", "master", "gradients", "optimizer"):
+            moving = shards.memory.kinds[kind]
+            assert moving.max() == 0 or kind == "gradients"
+        assert shards.memory.kinds["gathered"].max() == states.memory.kinds["gathered"].max()
+        less = states.memory.rank_bytes - shards.memory.rank_bytes
+        assert less.max() == pytest.approx(8 * MODEL.n_parameters / 2, rel=0.02), "master weights and gradients"
+    # Nothing hides the slow link: 32 micro-batches gather all, gather layers again, and reduce all, in fp32.
+    m, shard_bytes = 32, 4 * MODEL.n_parameters / 2
+    layers = 1 - 2 * MODEL.vocab_size * MODEL.d_model / MODEL.n_parameters
+    longer_s = shards.parts_s["data parallel"] - states.parts_s["data parallel"]
+    assert longer_s == pytest.approx(m * (2 + layers) * shard_bytes / 1e8, rel=0.05)
+    assert shards.parts_s["optimizer"] == pytest.approx(32 * MODEL.n_parameters / 2 / 18e9, rel=0.02)
+
+
+def test_host_and_disk_are_offered_where_nothing_fits_and_found_where_they_are_asked_for():
     assert not search(JOB).best
-    (offered,) = [each.what for each in remedies(JOB, 0.1) if "disk" in each.what]
-    assert offered == "optimizer states on a disk: --fix offload_optimizer=disk"
-    found = search(JOB, fixed=fixed_values({"offload_optimizer": "disk"})).best
-    assert found
-    assert {each.layout.offload_optimizer for each in found} == {"disk"}
-    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "disk" in each.what]
+    offered = [each.what for each in remedies(JOB, 0.1) if "offload" in each.what]
+    assert offered == [
+        "optimizer states in the memory of the host: --fix offload_optimizer=cpu",
+        "optimizer states on a disk: --fix offload_optimizer=disk",
+        "optimizer states and shards of parameters and gradients in the memory of the host: "
+        "--fix zero=3,offload_optimizer=cpu,offload_parameters=cpu",
+    ]
+    steps_s = []
+    for where in ("cpu", "disk"):
+        found = search(JOB, fixed=fixed_values({"offload_optimizer": where})).best
+        assert found
+        assert {each.layout.offload_optimizer for each in found} == {where}
+        steps_s.append(found[0].time.total_s[0])
+    assert steps_s[0] < steps_s[1]
+    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "offload" in each.what]
 
 
-def test_a_disk_of_which_nothing_is_known_has_no_price():
-    chip = replace(JOB.cluster.accelerator, disk_bytes_per_s=0.0)
+def test_a_disk_or_host_of_which_nothing_is_known_has_no_price():
+    chip = replace(JOB.cluster.accelerator, disk_bytes_per_s=0.0, host_bytes_per_s=0.0)
     job = replace(JOB, cluster=replace(JOB.cluster, accelerator=chip))
     with pytest.raises(LayoutError, match=r"no price for it, accelerators\.h100 has no disk_gb_per_s"):
         estimate(job, SHARDED.changed(offload_optimizer="disk"))
+    with pytest.raises(LayoutError, match=r"no price for it, accelerators\.h100 has no host_gb_per_s, the link"):
+        estimate(job, SHARDED.changed(offload_optimizer="cpu"))
     with pytest.raises(LayoutError, match=r"optimizer\.name='muon': it updates whole matrices"):
         estimate(replace(JOB, optimizer="muon"), SHARDED.changed(offload_optimizer="disk"))

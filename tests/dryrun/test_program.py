@@ -83,6 +83,22 @@ def test_what_does_not_fit_has_a_remedy_that_does():
     assert all(each.needed_bytes <= found.how.limit_bytes for each in found.remedies)
 
 
+@pytest.mark.prove
+def test_states_on_the_host_are_no_bytes_of_a_gpu_and_are_told_apart():
+    on_device, on_host = (
+        run_ranks(dry, 1, run_file("dense", {"offload_optimizer": where}, "bf16"), 0, True)[0]
+        for where in ("none", "cpu")
+    )
+    assert on_device.host_bytes == 0
+    n_bytes = parse(run_file("dense", {})).model.spec().n_parameters * 4
+    assert on_host.peak_of_kinds["states"] == 0
+    # Both states and the weights; then counters, and the gradients of the largest of two buckets, those of matrices.
+    assert 3 * n_bytes < on_host.host_bytes < 5.01 * n_bytes
+    assert on_host.peak.n_bytes + 2 * n_bytes == pytest.approx(on_device.peak.n_bytes, rel=0.01)
+    temporaries = [record.curve[-2].kinds["temporaries"] for record in (on_host, on_device)]
+    assert temporaries[0] <= temporaries[1], "the host's update allocates nothing on the device"
+
+
 def test_a_rank_outside_of_the_world_is_refused():
     with pytest.raises(LayoutError, match="rank 2 is not in the world of the layout; valid: 0 to 1"):
         dry_run(parse(run_file("dense", {"tp": 2})), How(GiB), rank=2)

@@ -65,7 +65,8 @@ def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size
     usual = {name: key.default for name, key in KEYS.items() if key.in_turn}
     assert {replace(layout, **usual) for layout in again} <= set(found)
     assert {layout.loss_chunk_tokens for layout in again} == {5}, "and with a chunked loss in the same one"
-    assert {layout.offload_optimizer for layout in again} == {"disk"}, "and with optimizer states on a disk"
+    offloaded = {layout.offload_optimizer for layout in again}
+    assert offloaded == {"disk", "cpu"}, "and with optimizer states on a disk or the host"
 
 
 def test_the_layouts_of_two_ranks_are_these():

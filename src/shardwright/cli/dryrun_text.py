@@ -47,6 +47,8 @@ def _print_memory(found: "DryRun", record: RankRecord) -> None:
     for kind in KINDS:
         table.add_row(kind, format_bytes(peak.kinds[kind]), format_bytes(record.peak_of_kinds[kind]))
     print_table(table)
+    if record.host_bytes:
+        say(f"besides, {format_bytes(record.host_bytes)} in the memory of the host")
     console.print()
     plan = found.plans[record.rank]
     if isinstance(plan, str):

@@ -171,8 +171,18 @@ class _Traffic:
                 calls = sum((np.where(np.asarray(each.size) > 1, each.calls, 0) for each in messages), np.zeros(1))
                 host = f"host for {what}"
                 terms[host] = ledger.compute(host, "calls * bucket_s", calls=calls, bucket_s=bucket_s)
+            if self.candidates.shared.offload_parameters == "cpu" and what in (GATHERED, GATHERED_AGAIN, SCATTERED):
+                terms |= {f"{what}, {group.name}, host": self._over_link(what, group) for group in self.groups}
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
+
+    def _over_link(self, what: str, group: _Group) -> Floats:
+        """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
+        elements = (group.again if what == GATHERED_AGAIN else group.count) / group.shards
+        return ledger.compute(
+            f"{what}, {group.name}, host", "4 * elements / host_rate", "s", "FSDP2 copies shards in fp32",
+            elements=elements, host_rate=self.job.cluster.accelerator.host_bytes_per_s,
+        )  # fmt: skip
 
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"

@@ -62,7 +62,10 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
     ]
     if wrong:
         raise LayoutError(*wrong)
-    wrong = [*problems(job.model, layout, job.seq_len), *job.offload_problems(layout.offload_optimizer)]
+    wrong = [
+        *problems(job.model, layout, job.seq_len),
+        *job.offload_problems(layout.offload_optimizer, layout.offload_parameters),
+    ]
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)
         wrong.append(

@@ -57,7 +57,8 @@ class Accelerator:
     """`flops_per_s`: peak by precision, dense. `memory_bytes_per_s`: bandwidth of its memory.
 
     `host_bytes_per_s`: to or from the memory of the host, 0 if it is the same memory; `disk_bytes_per_s`: its equal
-    part of the disks of its node, read or written, 0 if that is not known.
+    part of the disks of its node, read or written, 0 if that is not known; `host_memory_bytes_per_s`: its equal part of
+    the bandwidth that an optimizer's update on the host reaches, reads and writes together, 0 if that is not known.
 
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
@@ -80,6 +81,7 @@ class Accelerator:
     rates: RatesTable | None = field(default=None, hash=False, repr=False)
     core_share: float = 1.0
     on_host: bool = False
+    host_memory_bytes_per_s: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -165,6 +167,11 @@ class AcceleratorTable(Table):
     )
     disk_gb_per_s: Positive | None = Field(
         None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
+    )
+    host_memory_gb_per_s: Positive | None = Field(
+        None,
+        description="its equal part of the memory bandwidth that an update on the host reaches, GB/s; without it none "
+        "is priced",
     )
     inside: InsideTable = Field(description="links in a node")
     cores: Count | None = Field(
@@ -291,6 +298,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
         die=table.die or name,
         host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
         disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
+        host_memory_bytes_per_s=(table.host_memory_gb_per_s or 0) * 1e9,
         sources=table.sources,
     )
     measured = of_ranks(table.rates or {}, ranks or table.node_size, table.cores)

@@ -72,14 +72,23 @@ class Job:
         """Bytes of an element of one optimizer state."""
         return 2.0 if self.narrow_states else self.stack.state_bytes
 
-    def offload_problems(self, where: str) -> Iterator[str]:
-        """Why optimizer states cannot be where `layout.offload_optimizer` says, or what that costs is not known."""
+    def offload_problems(self, where: str, parameters: str = "none") -> Iterator[str]:
+        """Why optimizer states cannot be where `layout.offload_optimizer` says, or what that costs is not known;
+        `parameters`: `layout.offload_parameters`."""
         yield from self.optimizer_kind.offload_problems(where)
         chip = self.cluster.accelerator
         if where == "disk" and not chip.disk_bytes_per_s:
             yield (
                 f"layout.offload_optimizer='disk': there is no price for it, accelerators.{chip.name} has no "
                 f"disk_gb_per_s; say it in a hardware file"
+            )
+        missing = [name for name in ("host", "host_memory") if not getattr(chip, f"{name}_bytes_per_s")]
+        if "cpu" in (where, parameters) and missing:
+            name = "optimizer" if where == "cpu" else "parameters"
+            yield (
+                f"layout.offload_{name}='cpu': there is no price for it, accelerators.{chip.name} has no "
+                f"{' and no '.join(f'{name}_gb_per_s' for name in missing)}, the link to a memory of the host that is "
+                f"not its own and how fast an update is there; say them in a hardware file"
             )
 
     @property
@@ -178,6 +187,11 @@ class Candidates:
     def world(self) -> Ints:
         """World size."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def offload_optimizer(self) -> str:
+        """Where the optimizer states are."""
+        return self.shared.offload_optimizer
 
     @property
     def recomputes(self) -> NDArray[np.bool_]:

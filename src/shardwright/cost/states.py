@@ -64,6 +64,11 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     }
     ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
     shape = (len(candidates), len(stages.of_rank))
+    nothing = np.zeros(shape)
+    if candidates.shared.offload_parameters == "cpu":
+        ledger.note("shards on the host", "", np.zeros(1), "B", "master weights, kept weights, reduced gradients")
+        found |= {"weights": nothing, "master": nothing}
+        found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
 
@@ -86,6 +91,8 @@ def _formulas(job: Job, candidates: Candidates, stages: Stages, held: Parameters
 
 def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
     """Optimizer states; matrices may have fewer than other parameters."""
+    if "cpu" in (candidates.shared.offload_optimizer, candidates.shared.offload_parameters):
+        return formulas("optimizer", "0 * P", "in the memory of the host")
     if candidates.shared.offload_optimizer == "disk":
         formulas.values |= {"chunk_bytes": OFFLOAD_CHUNK_BYTES}
         return formulas("optimizer", "chunk_bytes", "a chunk; the others are on a disk")

@@ -205,29 +205,85 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     )
     parts = [("P", "shards"), ("Q", "expert_shards")][: 1 + bool(np.any(held.experts))]
     changed = " + ".join(f"{count} / {over}" if np.any(candidates.zero > 0) else count for count, over in parts)
+    where, sent = candidates.shared.offload_optimizer, candidates.shared.offload_parameters == "none"
+    if where == "cpu" or not sent:
+        on_host = _on_host(job, held, changed, shards, expert_shards, sent=sent)
+        return on_host if where == "cpu" else _on_disk(job, held, changed, shards, expert_shards, on_host, sent=sent)
     by_element = ledger.compute(
         "optimizer", f"optimizer_bytes * ({changed}) / element_rate + step_s", P=held.dense, Q=held.experts,
         shards=shards, expert_shards=expert_shards, element_rate=reached_bytes_per_s(job), step_s=stack.speed.step_s,
         optimizer_bytes=stack.speed.optimizer_bytes + kind.step_bytes + of_states,
     )  # fmt: skip
-    if candidates.shared.offload_optimizer == "disk":
-        chip = job.cluster.accelerator
-        on_disk = ledger.compute(
-            "states on a disk", f"2 * state_bytes * ({changed}) * (1 / disk_rate + host_s)", "s",
-            "read and written once a step, not overlapped", state_bytes=job.n_optimizer_states * job.state_bytes,
-            P=held.dense, Q=held.experts, shards=shards, expert_shards=expert_shards, disk_rate=chip.disk_bytes_per_s,
-            host_s=1 / chip.host_bytes_per_s if chip.host_bytes_per_s else 0.0,
-        )  # fmt: skip
-        return ledger.compute(
-            "optimizer with states on a disk", "optimizer + states_on_a_disk", optimizer=by_element,
-            states_on_a_disk=on_disk,
-        )  # fmt: skip
+    if where == "disk":
+        return _on_disk(job, held, changed, shards, expert_shards, by_element)
     if kind.matrix_state is None:
         return by_element
     matrices = matrix_updates(job, candidates, held.hidden, held.experts)
     return ledger.compute(
         "optimizer of all parameters", "optimizer + updates_of_matrices", optimizer=by_element,
         updates_of_matrices=matrices,
+    )  # fmt: skip
+
+
+def _on_disk(
+    job: Job,
+    held: RankParameters,
+    changed: str,
+    shards: Ints,
+    expert_shards: Ints,
+    update: Floats,
+    sent: bool = True,
+) -> Floats:
+    """Seconds of the optimizer with states on a disk: all are read and written once a step, and `sent` to the device
+    and back. `update`: seconds of the update itself."""
+    chip = job.cluster.accelerator
+    on_disk = ledger.compute(
+        "states on a disk", f"2 * state_bytes * ({changed}) * (1 / disk_rate + host_s)", "s",
+        "read and written once a step, not overlapped", state_bytes=job.n_optimizer_states * job.state_bytes,
+        P=held.dense, Q=held.experts, shards=shards, expert_shards=expert_shards, disk_rate=chip.disk_bytes_per_s,
+        host_s=1 / chip.host_bytes_per_s if sent and chip.host_bytes_per_s else 0.0,
+    )  # fmt: skip
+    return ledger.compute(
+        "optimizer with states on a disk", "optimizer + states_on_a_disk", optimizer=update,
+        states_on_a_disk=on_disk,
+    )  # fmt: skip
+
+
+ON_DEVICE_BYTES = 16.0
+"""Moved on the device for a parameter that the host updates: its gradient is read for the norm and for the copy, and
+zeroed, and its weight is written; 4 bytes each."""
+SENT_BYTES = 4.0
+"""Of a gradient to the host, and of a weight to the device, which are both in fp32."""
+
+
+def _on_host(job: Job, held: RankParameters, changed: str, shards: Ints, expert_shards: Ints, sent: bool) -> Floats:
+    """Seconds of the optimizer with states and update on the host (`training/offload/on_host.py`). Gradients of some
+    parameters come down the link while others are updated and the weights of others go up, so that the slowest of the
+    three takes the time. An update reads gradient and weight, writes the weight, and reads and writes each state.
+    Ignored: the first and the last bucket, which nothing overlaps with. Unless they are `sent`, gradients and weights
+    are on the host before and after, where the norm reads the gradients."""
+    chip = job.cluster.accelerator
+    held_by: ledger.Inputs = {"P": held.dense, "Q": held.experts, "shards": shards, "expert_shards": expert_shards}
+    link = ledger.compute(
+        "link to the host", f"sent_bytes * ({changed}) / host_rate", "s", "each direction; arXiv 2101.06840",
+        sent_bytes=SENT_BYTES, host_rate=chip.host_bytes_per_s, **held_by,
+    )  # fmt: skip
+    update = ledger.compute(
+        "update on the host", f"(3 * 4 + 2 * state_bytes) * ({changed}) / host_memory_rate", "s",
+        "bound by memory bandwidth", state_bytes=job.n_optimizer_states * job.state_bytes,
+        host_memory_rate=chip.host_memory_bytes_per_s, **held_by,
+    )  # fmt: skip
+    if not sent:
+        return ledger.compute(
+            "optimizer beside shards on the host",
+            f"update_on_the_host + 4 * ({changed}) / host_memory_rate + step_s", update_on_the_host=update,
+            host_memory_rate=chip.host_memory_bytes_per_s, step_s=job.stack.speed.step_s, **held_by,
+        )  # fmt: skip
+    return ledger.compute(
+        "optimizer on the host",
+        f"max(link_to_the_host, update_on_the_host) + on_device_bytes * ({changed}) / element_rate + step_s",
+        link_to_the_host=link, update_on_the_host=update, on_device_bytes=ON_DEVICE_BYTES,
+        element_rate=reached_bytes_per_s(job), step_s=job.stack.speed.step_s, **held_by,
     )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def _rank(found: DryRun, record: RankRecord) -> dict[str, Any]:
         "rank": record.rank,
         "peak": _moment(record.peak),
         "peak_of_kinds": record.peak_of_kinds,
+        "host_bytes": record.host_bytes,
         "plan": _plan(plan),
         "groups": {name: {"dry_bytes": dry, "plan_bytes": by_plan} for name, dry, by_plan in found.groups(record)},
         "curve": [_moment(moment) for moment in record.curve],

@@ -55,7 +55,7 @@ def dry_rank(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fill(part: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
+    def fill(part: nn.Module, spec: ModelSpec, seed: int, device: torch.device, _: torch.device) -> None:
         with fake:
             part.to_empty(device=device)
 

@@ -2,7 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,9 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}
         """Address of a storage -> its number in `allocations`."""
         self._of_action: list[int] = []
+        self._on_host = False
+        self.host_bytes = 0
+        """Of tensors in the memory of the host, which are not in `allocations`."""
         self._in_messages: set[int] = set()
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -104,6 +108,23 @@ class Recorder(TorchDispatchMode):
         """Bytes are held for the whole step, which are not there in this process."""
         self.allocations.append(Allocation("", "", "", (n_bytes,), "uint8", [(0, self._rounded(n_bytes))], kind))
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is made in the block is in the memory of the host. With `gpu` alone; else all memory is one."""
+        before, self._on_host = self._on_host, self.gpu
+        try:
+            yield
+        finally:
+            self._on_host = before
+
+    def hold_on_host(self, tensor: Tensor) -> None:
+        """A tensor is held in the memory of the host for the whole step. Without `gpu` it is one of the states."""
+        self.mark(tensor, "states")
+        if self.gpu:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self.host_bytes += local.nbytes
+            self.allocations[self._number(local)].sizes = [(0, 0)]
+
     def mark(self, tensor: Tensor | None, kind: str) -> None:
         """The storage of a tensor is of this kind; of two that it is told to be the one that comes first in KINDS."""
         if tensor is None:
@@ -141,6 +162,7 @@ class Recorder(TorchDispatchMode):
             dict(flops),
             dict(repeats),
             everything if history else None,
+            self.host_bytes,
         )
 
     # What PyTorch dispatches
@@ -154,7 +176,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor runs first; its operations on shards come back here
         kwargs = kwargs or {}
-        if self._asked or func.namespace == "prim":  # asks a fake tensor for its device
+        if self._asked or self._on_host or func.namespace == "prim":  # the last asks a fake tensor for its device
             return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":

@@ -157,10 +157,15 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
 
 def _not_counted(layout: Layout) -> Iterator[str]:
     """What a dry run has no count of, a sentence each."""
-    if layout.offload_optimizer != "none":
+    if layout.offload_optimizer == "disk":
         yield (
-            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none', and "
-            f"see in `shardwright plan` what states on a disk save"
+            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none' or "
+            f"'cpu', and see in `shardwright plan` what states on a disk save"
+        )
+    if layout.offload_parameters != "none":
+        yield (
+            f"layout.offload_parameters={layout.offload_parameters!r}: a dry run does not count what is copied to the "
+            f"host and back; set it to 'none', and see in `shardwright plan` what shards on the host save"
         )
     for name in ("compress_gradients", "compress_weights"):
         if (value := getattr(layout, name)) != "none":

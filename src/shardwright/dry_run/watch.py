@@ -17,6 +17,7 @@ from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.parallel.pipeline.timeline import Timeline
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import Exchange
+from shardwright.training.offload.on_host import OnHost
 from shardwright.training.step import Trainer
 
 REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
@@ -153,7 +154,10 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
     for parameter in own:
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
-    _states(trainer.optimizer.state, recorder)
+    if isinstance(trainer.optimizer, OnHost):
+        _on_host(trainer.optimizer, recorder)
+    else:
+        _states(trainer.optimizer.state, recorder)
 
 
 def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
@@ -182,3 +186,16 @@ def _states(states: Mapping[Any, Mapping[str, Any]], recorder: Recorder) -> None
         for value in of_parameter.values():
             if isinstance(value, Tensor):
                 recorder.mark(value, "states")
+
+
+def _on_host(optimizer: OnHost, recorder: Recorder) -> None:
+    """Mark what the host holds, and have the update that it computes recorded as on the host."""
+    for tensor in optimizer.tensors_on_host():
+        recorder.hold_on_host(tensor)
+    update = optimizer.on_host.step
+
+    def on_host() -> None:
+        with recorder.on_host():
+            update()
+
+    optimizer.on_host.step = on_host  # type: ignore[method-assign,assignment]

@@ -39,8 +39,8 @@ from shardwright.schedule.forward import forward_only
 from shardwright.split.documents import deals_documents
 from shardwright.split.stages import stage_layers, step_schedule
 
-Fill = Callable[[nn.Module, ModelSpec, int, torch.device], None]
-"""(part of the model on the meta device, spec, seed, device)."""
+Fill = Callable[[nn.Module, ModelSpec, int, torch.device, torch.device], None]
+"""(part of the model on the meta device, spec, seed, device, device of the trained parameters)."""
 
 
 def apply(
@@ -102,7 +102,7 @@ def apply(
                 block.compile()
         if sharded:
             shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, compute_dtype, param_dtype))
-        fill(part, spec, seed, device)
+        fill(part, spec, seed, device, torch.device("cpu") if layout.offload_parameters == "cpu" else device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]
     products = _products(spec, layout, mesh, named, seed, sharded)

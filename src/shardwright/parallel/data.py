@@ -38,7 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from shardwright.layout import Layout
@@ -47,6 +53,7 @@ from shardwright.parallel import collectives
 from shardwright.parallel.collectives import Sent
 from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
+from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.split.buckets import BUCKET_BYTES
 from shardwright.units import in_groups
@@ -220,11 +227,16 @@ def shard(
     block and one for the other modules.
 
     Parameters are stored in `param_dtype` and used in `compute_dtype`; gradients are reduced and accumulated in
-    `param_dtype`. Experts form their own group where they have their own mesh. Tensors that are not trained stay
-    replicated, in their own type. Called on a model on the meta device, before it has values.
+    `param_dtype`. With `layout.offload_parameters` shards of parameters and gradients are in the memory of the host:
+    parameters are copied to the device for each gather, and reduced gradients to the host. Experts form their own group
+    where they have their own mesh. Tensors that are not trained stay replicated, in their own type. Called on a model
+    on the meta device, before it has values.
     """
     # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
+    offload = OffloadPolicy()
+    if layout.offload_parameters == "cpu":
+        offload = CPUOffloadPolicy(pin_memory=pins(torch.device(mesh.device_type)))
     untrained = {parameter for parameter in model.parameters() if not parameter.requires_grad}
 
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
@@ -235,6 +247,7 @@ def shard(
             module,
             mesh=along[replicas, shards] if replicated else along[shards],
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=reshard,
             shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
             ignored_params=untrained,

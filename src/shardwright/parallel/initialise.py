@@ -9,14 +9,20 @@ from shardwright.model.init import initialise
 from shardwright.model.spec import ModelSpec
 
 
-def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
-    """Move a model from the meta device to `device` and fill this rank's shard of every parameter.
+def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, shards_on: torch.device) -> None:
+    """Move a model from the meta device to `device`, but trained parameters to `shards_on`, and fill this rank's shard
+    of every parameter.
 
     Values depend only on (seed, name, index in the whole tensor), so that every layout starts from the same weights.
     `nn.init` on a sharded DTensor would give every rank the same shard on CPU; it is not used.
     """
-    model.to_empty(device=device)
+    allocate(model, device, shards_on)
     initialise(model, spec, seed, local_box)
+
+
+def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) -> None:
+    """Move a model from the meta device to `device`, but trained parameters to `shards_on`; without values."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=shards_on if tensor.requires_grad else device))
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -157,7 +157,7 @@ class ParallelModel:
         if moe is None:
             return
         found = [(int(layer), load) for part in self.parts for layer, load in take_load(part).items()]
-        device = next(self.parts[0].parameters()).device
+        device = self.mesh.device_type  # parameters may be in the memory of the host
         counts_LE = torch.zeros(self.spec.n_blocks, moe.n_experts + 1, dtype=torch.int64, device=device)
         losses_L2 = torch.zeros(self.spec.n_blocks, 2, dtype=torch.float64, device=device)
         for layer, load in found:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def gradient_norm(
@@ -58,3 +59,10 @@ def local_part(tensor: Tensor) -> Tensor:
 def as_part(local: Tensor, whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of the size of `whole`, possibly unevenly sharded, of which `local` is this rank's shard."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def as_part_on_host(local: Tensor, whole: DTensor) -> DTensor:
+    """A DTensor of the size and sharding of `whole`, of which `local`, in the memory of the host, is this rank's shard;
+    `DTensor.from_local` would copy it to the device of the mesh."""
+    meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta), requires_grad=False)

@@ -16,6 +16,7 @@ from shardwright.planner.pool import Mask
 from shardwright.planner.space import groups
 
 OPTION = "--fix"
+OFFLOADS = ("offload_optimizer", "offload_parameters")
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Fixed:
         return found
 
     @property
-    def offload(self) -> str:
-        """`offload_optimizer` of the layouts that are searched."""
-        return str(self.values.get("offload_optimizer", KEYS["offload_optimizer"].default))
+    def offload(self) -> dict[str, Any]:
+        """The keys that say where the layouts have what is not on the device: only what is fixed is searched."""
+        return {name: value for name, value in self.values.items() if name in OFFLOADS}
 
     def __str__(self) -> str:
         return ",".join(f"{name}={written(value)}" for name, value in self.values.items())

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
@@ -11,7 +12,16 @@ from shardwright.planner.search import fits, limit_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""
-OFFLOADED = {"offload_optimizer": "disk"}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "optimizer states in the memory of the host": {"offload_optimizer": "cpu"},
+    "optimizer states on a disk": {"offload_optimizer": "disk"},
+    "optimizer states and shards of parameters and gradients in the memory of the host": {
+        "zero": 3,
+        "offload_optimizer": "cpu",
+        "offload_parameters": "cpu",
+    },
+}
+"""What can be elsewhere than on the device, and the keys for it."""
 SHORTEST = 512
 """Tokens of a sequence below which none is tried."""
 
@@ -29,7 +39,7 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     first, whether one fits without them.
 
     Layout, micro-batch and recomputation are not among them: every choice of those has been searched, but for optimizer
-    states on a disk, which make every step longer.
+    states and shards of parameters in the memory of the host or on a disk, which make every step longer.
     """
 
     def works(changed: Job, margin: float = memory_margin, condition: Fixed | None = fixed) -> bool:
@@ -44,9 +54,11 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     if fixed is not None and works(job, condition=None):
         remedies.insert(0, Remedy(f"another layout: leave out {OPTION} {fixed}", job))
     chosen = fixed.values if fixed else {}
-    offloaded = Fixed({**chosen, **OFFLOADED})
-    if offloaded.values != chosen and not [*job.offload_problems("disk")] and works(job, condition=offloaded):
-        remedies.append(Remedy(f"optimizer states on a disk: {OPTION} {offloaded}", job))
+    for words, values in OFFLOADED.items():
+        offloaded = Fixed({**chosen, **values})
+        priced = not [*job.offload_problems(values["offload_optimizer"])]
+        if offloaded.values != chosen and priced and works(job, condition=offloaded):
+            remedies.append(Remedy(f"{words}: {OPTION} {offloaded}", job))
     if memory_margin and works(job, 0.0):
         remedies.append(Remedy("no margin: --memory-margin 0 (fragments and what is not counted may overflow)", job))
     return remedies

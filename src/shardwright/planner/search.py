@@ -13,7 +13,7 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.layout import Layout
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
-from shardwright.planner.fixed import Fixed, none_searched
+from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Condition, Pool
 from shardwright.planner.space import groups
 
@@ -98,7 +98,9 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fi
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
     no share.
     """
-    if fixed is not None and (problems := list(job.offload_problems(fixed.offload))):
+    if fixed is not None and (
+        problems := list(job.offload_problems(*(str(fixed.offload.get(name, "none")) for name in OFFLOADS)))
+    ):
         raise LayoutError(*problems)
     limit = limit_bytes(job, memory_margin)
     found = survey(job, limit, fixed)
@@ -140,7 +142,7 @@ def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
 
 def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
     """The groups of the space, in parts that the formulas take at once."""
-    for group in groups(job, condition.offload if isinstance(condition, Fixed) else "none"):
+    for group in groups(job, condition.offload if isinstance(condition, Fixed) else {}):
         if condition is not None:
             group = group.take(condition(group))
             if not len(group):

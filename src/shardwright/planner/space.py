@@ -20,6 +20,7 @@ once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,9 @@ _RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(_ALL_AXES)))
 Columns = dict[str, Ints]
 
 
-def groups(job: Job, offload: str = "none") -> Iterator[Candidates]:
+def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Candidates]:
     """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty. All have the
-    same `offload_optimizer`.
+    values of `offload`.
 
     Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
     LayoutError, with the nearest batches that would do, where no layout can partition the batch.
@@ -61,10 +62,10 @@ def groups(job: Job, offload: str = "none") -> Iterator[Candidates]:
         raise LayoutError(_no_layout(job))
 
 
-def _shared(pp: int, n_layers: int, offload: str = "none") -> list[Layout]:
+def _shared(pp: int, n_layers: int, offload: Mapping[str, Any] = MappingProxyType({})) -> list[Layout]:
     """Every choice of the keys that the layouts of a group share, for pipelines of so many ranks with which each stage
     has a layer."""
-    found = [_ALL_AXES.changed(pp=pp, offload_optimizer=offload)]
+    found = [_ALL_AXES.changed(pp=pp, **offload)]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
             found = [

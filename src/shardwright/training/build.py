@@ -11,7 +11,7 @@ from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import OFFLOADED
 from shardwright.training.loss_scale import loss_scaler
-from shardwright.training.offload.states import Disk
+from shardwright.training.offload.states import Where, where_of
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
 
@@ -49,7 +49,7 @@ def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device,
     """What takes the steps of a run. `compiled`: the loss is."""
     return Trainer(
         model,
-        build_optimizer(model.named_parameters, model.spec, config.optimizer, disk_of(config)),
+        build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config)),
         device=device,
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm,
@@ -59,8 +59,6 @@ def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device,
     )
 
 
-def disk_of(config: RunConfig) -> Disk | None:
-    """Where the optimizer states of a run are, if that is a disk."""
-    if config.layout.layout().offload_optimizer != "disk":
-        return None
-    return Disk(Path(config.offload_path or Path(config.out) / OFFLOADED))
+def states_of(config: RunConfig) -> Where:
+    """Where the optimizer states of a run are."""
+    return where_of(config.layout.layout(), Path(config.offload_path or Path(config.out) / OFFLOADED))

@@ -14,36 +14,37 @@ from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part, local_part
 from shardwright.training.offload.on_disk import OnDisk
-from shardwright.training.offload.states import Disk, Member, StoredTensor
+from shardwright.training.offload.on_host import OnHost
+from shardwright.training.offload.states import Disk, Host, Member, StoredTensor, Where
 from shardwright.training.on_shards import STORED_NARROW, OnShards
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection, disk: Disk | None = None
+    parameters: Mapping[str, nn.Parameter], spec: ModelSpec, config: OptimizerSection, where: Where = None
 ) -> Optimizer:
     """The optimizer of the run for `parameters`, by global name, with the rate and weight decay of their kinds; its
-    states on `disk`, if that is given."""
-    return make_optimizer(parameter_groups(parameters, spec, config), config, disk)
+    states are `where` it says."""
+    return make_optimizer(parameter_groups(parameters, spec, config), config, where)
 
 
-def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, disk: Disk | None = None) -> Optimizer:
+def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where: Where = None) -> Optimizer:
     """The optimizer of the run for groups of parameters (`parameter_groups`).
 
     The state is allocated here and not in the first step, so that a run that does not fit fails at its start, and
-    a checkpoint has somewhere to be read into. It is on the device and of the sharding of its parameter, or in a file
-    on `disk`, for which the optimizer has to keep states of each element (`OptimizerKind.can_offload`).
+    a checkpoint has somewhere to be read into. It is on the device and of the sharding of its parameter, or `where` it
+    says, for which the optimizer has to keep states of each element (`OptimizerKind.can_offload`).
     """
     optimizer: Optimizer = config.kind.build(groups, config.lr, config.options)
     stored = STORED_NARROW if config.state_dtype == "bf16" else None
     members = []
     for group in groups:
         for parameter, row in zip(group["params"], group["rows"], strict=True):
+            beside = torch.device("cpu") if isinstance(where, Host) else parameter.device
             numbers = {
-                name: torch.zeros((), dtype=torch.float32, device=parameter.device)
-                for name in config.kind.counters_of(row)
+                name: torch.zeros((), dtype=torch.float32, device=beside) for name in config.kind.counters_of(row)
             }
             shapes = config.kind.shapes(row)
-            if disk is not None:
+            if where is not None:
                 members.append(Member(group, parameter, dict.fromkeys(shapes, stored or parameter.dtype), numbers))
                 continue
             optimizer.state[parameter] = numbers | {
@@ -52,8 +53,10 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, disk:
                 else _zero_means(parameter, shape)
                 for name, shape in shapes.items()
             }
-    if disk is not None:
-        return OnDisk(optimizer, members, disk)
+    if isinstance(where, Disk):
+        return OnDisk(optimizer, members, where)
+    if isinstance(where, Host):
+        return OnHost(optimizer, members, where)
     return OnShards(optimizer) if config.kind.by_element else optimizer
 
 

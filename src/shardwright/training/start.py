@@ -167,11 +167,13 @@ def _machine_problems(config: RunConfig) -> list[str]:
             f"at the layout here with shardwright plan"
         ]
     spec, element = config.model.spec(), 8 if config.precision.compute == "fp64" else 4
-    offloads = config.layout.layout().offload_optimizer != "none"
+    where = config.layout.layout().offload_optimizer
+    offloads = where == "disk"
     n_parameters = spec.n_parameters
     n_states = 0 if offloads else config.optimizer.kind.n_elements(rows(spec).values())
     state_bytes = 2 if config.optimizer.state_dtype == "bf16" else element
     held = 2 * element + state_bytes * n_states / n_parameters  # weights, gradients and the optimizer's states
+    held += element * (where == "cpu")  # a second copy of the weights
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_bytes()
     if needed <= there:

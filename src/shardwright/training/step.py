@@ -318,8 +318,8 @@ class Trainer(ForwardBackward):
         self.model.learn_from_load(update=taken)
         self.model.after_change()
         self.model.forget_gradients()
-        return norm
+        return norm.to(self.device)  # gradients may be on the host
 
     def _norm_known(self, norm: Tensor) -> None:
         if self.spikes is not None:
-            self.spikes.start(norm)
+            self.spikes.start(norm.to(self.device))

@@ -18,7 +18,7 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
 from shardwright.training.loss_scale import loss_scaler
-from shardwright.training.offload.states import Disk
+from shardwright.training.offload.states import where_of
 from shardwright.training.on_shards import OnShards
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
@@ -65,7 +65,8 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
 
 
 CHUNK_BYTES = 12 * KiB
-"""Of states on a disk: several chunks of a model at test size, and large matrices in more than one."""
+"""Of offloaded states: several chunks or buckets of a model at test size; on a disk large matrices are in more
+than one."""
 
 
 def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None = None) -> Trainer:
@@ -88,8 +89,8 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
     if training == PLAIN_SGD:
         optimizer = OnShards(torch.optim.SGD(model.named_parameters.values()))
     else:
-        disk = Disk(folder or Path(tempfile.gettempdir()), CHUNK_BYTES) if layout.offload_optimizer == "disk" else None
-        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, disk)
+        states = where_of(layout, folder or Path(tempfile.gettempdir()), CHUNK_BYTES)
+        optimizer = build_optimizer(model.named_parameters, case.spec, case.optimizer, states)
     return Trainer(
         model,
         optimizer,

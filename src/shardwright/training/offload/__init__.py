@@ -1,1 +1,1 @@
-"""States of the optimizer outside the memory of the device: in a file on a disk."""
+"""States of the optimizer outside the memory of the device: in that of the host, or in a file on a disk."""

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwright.layout import Layout
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.parallel.norm import local_part
 from shardwright.training.offload.scratch import BLOCK, ScratchFile, require_room
+from shardwright.units import MiB, round_up
 
 BUFFERS = 3
 CUT = 512
@@ -34,6 +36,28 @@ class Disk:
 
     folder: Path
     chunk_bytes: int = OFFLOAD_CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Host:
+    """In the memory of the host; parameters are copied and updated in buckets of at most `bucket_bytes`, or one."""
+
+    bucket_bytes: int = 64 * MiB
+
+
+Where = Disk | Host | None
+"""Where the optimizer states of a run are; None: on the device."""
+
+
+def where_of(layout: Layout, folder: Path, part_bytes: int | None = None) -> Where:
+    """What a layout says of them; `folder`: for those on a disk; `part_bytes`: of a chunk or bucket, if not the default
+    one. States of parameters that are on the host themselves are beside them."""
+    sized = () if part_bytes is None else (part_bytes,)
+    if layout.offload_optimizer == "disk":
+        return Disk(folder, *sized)
+    if layout.offload_optimizer == "cpu" and layout.offload_parameters == "none":
+        return Host(*sized)
+    return None
 
 
 class Member(NamedTuple):
@@ -68,7 +92,7 @@ class Chunk:
 
     @property
     def n_bytes(self) -> int:
-        return _round_up(self.used, BLOCK)
+        return round_up(self.used, BLOCK)
 
 
 class StatesOnDisk:
@@ -170,7 +194,7 @@ def in_chunks(members: Iterable[Member], chunk_bytes: int) -> list[Chunk]:
             at = {}
             for name, size in sizes.items():
                 at[name] = chunk.used
-                chunk.used += _round_up(count * size, _ALIGNED)
+                chunk.used += round_up(count * size, _ALIGNED)
             chunk.pieces.append(Piece(member, first, count, at, first + count == numel))
             first += count
         if not numel:  # it has counters to advance
@@ -194,7 +218,3 @@ def _stored(states: StatesOnDisk, members: Iterable[Member]) -> dict[nn.Paramete
 
 def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy().data)
-
-
-def _round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit

@@ -1,0 +1,160 @@
+"""Steps of an optimizer that are computed on the host, which holds its states (ZeRO-Offload, arXiv 2101.06840).
+
+Of each parameter the host holds the states, and a copy of this rank's shard of the weights. A step takes the parameters
+in buckets: while the host updates one, the gradients of the next come from the device, and the weights of the one
+before go back.
+
+A step copies the bytes of the gradients to the host and those of the weights to the device, in the types in which they
+are there: 4 + 4 bytes a parameter of the shard in fp32. ZeRO-Offload has 2 + 2, since its device keeps both in 16 bits;
+here gradients are summed and sharded weights kept in fp32, also where matmuls are in bf16, and so they are not rounded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.parallel.host import pins
+from shardwright.parallel.norm import as_part_on_host, local_part
+from shardwright.training.offload.link import Link
+from shardwright.training.offload.states import Host, Member
+from shardwright.training.on_shards import OnShards
+from shardwright.units import in_groups, round_up
+
+BUFFERS = 2
+_ALIGNED = 64
+
+
+class _Held:
+    """What the host holds of a parameter: `weights`, as the optimizer on the host is given them."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        shard = self.shard
+        self.weights = nn.Parameter(torch.empty_like(shard, device="cpu", pin_memory=pins(shard.device)))
+        self._seen: tuple[int, int] | None = None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard of the parameter on the device."""
+        return local_part(self.member.parameter.detach())
+
+    @property
+    def changed(self) -> bool:
+        """Whether the shard may have other values than after `sent`: a checkpoint was loaded, say."""
+        return self._seen != _version(self.shard)
+
+    def sent(self) -> None:
+        """The shard has the values of `weights`."""
+        self._seen = _version(self.shard)
+
+
+class OnHost(Optimizer):
+    """An optimizer whose `step` is computed on the host, for one that updates each element on its own.
+
+    `state[parameter]` has the counters and states, in the memory of the host, sharded as the parameter is.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member], host: Host) -> None:
+        """`members`: all parameters of `optimizer`, which are on one device, with counters on the host."""
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.on_host = OnShards(optimizer)
+        self.buckets: list[list[_Held]] = []
+        for group in self.param_groups:
+            of_group = [_Held(each) for each in members if each.group is group]
+            self.buckets += in_groups(of_group, lambda each: each.weights.nbytes, host.bucket_bytes)
+        n_held = sum(map(len, self.buckets))
+        assert n_held == len(members), "`OptimizerKind.make` has to keep the groups that it is given"
+        device = next((each.parameter.device for each in members), torch.device("cpu"))
+        self._link = Link(device)
+        largest = max((sum(_room(each.weights) for each in bucket) for bucket in self.buckets), default=0)
+        n_buffers = min(BUFFERS, len(self.buckets))
+        self.buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pins(device)) for _ in range(n_buffers)]
+        """For the gradients of a bucket each."""
+        for each in (held for bucket in self.buckets for held in bucket):
+            self._make_states(each)
+
+    @property
+    def bytes_on_host(self) -> int:
+        """Bytes of states, weights and gradients in the memory of the host."""
+        return sum(each.nbytes for each in self.tensors_on_host())
+
+    def tensors_on_host(self) -> Iterator[Tensor]:
+        """Every tensor in the memory of the host: states and weights of this rank's shards, buffers for gradients."""
+        for weights, states in self.on_host.state.items():
+            yield weights
+            yield from states.values()
+        yield from self.buffers
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self._link.start()
+        arrived = self._fetch(0)
+        for number, bucket in enumerate(self.buckets):
+            following = self._fetch(number + 1)
+            arrived()
+            self._update(bucket)
+            self._link.send([each.shard for each in bucket], [each.weights for each in bucket])
+            for each in bucket:
+                each.sent()
+            arrived = following
+        self._link.join()
+
+    def _fetch(self, number: int) -> Callable[[], None]:
+        """Copy the gradients of a bucket to the host, and weights that are not those of the last step. The bucket that
+        used the same buffer before has been updated."""
+        into: list[Tensor] = []
+        of: list[Tensor] = []
+        at = 0
+        for each in self.buckets[number] if number < len(self.buckets) else ():
+            gradient, weights = each.member.parameter.grad, each.weights
+            weights.grad = None
+            if gradient is not None:
+                room = self.buffers[number % BUFFERS][at : at + weights.nbytes]
+                weights.grad = room.view(weights.dtype).view(weights.shape)
+                into.append(weights.grad)
+                of.append(local_part(gradient))
+                at += _room(weights)
+            if each.changed:
+                into.append(weights)
+                of.append(each.shard)
+        return self._link.fetch(into, of)
+
+    def _update(self, bucket: Sequence[_Held]) -> None:
+        group, weights = bucket[0].member.group, [each.weights for each in bucket]
+        self.on_host.param_groups = [{**group, "params": weights}]
+        before = [dict(self.on_host.state[each]) for each in weights]
+        self.on_host.step()
+        for each, states in zip(weights, before, strict=True):
+            for name, value in self.on_host.state[each].items():
+                if value is not states[name]:
+                    states[name].copy_(value)
+            self.on_host.state[each] = states
+        self.on_host.param_groups = []
+
+    def _make_states(self, held: _Held) -> None:
+        _, parameter, dtypes, counters = held.member
+        pinned = pins(parameter.device)
+        states = {
+            name: torch.zeros(held.weights.shape, dtype=dtype, pin_memory=pinned) for name, dtype in dtypes.items()
+        }
+        self.on_host.state[held.weights] = {**counters, **states}
+        self.state[parameter] = {**counters, **{name: _as_of(value, parameter) for name, value in states.items()}}
+
+
+def _as_of(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A shard on the host, as a tensor sharded as a parameter is."""
+    return as_part_on_host(value, parameter) if isinstance(parameter, DTensor) else value
+
+
+def _version(shard: Tensor) -> tuple[int, int]:
+    """Something that differs once the values of a tensor were changed, or it is in another place."""
+    storage: Any = shard.untyped_storage()
+    return storage._cdata, shard._version
+
+
+def _room(weights: Tensor) -> int:
+    return round_up(weights.nbytes, _ALIGNED)
