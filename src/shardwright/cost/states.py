@@ -92,6 +92,8 @@ def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledge
     sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.state_bytes
     if job.optimizer_kind.means is not None:
         return _means(job, candidates, stages, formulas)
+    if job.optimizer_kind.in_blocks:
+        return _in_blocks(job, candidates, stages, formulas)
     if job.n_matrix_states == job.n_optimizer_states:
         return _spent(formulas, candidates, "optimizer", sharded, n_bytes)
     formulas.values |= {"matrix_bytes": job.n_matrix_states * job.state_bytes}
@@ -118,6 +120,28 @@ def _means(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Fo
     }
     return formulas(
         "optimizer", "state_bytes * (by_row / ranks + by_column + expert_means / expert_ranks)", "arXiv 1804.04235"
+    )
+
+
+def _in_blocks(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+    """States that are codes of a byte with a scale for each block of a row, of large matrices; others as they are. Of
+    a matrix whose columns tp shards, every rank of tp has the scales of all blocks of its rows."""
+    counts = parameters.in_blocks(job, stages, candidates.tp, candidates.ep)
+    names = ("coded", "scales", "expert_coded", "expert_scales")
+    sharded = candidates.zero >= 1
+    formulas.values |= {name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)}
+    formulas.values |= {
+        "states": job.n_optimizer_states,
+        "element": job.stack.state_bytes,
+        "ranks": np.where(sharded, candidates.shards, 1)[:, None],
+        "expert_ranks": np.where(sharded, candidates.expert_shards, 1)[:, None],
+    }
+    dense, expert = (
+        f"({whole} - {part}coded) * element + {part}coded + {part}scales * element"
+        for whole, part in (("P", ""), ("Q", "expert_"))
+    )
+    return formulas(
+        "optimizer", f"states * (({dense}) / ranks + ({expert}) / expert_ranks)", "arXiv 2110.02861, section 2"
     )
 
 

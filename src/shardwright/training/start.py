@@ -159,9 +159,9 @@ def _machine_problems(config: RunConfig) -> list[str]:
     spec, element = config.model.spec(), 8 if config.precision.compute == "fp64" else 4
     offloads = config.layout.layout().offload_optimizer != "none"
     n_parameters = spec.n_parameters
-    n_states = 0 if offloads else config.optimizer.kind.n_elements(rows(spec).values())
-    state_bytes = 2 if config.optimizer.state_dtype == "bf16" else element
-    held = 2 * element + state_bytes * n_states / n_parameters  # weights, gradients and the optimizer's states
+    optimizer, state_element = config.optimizer, 2 if config.optimizer.state_dtype == "bf16" else element
+    states = 0 if offloads else optimizer.kind.n_bytes(rows(spec).values(), state_element, optimizer.options)
+    held = 2 * element + states / n_parameters  # weights, gradients and the optimizer's states
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_bytes()
     if needed <= there:

@@ -28,7 +28,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 from shardwright.training.schedule import learning_rate
-from shardwright.verification.formats import LOSS_SCALING, cut_fp8, no_fp8_in
+from shardwright.verification.formats import LOSS_SCALING, cut_fp8, cut_optimizer, no_fp8_in
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 # Type of parameters, gradients and optimizer states, and type of matmuls.
@@ -283,6 +283,7 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
         case,
         spec=spec,
         fp8=cut_fp8(case.fp8, spec, layouts),
+        optimizer=cut_optimizer(case.optimizer),
         seq_len=seq_len,
         global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
         micro_batch=micro_batch,
