@@ -21,7 +21,8 @@ rank holds the first and the last stage.
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import ledger, parameters
+from shardwright.compression import powersgd_rank
+from shardwright.cost import ledger, parameters, products
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -52,7 +53,9 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     found = {
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
         "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
-        "gradients": spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes),
+        "gradients": _with_errors(
+            candidates, stages, formulas, spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes)
+        ),
         "optimizer": _optimizer(job, candidates, stages, formulas),
         # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
@@ -65,6 +68,15 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
     shape = (len(candidates), len(stages.of_rank))
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
+
+
+def _with_errors(candidates: Candidates, stages: Stages, formulas: ledger.Formulas, kept: Floats) -> Floats:
+    """Gradients, and what is held between steps where they travel as products (`cost.products`)."""
+    if not (rank := powersgd_rank(candidates.shared)):
+        return kept
+    factored, _, columns = products.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
+    formulas.values |= {"r": rank, "factored": factored[None], "right_columns": columns[None]}
+    return formulas("gradients and errors", "gradients_kept + 4 * (factored + r * right_columns)", "arXiv 1905.13727")
 
 
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
