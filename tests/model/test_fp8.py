@@ -217,3 +217,11 @@ def test_sizes_that_are_no_multiple_of_16_are_refused_all_at_once():
     assert f"ffn.down.weight: {spec.d_ffn} input features" in told
     assert list(problems(DEBUG, Layout(), Fp8("tensorwise"), 32)) == []
     assert block_of(spec, Fp8("blockwise", weight_gradient=False), 2) == 4
+
+
+def test_sizes_of_experts_that_are_no_multiple_of_16_are_refused_where_they_are_in_fp8():
+    spec = replace(DEBUG, moe=MoESpec(n_experts=4, top_k=2, d_ffn=24))
+    assert list(problems(spec, Layout(), Fp8("rowwise"), 32)) == []
+    (told,) = problems(spec, Layout(), Fp8("rowwise", experts=True), 32)
+    assert "ffn.experts.up: 24 output features" in told
+    assert "set precision.fp8_experts=false" in told

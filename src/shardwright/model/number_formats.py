@@ -91,7 +91,8 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
         shown = "; ".join(f"{name}: {side} {what} features" for name, what, side in list(wrong)[:3])
         yield (
             f"{name} needs features{of_rank} in multiples of {multiple}, and {len(wrong)} sizes are not ({shown}); "
-            f"change the sizes of [model]{', lower layout.tp' if tp > 1 else ''}, or set precision.fp8='none'"
+            f"change the sizes of [model]{', lower layout.tp' if tp > 1 else ''}"
+            f"{', set precision.fp8_experts=false' if fp8.experts else ''}, or set precision.fp8='none'"
         )
     if fp8.weight_gradient and tokens % ALIGNED:
         yield (
