@@ -60,7 +60,7 @@ class _Member:
     def __init__(self, parameter: nn.Parameter, row: Row, group: dict[str, Any]) -> None:
         self.parameter, self.group = parameter, group
         self.is_matrix = parameter.dim() > 1
-        local, offsets = local_box(parameter)
+        local = local_part(parameter.detach())
         self.shape_ERC = (1,) * (3 - local.dim()) + tuple(local.shape)
         # What the means are over, of the whole parameter: columns, and the rows of each logical matrix.
         self.n_columns, sizes = parameter.shape[-1], [n * row.heads for _, n in row.parts]
@@ -68,7 +68,9 @@ class _Member:
         self.n_rows_P = torch.tensor(n_rows, dtype=local.dtype, device=local.device)
         self.over_rows = groups_that_shard(parameter, -2) if self.is_matrix else ()
         self.over_columns = groups_that_shard(parameter, -1)
-        self.part_R = _part_of_rows(row, offsets[-2], local.shape[-2], local.device) if len(sizes) > 1 else None
+        self.part_R = None
+        if len(sizes) > 1:
+            self.part_R = _part_of_rows(row, local_box(parameter)[1][-2], local.shape[-2], local.device)
 
     @property
     def over_all(self) -> Groups:

@@ -31,9 +31,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shardwright.optimizers import OPTIMIZERS, scale_of
-from shardwright.parallel.initialise import local_box
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.over_shards import groups_that_shard, reduce_together
+from shardwright.parallel.over_shards import first_column, groups_that_shard, reduce_together
 from shardwright.training.on_shards import BUCKET_BYTES
 from shardwright.units import in_groups
 
@@ -144,9 +143,8 @@ class _Blocks:
     """The blocks of the rows of a parameter, of which this rank has all columns or a shard of them."""
 
     def __init__(self, parameter: Tensor, size: int) -> None:
-        local, offsets = local_box(parameter)
-        self.size, self.columns = min(size, parameter.shape[-1]), local.shape[-1]
-        self.first, self.before = divmod(offsets[-1], self.size)
+        self.size, self.columns = min(size, parameter.shape[-1]), local_part(parameter.detach()).shape[-1]
+        self.first, self.before = divmod(first_column(parameter), self.size)
         self.n = -(-(self.before + self.columns) // self.size)
         self.after = self.n * self.size - self.before - self.columns
 
@@ -170,9 +168,10 @@ def table(signed: bool) -> Tensor:
     places = BITS - 1
     found = [0.0, 1.0]
     for exponent in range(places):
-        ends = torch.linspace(0.1, 1.0, 2 ** (exponent + (not signed)) + 1, dtype=torch.float64)
-        middles = (ends[:-1] + ends[1:]) / 2 * 10.0 ** (exponent - places + 1)
-        found += middles.tolist() + (-middles).tolist() * signed
+        n_parts = 2 ** (exponent + (not signed))
+        for part in range(n_parts):
+            middle = (0.1 + 0.9 * (part + 0.5) / n_parts) * 10.0 ** (exponent - places + 1)
+            found += [middle, -middle] if signed else [middle]
     return torch.tensor(sorted(found), dtype=torch.float64)
 
 
