@@ -71,10 +71,10 @@ def data_parallel(
             exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
             found = np.where(candidates.zero == zero, exposed, found)
     after = [*replica_messages(job, candidates, held), *products.messages(candidates, held)]
-    terms = {"weights and gradients": found} | {each.what: each.seconds(job.cluster) for each in after}
+    parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster) for each in after}
     if np.any(held.factored):
-        terms["products of gradients"] = products.computed(job, candidates, held)
-    return ledger.total("data parallel", terms)
+        parts["products of gradients"] = products.computed(job, candidates, held)
+    return ledger.total("data parallel", parts)
 
 
 SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
