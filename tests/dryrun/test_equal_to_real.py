@@ -75,15 +75,6 @@ def is_held(dry: int, real: int, within: float, late: int) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["adafactor", "adamw-8bit"])
-def test_optimizers_that_reduce_over_shards_send_dry_what_they_send(name: str):
-    """Rows that both tp and ZeRO shard, and columns that tp shards."""
-    for real, dry in both(run_file("dense", {"tp": 2, "dp_shard": 2, "zero": 2}, optimizer={"name": name})):
-        assert lines(dry) == lines(real)
-        assert dry.peak_of_kinds["states"] == real.peak_of_kinds["states"] > 0
-
-
-@pytest.mark.prove
 def test_micro_batches_that_are_not_run_are_counted():
     table = run_file("dense", {"dp_shard": 2, "zero": 2}, "bf16")
     table["batch"]["global_batch"] = 7 * 4  # of which three are run dry
