@@ -3,8 +3,8 @@
     python benchmarks/compression.py quickstart/quickstart.toml --out runs/compression
 
 All runs have the same initial weights and samples, on two ranks; only the keys of LAYOUTS differ. `--set` changes keys
-of the run file, such as the size of the model. Writes a table with the losses along each run to `--out`; a run that is
-there already is not trained again.
+of the run file, such as the size of the model. Writes a table with the losses along each run, and a picture of how much
+they are above those of the exact run, to `--out`; a run that is there already is not trained again.
 """
 
 import argparse
@@ -13,6 +13,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
 import torch
 
 from shardwright.config import load
@@ -49,6 +53,17 @@ def trained(run_file: Path, out: Path, changes: list[str]) -> dict[int, float]:
     return curve
 
 
+def picture(curves: dict[str, dict[int, float]], path: Path) -> None:
+    """Losses less those of the exact run, after each step at which they were evaluated."""
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, curve in curves.items():
+        axes.plot(list(curve), [loss - curves["exact"][step] for step, loss in curve.items()], marker="o", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("validation loss above that of the exact run")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_file", type=Path)
@@ -76,6 +91,8 @@ def main() -> None:
         *(f"| {name} | {' | '.join(f'{curve[step]:.4f}' for step in steps)} |" for name, curve in curves.items()),
     ]
     (given.out / "losses.md").write_text("\n".join(lines) + "\n")
+    if "exact" in curves:
+        picture(curves, given.out / "losses.svg")
 
 
 if __name__ == "__main__":

@@ -350,6 +350,9 @@ def test_what_an_optimizer_does_not_have_is_refused(tmp_path: Path, override: st
         ('name = "sgd"\nnesterov = true\nmomentum = 0.0', "and optimizer.momentum=0; raise it above 0"),
         ('state_dtype = "bf16"\nbeta2 = 0.999', "valid: beta2 below 0.9961, or state_dtype='parameters'"),
         ('name = "adafactor"\nstate_dtype = "bf16"', "there is nothing to save; leave it out"),
+        ('name = "adamw-8bit"\nstate_dtype = "bf16"', "its states have 8 bits already; leave it out"),
+        ('name = "adamw-8bit"\nblock_size = 100.5', "optimizer.block_size=100.5: a whole number is needed"),
+        ("block_size = 128", "optimizer.block_size: there is no such key for 'adamw'; it is one of 'adamw-8bit'"),
     ],
 )
 def test_options_of_an_optimizer_that_contradict_each_other_are_refused(tmp_path: Path, section: str, problem: str):

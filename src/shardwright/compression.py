@@ -7,6 +7,7 @@ from shardwright.schedule.registry import names
 
 if TYPE_CHECKING:
     from shardwright.layout import Layout
+    from shardwright.model.modules import Row
 
 WORDS = {
     "none": "gradients travel in the type in which they accumulate",
@@ -59,6 +60,14 @@ def powersgd_rank(layout: "Layout") -> int:
     """The rank of the products that gradients of matrices travel as; 0 where they do not."""
     how = layout.compress_gradients
     return int(how.removeprefix("powersgd-")) if how in POWERSGD else 0
+
+
+def factored(row: "Row", rank: int) -> bool:
+    """Whether the gradient of a parameter travels as products of this rank: all its logical matrices do, or none."""
+    if not row.hidden:
+        return False
+    columns = row.shape[-1]
+    return all(rank * (row.heads * n + columns) < row.heads * n * columns for _, n in row.parts)
 
 
 def gradient_roundings(layout: "Layout") -> int:

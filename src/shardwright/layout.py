@@ -278,7 +278,6 @@ class Layout(NumberedRanks):
         used=_over_data,
         needs="more than one rank of dp_replicate x dp_shard x cp",
         in_turn=("bf16", "int8"),
-        not_priced=lambda: compression.POWERSGD,
         planned=lambda layout: ("none",),  # the others change the numbers of the training
     )
     compress_weights: str = _key(

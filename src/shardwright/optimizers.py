@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 OFFLOAD_CHUNK_BYTES = 8 * MiB
 """Bytes of optimizer states on a disk that are read, updated and written together."""
 
+WIDENING_BYTES = 108.0
+"""Bytes that are read and written of an element to widen two states of a byte and to round them, by PyTorch's
+operations: for each state the code (1 + 4), its number (4 + 4) and that times the scale (8) to widen, the largest of a
+block (4), division by it (8), the code (4 + 4) and its byte (4 + 1) to round; and both states in the update (16)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """A number that one optimizer has: `[optimizer] beta1`. Valid: `least` <= value < `below`; with a default of true
-    or false, only those.
+    or false, only those; with a default that is an `int`, only whole numbers.
 
-    `decay`: each step multiplies a state by it.
+    `decay`: each step multiplies a state by it. `at_test_size`: its largest value for a model that `verify` has
+    reduced.
     """
 
     default: float | bool
@@ -34,6 +40,12 @@ class Option:
     least: float = 0.0
     below: float = float("inf")
     decay: bool = False
+    at_test_size: float = float("inf")
+
+    @property
+    def whole(self) -> bool:
+        """Whether only whole numbers are valid."""
+        return isinstance(self.default, int) and not isinstance(self.default, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +53,17 @@ class OptimizerKind:
     """One optimizer.
 
     Its update of an element depends on that element alone (AdamW, Lion, SGD with momentum); unless there is a
-    `matrix_state`, the state of hidden matrices, which it then updates as whole matrices (Muon), or `means`.
+    `matrix_state`, the state of hidden matrices, which it then updates as whole matrices (Muon), or `means`, or its
+    states are `in_blocks`.
 
     `options`: its options besides those that every optimizer has.
     `state`: names, as the optimizer's `state[parameter]` has them, of tensors of the shape of the parameter, and of its
     type unless the run stores them in bf16; `counters`: of fp32 scalars. All are zero before the first step.
     `means`: names of the two states that matrices have instead of `state` (Adafactor): a mean over each row, of shape
     (..., rows, 1), and over each column of each logical matrix, (..., logical matrices, columns).
+    `in_blocks`: the `state` of a matrix of `least_elements` or more (an option) is codes of a byte, with another state,
+    NAME_scale, of a number for each block of `block_size` elements (an option) of a row, the last of which may have
+    fewer (AdamW with 8-bit states).
     `matrix_flops`: (rows, columns) -> FLOPs of the update of a hidden matrix, for the planner.
     `step_bytes`: what a step reads and writes of an element besides gradient, weight and states, for the planner.
     `problems`: option values by name -> the rules between them that are broken, one sentence each.
@@ -63,6 +79,7 @@ class OptimizerKind:
     counters: tuple[str, ...] = ()
     means: tuple[str, str] | None = None
     matrix_state: tuple[str, ...] | None = None
+    in_blocks: bool = False
     matrix_flops: Callable[[int, int], float] = lambda rows, columns: 0.0
     step_bytes: float = 0.0
     problems: Callable[[Mapping[str, float]], Iterable[str]] = lambda _: ()
@@ -71,7 +88,7 @@ class OptimizerKind:
     @property
     def by_element(self) -> bool:
         """Whether the update of an element depends on that element alone, in every parameter."""
-        return self.matrix_state is None and self.means is None
+        return self.matrix_state is None and self.means is None and not self.in_blocks
 
     @property
     def can_offload(self) -> bool:
@@ -82,14 +99,23 @@ class OptimizerKind:
         """Why its states cannot be where `layout.offload_optimizer` says."""
         if where != "none" and not self.can_offload:
             why = "it keeps no state of each element" if self.by_element else "it updates whole matrices"
+            why = "its states of a block have one scale" if self.in_blocks else why
             able = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.can_offload)
             yield (
                 f"layout.offload_optimizer={where!r} with optimizer.name={self.name!r}: {why}, and only states that "
                 f"are updated a part at a time can be there; valid: offload_optimizer='none', or one of {able}"
             )
 
-    def shapes(self, row: "Row") -> dict[str, tuple[int, ...]]:
-        """The shape of each state of a parameter, by name."""
+    def has_codes(self, row: "Row", options: Mapping[str, float]) -> bool:
+        """Whether the states of a parameter are codes with a scale for each block."""
+        return self.in_blocks and len(row.shape) > 1 and row.numel >= options["least_elements"]
+
+    def shapes(self, row: "Row", options: Mapping[str, float]) -> dict[str, tuple[int, ...]]:
+        """The shape of each state of a parameter, by name; `options`: option values by name."""
+        if self.has_codes(row, options):
+            *lead, n_columns = row.shape
+            scales = (*lead, n_blocks(n_columns, options["block_size"]))
+            return dict.fromkeys(self.state, row.shape) | dict.fromkeys(map(scale_of, self.state), scales)
         if self.means is not None and len(row.shape) > 1:
             of_rows, of_columns = self.means
             *lead, n_rows, n_columns = row.shape
@@ -97,23 +123,43 @@ class OptimizerKind:
         names = self.matrix_state if row.hidden and self.matrix_state is not None else self.state
         return dict.fromkeys(names, row.shape)
 
-    def n_elements(self, rows: "Iterable[Row]") -> int:
-        """Elements of the states of all parameters."""
-        return sum(math.prod(shape) for row in rows if row.trained for shape in self.shapes(row).values())
+    def n_bytes(self, rows: "Iterable[Row]", element_bytes: int, options: Mapping[str, float]) -> int:
+        """Bytes of the states of all parameters, with `element_bytes` an element that is no code."""
+        found = 0
+        for row in rows:
+            if row.trained:
+                codes = self.state if self.has_codes(row, options) else ()
+                for name, shape in self.shapes(row, options).items():
+                    found += math.prod(shape) * (1 if name in codes else element_bytes)
+        return found
 
     def counters_of(self, row: "Row") -> tuple[str, ...]:
         """The counters of a parameter."""
         return () if row.hidden and self.matrix_state is not None else self.counters
 
-    @property
-    def names(self) -> set[str]:
-        """The names of all states and counters."""
-        return {*self.state, *self.counters, *(self.means or ()), *(self.matrix_state or ())}
+    def names(self, rows: "Iterable[Row]", options: Mapping[str, float]) -> set[str]:
+        """The names of the states and counters of parameters."""
+        trained = [row for row in rows if row.trained]
+        return {name for row in trained for name in (*self.shapes(row, options), *self.counters_of(row))}
+
+    def option_values(self, given: Mapping[str, float]) -> dict[str, float]:
+        """The values of all options: those that are given, and defaults."""
+        return {name: float(option.default) for name, option in self.options.items()} | dict(given)
 
     def build(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> Any:
         """The optimizer, without state."""
         make = pkgutil.resolve_name(self.make) if isinstance(self.make, str) else self.make
         return make(groups, lr, options)
+
+
+def scale_of(state: str) -> str:
+    """The name of the state with the scales of one that is in blocks."""
+    return f"{state}_scale"
+
+
+def n_blocks(columns: int, block_size: float) -> int:
+    """Blocks of a row of so many elements."""
+    return -(-columns // int(block_size))
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {}
@@ -138,6 +184,27 @@ register(
         state=("exp_avg", "exp_avg_sq"),
         counters=("step",),
         make="shardwright.training.optimizers.adamw:adamw",
+    )
+)
+
+register(
+    OptimizerKind(
+        name="adamw-8bit",
+        help="AdamW with 8-bit states (arXiv 2110.02861), whose blocks are those of the whole matrix on every layout",
+        options={
+            **_ADAM_OPTIONS,
+            "block_size": Option(
+                default=256, least=2, at_test_size=8, help="elements of a row that share a scale, at most"
+            ),
+            "least_elements": Option(
+                default=4096, at_test_size=48, help="matrices of fewer elements, and vectors, have states of 32 bits"
+            ),
+        },
+        state=("exp_avg", "exp_avg_sq"),
+        counters=("step",),
+        in_blocks=True,
+        step_bytes=WIDENING_BYTES,
+        make="shardwright.training.optimizers.adamw_8bit:AdamW8bit",
     )
 )
 

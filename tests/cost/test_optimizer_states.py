@@ -30,6 +30,8 @@ SPECS = {
 }
 SHARDED = replace(EVEN, d_ffn=40, vocab_size=32)
 """Every dim that ZeRO shards is a multiple of 4."""
+IN_BLOCKS = OptimizerSection(name="adamw-8bit", block_size=12, least_elements=1025)
+"""Of the matrices of SHARDED those of the network are large enough."""
 LAYOUTS = {
     "zero 1": Layout(dp_shard=2, zero=1),
     "zero 3": Layout(dp_shard=4, zero=3),
@@ -41,7 +43,15 @@ LAYOUTS = {
 def counted(spec: ModelSpec, run: OptimizerSection, **layout: int) -> float:
     """Bytes of optimizer states on a rank, by the plan."""
     narrow = run.state_dtype == "bf16"
-    the_job = job(spec, on="h100:8", global_batch=8, seq_len=8, optimizer=run.name, narrow_states=narrow)
+    the_job = job(
+        spec,
+        on="h100:8",
+        global_batch=8,
+        seq_len=8,
+        optimizer=run.name,
+        narrow_states=narrow,
+        optimizer_options=tuple(run.options.items()),
+    )
     return float(memory.of(the_job, candidates(**layout)).kinds["optimizer"].ravel()[0])
 
 
@@ -49,7 +59,7 @@ def counted(spec: ModelSpec, run: OptimizerSection, **layout: int) -> float:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bytes_of_one_rank_are_those_of_a_model(name: str, spec: str) -> None:
     parameters = {n: p for n, p in Transformer(SPECS[spec]).named_parameters() if p.requires_grad}
-    for dtype in ["parameters"] if OPTIMIZERS[name].means else ["parameters", "bf16"]:
+    for dtype in ["parameters"] if OPTIMIZERS[name].means or OPTIMIZERS[name].in_blocks else ["parameters", "bf16"]:
         run = OptimizerSection(name=name, state_dtype=dtype)  # type: ignore[arg-type]
         optimizer = build_optimizer(parameters, SPECS[spec], run)
         states = [state for each in optimizer.state.values() for state in each.values() if state.dim()]
@@ -69,8 +79,9 @@ def held(layout: Layout, run: OptimizerSection) -> int:
 
 
 @pytest.mark.parametrize("name", rest_prove(LAYOUTS, "tp, zero 2"))
-def test_the_means_of_a_shard_are_counted(name: str) -> None:
-    layout, run = LAYOUTS[name], OptimizerSection(name="adafactor")
+@pytest.mark.parametrize("run", [OptimizerSection(name="adafactor"), IN_BLOCKS], ids=lambda run: run.name)
+def test_the_means_and_the_blocks_of_a_shard_are_counted(name: str, run: OptimizerSection) -> None:
+    layout = LAYOUTS[name]
     found = run_ranks(held, layout.world_size, layout, run)
     assert set(found) == {counted(SHARDED, run, dp_shard=layout.dp_shard, tp=layout.tp, zero=layout.zero)}
 

@@ -88,6 +88,9 @@ LAYOUTS = [
     ("dense", Layout(pp=2, dp_shard=2, zero=2, compress_gradients="bf16")),
     ("experts", Layout(dp_replicate=2, dp_shard=2, ep=2, zero=1, compress_gradients="bf16")),
     ("experts", Layout(dp_shard=2, tp=2, ep=2, zero=2, compress_gradients="bf16")),
+    ("dense", Layout(dp_replicate=2, compress_gradients="powersgd-2")),
+    ("experts", Layout(dp_replicate=2, compress_gradients="powersgd-4")),
+    ("latent", Layout(pp=2, cp=2, zero=0, compress_gradients="powersgd-1")),
     ("latent", Layout(tp=2)),
     ("latent", Layout(tp=2, sequence_parallel=False)),
     ("latent", Layout(cp=2, cp_method="ulysses")),
@@ -195,6 +198,16 @@ BUGS = {
             f"{DATA}:replica_messages",
             "spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares",
             "spec.vocab_size * spec.d_model / candidates.tp * n_bytes",
+        ),
+    ),
+    "matrices that travel as products are summed whole, too": (
+        LAYOUTS[-7],
+        Mutation(f"{DATA}:groups", "held.dense - held.untrained - held.factored", "held.dense - held.untrained"),
+    ),
+    "parts of a stacked matrix have one right factor": (
+        LAYOUTS[-5],
+        Mutation(
+            "shardwright.cost.products:_of_row", "experts * len(row.parts) * row.shape[-1]", "experts * row.shape[-1]"
         ),
     ),
     "untrained biases of routers are gathered": (

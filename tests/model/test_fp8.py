@@ -1,6 +1,7 @@
 """Proves that matmuls in fp8 round their operands to the numbers of the format, part by part, and nothing else."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,6 +101,33 @@ def test_every_operand_has_the_type_of_its_recipe():
             assert torch.equal(computes.weight_gradient(dy_NF, x_ND), dweight_FD)
 
 
+def test_experts_multiply_rounded_rows_by_rounded_matrices():
+    """Beside a loop over experts: rows with scales of their own, each matrix as the recipe says; forward and backward,
+    where the gradient of a weight is not in fp8."""
+    generator = torch.Generator().manual_seed(4)
+    counts_E, starts = torch.tensor([5, 0, 3]), (0, 5, 5, 8)
+    x_RD, weight_EFD, dy_RF = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((8, 16), (3, 24, 16), (8, 24))
+    )
+    weight_EFD *= torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)
+    for recipe, settings in RECIPES.items():
+        of_rows = Fp8Linear(RECIPES["blockwise" if recipe == "blockwise" else "rowwise"])
+        of_matrices, computes = Fp8Linear(settings), Fp8Linear(settings)
+        x, weight = x_RD.clone().requires_grad_(), weight_EFD.clone().requires_grad_()
+        y = matmul.linear(x, weight, counts_E=counts_E, fp8=computes)
+        dx, dweight = torch.autograd.grad(y, (x, weight), dy_RF)
+        for expert, (begin, end) in enumerate(pairwise(starts)):
+            rows_RD = of_rows.scaled(x_RD[begin:end], FORWARD, None, None, 1).wide(torch.float64)
+            dys_RF = of_rows.scaled(dy_RF[begin:end], GRADIENT[recipe], None, None, 1).wide(torch.float64)
+            w_FD, w_DF = (
+                of_matrices.scaled(w, FORWARD, None, None, 8).wide(torch.float64)
+                for w in (weight_EFD[expert], weight_EFD[expert].T)
+            )
+            torch.testing.assert_close(y[begin:end], rows_RD @ w_FD.T, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(dx[begin:end], dys_RF @ w_DF.T, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(dweight[expert], dy_RF[begin:end].T @ x_RD[begin:end], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_pytorchs_matmul_in_fp8_gives_the_same(recipe: str, dtype: torch.dtype):
@@ -129,6 +157,9 @@ def test_the_matmuls_of_the_layers_are_in_fp8_but_those_that_are_left_out(monkey
             for name in ("gate", "up", "down")
         }
         assert inside == attention | networks
+        use_fp8(model, spec, replace(fp8, experts=True))
+        inside = {name for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
+        assert inside == attention | networks | {f"layers.{layer}.ffn.experts" for layer in expected if layer >= 2}
 
 
 def test_what_autograd_saves_is_as_large_as_without_fp8():
@@ -169,6 +200,7 @@ def test_gradients_of_a_linear_are_those_of_its_matmuls():
         (Fp8("tensorwise"), Layout(), 24, ["24 tokens", "no multiple of 16", "fp8_weight_gradient=false"]),
         (Fp8("tensorwise", skip_layers=2), Layout(), 32, ["leaves none of the 4 layers", "valid: 0 to 1"]),
         (Fp8("blockwise", weight_gradient=False), Layout(tp=2), 32, ["multiples of 128", "lower layout.tp"]),
+        (Fp8("rowwise", experts=True), Layout(), 32, ["precision.fp8_experts=true: this model has no experts"]),
         (Fp8("rowwise"), Layout(tp=4), 32, ["tp=4 above 2 kv heads", "valid: tp up to 2"]),
     ],
 )
@@ -185,3 +217,11 @@ def test_sizes_that_are_no_multiple_of_16_are_refused_all_at_once():
     assert f"ffn.down.weight: {spec.d_ffn} input features" in told
     assert list(problems(DEBUG, Layout(), Fp8("tensorwise"), 32)) == []
     assert block_of(spec, Fp8("blockwise", weight_gradient=False), 2) == 4
+
+
+def test_sizes_of_experts_that_are_no_multiple_of_16_are_refused_where_they_are_in_fp8():
+    spec = replace(DEBUG, moe=MoESpec(n_experts=4, top_k=2, d_ffn=24))
+    assert list(problems(spec, Layout(), Fp8("rowwise"), 32)) == []
+    (told,) = problems(spec, Layout(), Fp8("rowwise", experts=True), 32)
+    assert "ffn.experts.up: 24 output features" in told
+    assert "set precision.fp8_experts=false" in told

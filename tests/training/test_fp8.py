@@ -76,6 +76,20 @@ def test_so_does_every_kind_of_layer(recipe: str, model: str, verifier: Verifier
         check(verifier, fp8_case(RECIPES[recipe], LAYOUTS[name], MODELS[model]), LAYOUTS[name])
 
 
+WITH_EXPERTS = [
+    ("tensorwise", Layout(dp_shard=2, ep=2, zero=2)),
+    ("rowwise", Layout(tp=2, sequence_parallel=True, ep=2)),
+    ("blockwise", Layout(dp_shard=4, ep=2, zero=3, recompute="selective")),
+    ("tensorwise", Layout(pp=2, pp_schedule="zb-h1")),
+]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), rest_prove(WITH_EXPERTS, WITH_EXPERTS[0]), ids=str)
+def test_so_do_routed_experts_wherever_they_are(recipe: str, layout: Layout, verifier: Verifier):
+    spec = replace(MODELS["experts"], n_layers=2 * layout.pp)
+    check(verifier, fp8_case(replace(RECIPES[recipe], experts=True), layout, spec), layout)
+
+
 def test_fp8_is_compared_in_float64_alone():
     """In bf16 a gradient of a layout of this model is off by 0.57 in the third step, more than a gradient may be."""
     for dtype in ("bfloat16", "float16", "float32"):

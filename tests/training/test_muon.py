@@ -202,8 +202,8 @@ def test_several_buckets_are_on_their_way_and_owners_share_the_work() -> None:
 def test_hidden_matrices_have_one_state_and_all_else_two() -> None:
     kind, table = OPTIMIZERS["muon"], rows(EVEN)
     up, norm = table["layers.0.ffn.up.weight"], table["norm.weight"]
-    assert kind.shapes(up) == {"momentum": up.shape}
+    assert kind.shapes(up, {}) == {"momentum": up.shape}
     assert not kind.counters_of(up)
-    assert kind.shapes(norm) == {"exp_avg": norm.shape, "exp_avg_sq": norm.shape}
+    assert kind.shapes(norm, {}) == {"exp_avg": norm.shape, "exp_avg_sq": norm.shape}
     assert kind.counters_of(norm) == ("step",)
-    assert CASE.optimizer.kind.shapes(up).keys() == CASE.optimizer.kind.shapes(norm).keys()
+    assert CASE.optimizer.kind.shapes(up, {}).keys() == CASE.optimizer.kind.shapes(norm, {}).keys()

@@ -49,6 +49,7 @@ RUNS = {
     "sgd": section("sgd", nesterov=True),
     "lion": section("lion"),
     "adafactor": section("adafactor"),
+    "adamw-8bit": section("adamw-8bit", block_size=16, least_elements=48),
     "adamw, bf16 states": section("adamw", state_dtype="bf16"),
     "muon, bf16 states": section("muon", state_dtype="bf16"),
     "by kind": section("adamw", lr_scale=LrScaleSection(**KINDS), weight_decay_by_kind=WeightDecaySection(**DECAYS)),
@@ -233,7 +234,7 @@ def test_states_are_taken_up_on_other_layouts_bit_for_bit(tmp_path: Path, run: s
     assert equal(same, after)
 
 
-@pytest.mark.parametrize("run", rest_prove(RUNS, "adafactor"))
+@pytest.mark.parametrize("run", rest_prove(RUNS, "adafactor", "adamw-8bit"))
 @pytest.mark.parametrize("name", rest_prove(LAYOUTS, "tp, zero 3"))
 def test_a_layout_takes_the_steps_of_one_process(verifier: Verifier, name: str, run: str) -> None:
     check(verifier, LAYOUTS[name], EVEN, RUNS[run])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.compression import factored
 from shardwright.config import parse
 from shardwright.errors import CheckpointError, ConfigError, LayoutError
 from shardwright.layout import Layout
 from shardwright.model.modules import rows
-from shardwright.parallel.powersgd import compressed
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -53,7 +53,7 @@ def test_so_they_are_for_every_kind_of_matrix(name: str, verifier: Verifier):
 
 
 def test_a_matrix_sends_its_two_factors():
-    matrices = [row for row in rows(EVEN).values() if compressed(row, 2)]
+    matrices = [row for row in rows(EVEN).values() if factored(row, 2)]
     assert len(matrices) == 7 * EVEN.n_layers
     factors = 2 * sum(sum(row.shape) for row in matrices)
     others = EVEN.n_parameters - sum(row.numel for row in matrices)

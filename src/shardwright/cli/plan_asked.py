@@ -180,6 +180,7 @@ def ask(options: Options) -> Asked:
         precision=precision,
         optimizer="adamw" if config is None else config.optimizer.name,
         narrow_states=config is not None and config.optimizer.state_dtype == "bf16",
+        optimizer_options=() if config is None else tuple(config.optimizer.options.items()),
         document_tokens=document_tokens,
         stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )

@@ -90,6 +90,8 @@ class OptimizerSection(Section):
             return None if isinstance(value, bool) else f"optimizer.{key}={value!r}: true or false is needed"
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"optimizer.{key}={value!r}: a number is needed"
+        if option.whole and value != int(value):
+            return f"optimizer.{key}={value:g}: a whole number is needed"
         if option.least <= value < option.below:
             return None
         rule = f"from {option.least:g}" + (f" to below {option.below:g}" if option.below < math.inf else "")
@@ -99,6 +101,11 @@ class OptimizerSection(Section):
         """Why states cannot be stored in bf16."""
         if self.state_dtype != "bf16":
             return []
+        if kind.in_blocks:
+            return [
+                f"optimizer.state_dtype='bf16' with optimizer.name={self.name!r}: its states have 8 bits already; "
+                f"leave it out, or set optimizer.name='adamw'"
+            ]
         if kind.means is not None:
             return [
                 f"optimizer.state_dtype='bf16' with optimizer.name={self.name!r}: its states of a matrix are a number "

@@ -41,7 +41,7 @@ class PrecisionSection(Section):
 
     fp8: Literal["none", Fp8Recipe] = Field(
         "none",
-        description="compute the matmuls of the layers in fp8, but those of attention, routers and routed experts, "
+        description="compute the matmuls of the layers in fp8, but those of attention and routers, "
         "with a scale for each tensor, each row, or each block of 128; on a CPU the rounding alone",
     )
     fp8_skip_layers: NotNegative = Field(
@@ -53,13 +53,19 @@ class PrecisionSection(Section):
         "with blockwise, which has none",
     )
 
+    fp8_experts: bool = Field(
+        False,
+        description="with fp8: routed experts are in fp8, too, but for the gradients of their weights; by rounding "
+        "alone on every device",
+    )
+
     @property
     def fp8_settings(self) -> Fp8 | None:
         """Which matmuls are in fp8; None if none is."""
         if self.fp8 == "none":
             return None
         wanted = self.fp8 != "blockwise" if self.fp8_weight_gradient is None else self.fp8_weight_gradient
-        return Fp8(self.fp8, self.fp8_skip_layers, wanted)
+        return Fp8(self.fp8, self.fp8_skip_layers, wanted, experts=self.fp8_experts)
 
     @property
     def in_words(self) -> str:
@@ -75,10 +81,10 @@ class PrecisionSection(Section):
 
     @model_validator(mode="after")
     def _of_fp8(self) -> "PrecisionSection":
-        if self.fp8 == "none" and (self.fp8_skip_layers or self.fp8_weight_gradient is not None):
+        if self.fp8 == "none" and (self.fp8_skip_layers or self.fp8_weight_gradient is not None or self.fp8_experts):
             raise Refused(
-                "precision.fp8_skip_layers and precision.fp8_weight_gradient go with precision.fp8, which is 'none'; "
-                "leave them out, or set precision.fp8='tensorwise'"
+                "precision.fp8_skip_layers, precision.fp8_weight_gradient and precision.fp8_experts go with "
+                "precision.fp8, which is 'none'; leave them out, or set precision.fp8='tensorwise'"
             )
         if self.fp8 == "blockwise" and self.fp8_weight_gradient:
             raise Refused(

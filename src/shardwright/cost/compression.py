@@ -10,7 +10,8 @@
 g: bytes of an element in a reduction of the stack. 4/128: a scale of 4 bytes for each block of 128 elements. With
 `layout.node_ranks` g a reduce-scatter over n ranks is two all-to-alls: of those bytes over the g ranks of a node, of
 1/g of them over n/g nodes. Ignored: the time of rounding and of the sum where parts arrive; that rows which are no
-multiple of 128 have shorter blocks, and that vectors travel as they are.
+multiple of 128 have shorter blocks, and that vectors travel as they are. PowerSGD: `cost.products`; what it does not
+compress goes as with none.
 Source: parallel/compression.py, parallel/blocks_of_integers.py.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.compression import BLOCK
+from shardwright.compression import BLOCK, POWERSGD
 from shardwright.cost.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwright.cost.job import Ints, Job
 from shardwright.cost.message import Message, Number
@@ -42,7 +43,7 @@ class Sums:
     def of(job: Job, layout: Layout, node_ranks: Ints | int) -> "Sums":
         """The sums of a layout over groups of which `node_ranks` ranks share a node."""
         given = layout.compress_gradients
-        if given == "none":
+        if given == "none" or given in POWERSGD:
             return Sums(job.stack.speed.reduce_bytes, compressed=False)
         return Sums(SENT_BYTES[given], compressed=True, node_ranks=node_ranks)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.cost import ledger, parameters, pipeline
+from shardwright.cost import ledger, parameters, pipeline, products
 from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, Sums
@@ -21,7 +21,8 @@ class RankParameters(NamedTuple):
     both included in `dense`. `replicas`, `kv_replicas`: of those that tp does not shard, the ones with partial
     gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
     `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
-    `untrained`: of `dense`, those without gradients, which every rank keeps."""
+    `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
+    as products, with the rows and the columns of their logical matrices and the stages that have some."""
 
     dense: Ints
     experts: Ints
@@ -33,6 +34,10 @@ class RankParameters(NamedTuple):
     expert_blocks: Ints
     end_groups: Ints
     untrained: Ints
+    factored: Ints
+    left_rows: Ints
+    right_columns: Ints
+    factored_stages: Ints
 
 
 def data_parallel(
@@ -53,7 +58,8 @@ def data_parallel(
     is as 1. Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
     micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a pipeline come the
     all-reduce of the gradient of an embedding that two stages hold, and with two routes of micro-batches that of the
-    gradients of both replicas of each stage.
+    gradients of both replicas of each stage. Those that travel as products are all-reduced after the last backward
+    pass, too (`cost.products`).
     """
     traffic = _Traffic(job, candidates, held, forward, backward)
     found = np.zeros(len(candidates))
@@ -64,8 +70,11 @@ def data_parallel(
             inputs: ledger.Inputs = {ledger.identifier(name): seconds for _, name, seconds in terms}
             exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
             found = np.where(candidates.zero == zero, exposed, found)
-    replicas = {each.what: each.seconds(job.cluster) for each in replica_messages(job, candidates, held)}
-    return ledger.total("data parallel", {"weights and gradients": found} | replicas)
+    after = [*replica_messages(job, candidates, held), *products.messages(candidates, held)]
+    parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster) for each in after}
+    if np.any(held.factored):
+        parts["products of gradients"] = products.computed(job, candidates, held)
+    return ledger.total("data parallel", parts)
 
 
 SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
@@ -94,7 +103,7 @@ class _Group:
 def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Group]:
     """Experts are apart from the parameters of all tokens where ep or tp gives them other ranks."""
     apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
-    dense = held.dense - held.untrained + np.where(apart, 0, held.experts)
+    dense = held.dense - held.untrained - held.factored + np.where(apart, 0, held.experts)
     experts = np.where(apart, held.experts, 0)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
@@ -259,6 +268,8 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts = [held.dense, held.expert, held.ends, held.hidden, replicas, kv_replicas]
     parts += [np.broadcast_to(blocks, shape), np.broadcast_to(expert_blocks, shape), (held.ends > 0).astype(np.int64)]
     parts.append(np.broadcast_to(untrained, shape))
+    factored = products.counts(cut, candidates.shared)
+    parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
     of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
     most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
     with ledger.section("Data parallel, rank with most parameters"):

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from shardwright.box import DENSE_AXES
-from shardwright.cost import memory
+from shardwright.cost import memory, products
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import LayoutError
@@ -66,6 +66,7 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
         *problems(job.model, layout, job.seq_len),
         *job.offload_problems(layout.offload_optimizer, layout.offload_parameters),
     ]
+    wrong += products.problems(job, layout)
     if layout.world_size != job.cluster.size:
         degrees = " x ".join(str(layout.degree(axis)) for axis in DENSE_AXES)
         wrong.append(

@@ -30,7 +30,8 @@ class Job:
 
     `seq_len` in tokens, `global_batch` in sequences. `precision`: of the matmuls, a name in `formats.FORMATS`; with all
     but fp32 the master weights are fp32. `calibration`: the fitted constants of step times. `optimizer`: a name
-    in `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16. `document_tokens`: with attention within
+    in `optimizers.OPTIMIZERS`; `narrow_states`: its states are stored in bf16;
+    `optimizer_options`: (name, value) of those that are not at their defaults. `document_tokens`: with attention within
     documents, the mean length of a token's document, which is sum L^2 / sum L over documents of L tokens
     (`data.packing`); None: attention goes over sequences.
     """
@@ -44,6 +45,7 @@ class Job:
     calibration: Calibration = CALIBRATED
     optimizer: str = "adamw"
     narrow_states: bool = False
+    optimizer_options: tuple[tuple[str, float], ...] = ()
     document_tokens: float | None = None
 
     @property
@@ -55,6 +57,11 @@ class Job:
     def optimizer_kind(self) -> OptimizerKind:
         """The row of the optimizer."""
         return OPTIMIZERS[self.optimizer]
+
+    @property
+    def options_of_optimizer(self) -> dict[str, float]:
+        """The values of all options of the optimizer, by name."""
+        return self.optimizer_kind.option_values(dict(self.optimizer_options))
 
     @property
     def n_optimizer_states(self) -> int:
@@ -69,7 +76,9 @@ class Job:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of an element of one optimizer state."""
+        """Bytes of an element of one optimizer state, of one in blocks with its share of a scale."""
+        if self.optimizer_kind.in_blocks:
+            return 1 + self.stack.state_bytes / self.options_of_optimizer["block_size"]
         return 2.0 if self.narrow_states else self.stack.state_bytes
 
     def offload_problems(self, where: str, parameters: str = "none") -> Iterator[str]:

@@ -68,6 +68,10 @@ _SYMBOLS = (
      "without weight, the router's input in fp32, what a stage sends"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),
     ("logit_bytes loss_bytes_a_logit", "B", "of a logit, kept; in the loss on top"),
+    ("factored left_rows right_columns r moved_bytes", "B", "of matrices whose gradients travel as products of rank r: "
+     "elements, rows, columns; moved for each element"),
+    ("states element coded scales expert_coded expert_scales", "B", "optimizer states; bytes of a number; elements of "
+     "states of a byte, their scales, of a state; of experts"),
     ("C sum_bytes", "tokens, B", "a chunk of the loss; of an element of the sum of gradients over chunks"),
 )  # fmt: skip
 

@@ -10,10 +10,11 @@ import numpy as np
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block
-from shardwright.cost.job import Candidates, Ints
+from shardwright.cost.job import Candidates, Ints, Job
 from shardwright.cost.pipeline import Stages
 from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows
 from shardwright.model.spec import ModelSpec
+from shardwright.optimizers import n_blocks
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"
 """Names in the ledger of the parameters of a rank."""
@@ -142,6 +143,35 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
     if len(row.shape) == 1:
         return first, none, none
     return first, max(1, len(row.parts)) * row.shape[1] // columns_over + none, none
+
+
+def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
+    """Of an optimizer whose states are `in_blocks`: elements whose states are codes, and scales of one state, on rank 0
+    of tp, (4, n, S): of dense parameters both, and of experts both."""
+    shape = (len(tp), len(stages.layers))
+    found = np.zeros((4, *shape), np.int64)
+    for block, layers in stages.of_kind.items():
+        for row in block.rows:
+            if row.counted:
+                found += _in_blocks_of(job, row, tp, ep)[..., None] * layers
+    for row in end_rows(job.model):
+        for stage in _stages_of_end(job.model, row, shape[1]):
+            found[..., stage] += _in_blocks_of(job, row, tp, ep)
+    return found
+
+
+def _in_blocks_of(job: Job, row: Row, tp: Ints, ep: Ints) -> Ints:
+    """The counts of `in_blocks` of one parameter: dense codes and scales, then those of experts, (4, n)."""
+    none, options, model = np.zeros_like(tp), job.options_of_optimizer, job.model
+    if not (row.trained and job.optimizer_kind.has_codes(row, options)):
+        return np.stack([none] * 4)
+    blocks = n_blocks(row.shape[-1], options["block_size"])
+    if row.split == "experts":
+        rows_of_rank = row.shape[0] // ep * row.shape[1]
+        return np.stack([none, none, rows_of_rank * row.shape[-1], rows_of_rank * blocks])
+    rows_over, columns_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
+    first = vocabulary_rows(model, tp) if row.split == "vocabulary" else row.shape[0] // rows_over + none
+    return np.stack([first * (row.shape[1] // columns_over), first * blocks, none, none])
 
 
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:

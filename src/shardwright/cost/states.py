@@ -21,7 +21,8 @@ rank holds the first and the last stage.
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import ledger, parameters
+from shardwright.compression import powersgd_rank
+from shardwright.cost import ledger, parameters, products
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -52,7 +53,9 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     found = {
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
         "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
-        "gradients": spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes),
+        "gradients": _with_errors(
+            candidates, stages, formulas, spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes)
+        ),
         "optimizer": _optimizer(job, candidates, stages, formulas),
         # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
         "gathered": formulas(
@@ -70,6 +73,15 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         found |= {"weights": nothing, "master": nothing}
         found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
+
+
+def _with_errors(candidates: Candidates, stages: Stages, formulas: ledger.Formulas, kept: Floats) -> Floats:
+    """Gradients, and what is held between steps where they travel as products (`cost.products`)."""
+    if not (rank := powersgd_rank(candidates.shared)):
+        return kept
+    factored, _, columns = products.counts(stages, candidates.shared)[:, stages.of_rank].sum(2)
+    formulas.values |= {"r": rank, "factored": factored[None], "right_columns": columns[None]}
+    return formulas("gradients and errors", "gradients_kept + 4 * (factored + r * right_columns)", "arXiv 1905.13727")
 
 
 def optimizer_step(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> Floats:
@@ -99,6 +111,8 @@ def _optimizer(job: Job, candidates: Candidates, stages: Stages, formulas: ledge
     sharded, n_bytes = candidates.zero >= 1, job.n_optimizer_states * job.state_bytes
     if job.optimizer_kind.means is not None:
         return _means(job, candidates, stages, formulas)
+    if job.optimizer_kind.in_blocks:
+        return _in_blocks(job, candidates, stages, formulas)
     if job.n_matrix_states == job.n_optimizer_states:
         return _spent(formulas, candidates, "optimizer", sharded, n_bytes)
     formulas.values |= {"matrix_bytes": job.n_matrix_states * job.state_bytes}
@@ -125,6 +139,28 @@ def _means(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Fo
     }
     return formulas(
         "optimizer", "state_bytes * (by_row / ranks + by_column + expert_means / expert_ranks)", "arXiv 1804.04235"
+    )
+
+
+def _in_blocks(job: Job, candidates: Candidates, stages: Stages, formulas: ledger.Formulas) -> Floats:
+    """States that are codes of a byte with a scale for each block of a row, of large matrices; others as they are. Of
+    a matrix whose columns tp shards, every rank of tp has the scales of all blocks of its rows."""
+    counts = parameters.in_blocks(job, stages, candidates.tp, candidates.ep)
+    names = ("coded", "scales", "expert_coded", "expert_scales")
+    sharded = candidates.zero >= 1
+    formulas.values |= {name: each[:, stages.of_rank].sum(2) for name, each in zip(names, counts, strict=True)}
+    formulas.values |= {
+        "states": job.n_optimizer_states,
+        "element": job.stack.state_bytes,
+        "ranks": np.where(sharded, candidates.shards, 1)[:, None],
+        "expert_ranks": np.where(sharded, candidates.expert_shards, 1)[:, None],
+    }
+    dense, expert = (
+        f"({whole} - {part}coded) * element + {part}coded + {part}scales * element"
+        for whole, part in (("P", ""), ("Q", "expert_"))
+    )
+    return formulas(
+        "optimizer", f"states * (({dense}) / ranks + ({expert}) / expert_ranks)", "arXiv 2110.02861, section 2"
     )
 
 

@@ -193,13 +193,14 @@ def optimizer(job: Job, candidates: Candidates, held: RankParameters) -> Floats:
     For each parameter of the rank's shard, Adam in fp32 reads gradient (4 bytes), master weight (4) and moments (8) and
     writes weight and moments (12) and the working weight (2); the gradient norm reads the gradients before (4), and
     they are zeroed after (4): 38. Each optimizer state more or fewer than two adds or saves 8 bytes, and one that is
-    stored in bf16 saves 4; of an optimizer that keeps means of matrices none is counted, but what it reads and writes
-    more (`OptimizerKind.step_bytes`). The overhead is that of the loss, the norm's all-reduce and the start of the next
-    step. Whole matrices: `cost.matrix_updates`. Ignored: the all-reduces of means.
+    stored in bf16 saves 4, in blocks of bytes 6; of an optimizer that keeps means of matrices none is counted. What an
+    optimizer reads and writes more is `OptimizerKind.step_bytes`. The overhead is that of the loss, the norm's
+    all-reduce and the start of the next step. Whole matrices: `cost.matrix_updates`. Ignored: the all-reduces of means
+    and of the scales of blocks, and that small matrices are not in blocks.
     """
     stack, kind = job.stack, job.optimizer_kind
     n_states = 0 if kind.means is not None else job.n_optimizer_states
-    of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states else 8 * (n_states - 2)
+    of_states = n_states * 2 * job.state_bytes - 2 * 8 if job.narrow_states or kind.in_blocks else 8 * (n_states - 2)
     shards, expert_shards = (
         np.where(candidates.zero > 0, over, 1) for over in (candidates.shards, candidates.expert_shards)
     )

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwright.cost import data_parallel
+from shardwright.cost import data_parallel, products
 from shardwright.cost.collectives import point_to_point
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.message import Message
@@ -38,7 +38,7 @@ def of_step(job: Job, candidates: Candidates, rank: int) -> list[Message]:
                 for message in data_parallel.data_messages(job, candidates.shared, what, group)
             ]
             found += [replace(message, calls=message.calls * times[often]) for message in messages]
-    found += data_parallel.replica_messages(job, candidates, held)
+    found += [*data_parallel.replica_messages(job, candidates, held), *products.messages(candidates, held)]
     return [
         message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
     ]

@@ -58,6 +58,7 @@ def job_of(config: RunConfig) -> Job:
         precision=config.precision.compute,
         optimizer=config.optimizer.name,
         narrow_states=config.optimizer.state_dtype == "bf16",
+        optimizer_options=tuple(config.optimizer.options.items()),
     )
 
 

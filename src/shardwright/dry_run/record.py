@@ -111,8 +111,8 @@ class RankRecord:
     `largest`: the tensors of most bytes that are alive at the peak; `flops`: of matmuls and attention, by operation;
     `peak_of_kinds`: of each kind its own largest sum, which may be at another moment. `repeats`: how many micro-batches
     an action stands for, where it is not 1: without a pipeline all between the first and the last do the same, and one
-    of them is run; `flops` counts all. `history`: where it was asked for. `host_bytes`: in the memory of the host, where
-    that is not the memory of the device; no kind includes them."""
+    of them is run; `flops` counts all. `history`: where it was asked for. `host_bytes`: in the memory of the host,
+    where that is not the memory of the device; no kind includes them."""
 
     rank: int
     curve: tuple[Moment, ...]

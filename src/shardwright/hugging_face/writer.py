@@ -17,7 +17,8 @@ from shardwright.units import in_groups
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """(parameter, offsets, shape) -> that box of it."""
-_NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+_NAMES = {torch_name: name for name, torch_name in DTYPES.items()} | {"uint8": "U8"}
+"""Type in torch -> its name in a safetensors file; uint8 for optimizer states alone, which a checkpoint holds."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model.feed_forward import gated, gelu
+from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.matmul import linear
 from shardwright.model.recompute import part
 from shardwright.model.spec import ModelSpec
@@ -102,6 +103,9 @@ class Experts(nn.Module):
     The number of experts follows from the shapes of the matrices, so the module also works with a shard of them.
     """
 
+    fp8: Fp8Linear | None = None
+    """How their matmuls are computed in fp8, if they are."""
+
     def __init__(self, n_experts: int, d_model: int, d_ffn: int, *, gated: bool) -> None:
         super().__init__()
         self.gate = nn.Parameter(torch.empty(n_experts, d_ffn, d_model)) if gated else None
@@ -111,16 +115,20 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         """(R, D) -> (R, D); rows are sorted by expert, and `counts_E` (integers) says how many each expert has. The
         outputs of rows after the last counted one are undefined, and those rows have no gradient."""
-        gate, up = self.gate, self.up  # with expert parallelism they are this rank's during the forward pass only
+        fp8, gate, up = (
+            self.fp8,
+            self.gate,
+            self.up,
+        )  # with expert parallelism they are this rank's during the forward pass only
 
         def inner(x_RD: Tensor) -> Tensor:
-            up_RF = linear(x_RD, up, counts_E=counts_E)
+            up_RF = linear(x_RD, up, counts_E=counts_E, fp8=fp8)
             if gate is None:
                 return cast(Tensor, part("activation", gelu, up_RF))
-            return cast(Tensor, part("activation", gated, linear(x_RD, gate, counts_E=counts_E), up_RF))
+            return cast(Tensor, part("activation", gated, linear(x_RD, gate, counts_E=counts_E, fp8=fp8), up_RF))
 
         inner_RF = part("experts", inner, x_RD, weights=[up] if gate is None else [gate, up])
-        return linear(inner_RF, self.down, counts_E=counts_E)
+        return linear(inner_RF, self.down, counts_E=counts_E, fp8=fp8)
 
 
 def build_experts(spec: ModelSpec) -> Experts:

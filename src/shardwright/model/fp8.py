@@ -13,13 +13,13 @@ the scales are those of the whole tensor, for every layout. The tensor of an act
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.model.number_formats import Fp8
+from shardwright.model.number_formats import Fp8, Fp8Recipe
 from shardwright.model.spec import ModelSpec
 
 FORWARD = torch.float8_e4m3fn
@@ -57,7 +57,7 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     """The scale of each element of a tensor of this shape, (R, K); one for all or for each row is to be broadcast."""
     if scale.dim() == 0 or scale.shape == (shape[0], 1):
         return scale
-    rows, columns = (n // m for n, m in zip(shape, scale.shape, strict=True))
+    rows, columns = (n // max(m, 1) for n, m in zip(shape, scale.shape, strict=True))
     return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
@@ -87,6 +87,22 @@ class Fp8Linear:
         a = self.scaled(dy.flatten(0, -2).T, self.gradient, shared.outputs, shared.tokens, 1)
         b = self.scaled(x.flatten(0, -2).T, FORWARD, shared.inputs, shared.tokens, 1)
         return product(a, b, x.dtype)
+
+    def grouped(self, rows_RK: Tensor, weight_ENK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The rounded operands of a grouped matmul, each row by the matrix of its expert, in fp32 or wider.
+
+        Every row has a scale of its own, or one for each 1 x k block. With one for all rows it would depend on which
+        tokens are sent to the experts of a rank, and so on the layout. The matrix of an expert has what the recipe says
+        of a weight.
+        """
+        wide = torch.promote_types(rows_RK.dtype, torch.float32)
+        recipe: Fp8Recipe = "blockwise" if self.settings.recipe == "blockwise" else "rowwise"
+        by_row = Fp8Linear(replace(self.settings, recipe=recipe, weight_gradient=False))
+        rows = by_row.scaled(rows_RK, dtype, None, None, 1)
+        # Tensorwise each expert is one row of all its elements.
+        matrices = weight_ENK.flatten(1) if self.settings.recipe == "tensorwise" else weight_ENK.flatten(0, 1)
+        weights = by_row.scaled(matrices, FORWARD, None, None, self.settings.block)
+        return rows.wide(wide), weights.wide(wide).view(weight_ENK.shape)
 
     @property
     def gradient(self) -> torch.dtype:

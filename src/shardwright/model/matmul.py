@@ -5,7 +5,8 @@
 
 With `counts_E` the matmul is grouped (grouped GEMM): rows of x are sorted by expert, counts_E[e] of them (integers)
 belong to expert e and are multiplied by its matrix W_e. Rows after the last counted one have undefined outputs and do
-not contribute to weight gradients. With `fp8` the operands are rounded to fp8 (`model/fp8.py`; not grouped).
+not contribute to weight gradients. With `fp8` the operands are rounded to fp8 (`model/fp8.py`), grouped ones but for
+weight gradients, whose scales would depend on which tokens are sent to a rank.
 
 `linear` is the differentiable function that the modules of a model call. Layers with collectives between the matmuls
 (parallel/tensor.py) call the three functions themselves, and `weight_gradient_or_defer` in the backward pass.
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.model.fp8 import Fp8Linear
+from shardwright.model.fp8 import FORWARD, Fp8Linear
 
 
 def forward(
@@ -34,7 +35,7 @@ def forward(
     """y; written into `out` (contiguous, not grouped) if given. A grouped matmul has no bias."""
     if counts_E is not None:
         assert bias_F is None
-        return grouped_matmul(x, weight, counts_E)
+        return _grouped(x, weight, counts_E, fp8, FORWARD)
     if fp8 is not None:
         y = fp8.forward(x, weight)
         y = y if bias_F is None else y + bias_F
@@ -55,7 +56,7 @@ def input_gradient(
 ) -> Tensor:
     """dx; added to `add_to` (contiguous, not grouped) in place if given."""
     if counts_E is not None:
-        return grouped_matmul(dy, weight.mT, counts_E)
+        return _grouped(dy, weight.mT, counts_E, fp8, FORWARD if fp8 is None else fp8.gradient)
     if fp8 is not None:
         dx = fp8.input_gradient(dy, weight)
         return dx if add_to is None else add_to.add_(dx)
@@ -83,6 +84,13 @@ def weight_gradient(
     if add_to is None:
         return dy_FN @ x_ND
     return add_to.addmm_(dy_FN, x_ND) if add_to.dtype == x_ND.dtype else add_to.add_(dy_FN @ x_ND)
+
+
+def _grouped(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor, fp8: Fp8Linear | None, dtype: torch.dtype) -> Tensor:
+    """x W_e^T for the rows of each expert; with `fp8` the rows are rounded to `dtype`."""
+    if fp8 is None:
+        return grouped_matmul(x_RK, weight_ENK, counts_E)
+    return grouped_matmul(*fp8.grouped(x_RK, weight_ENK, dtype), counts_E).to(x_RK.dtype)
 
 
 Defer = Callable[[Tensor, Tensor, Tensor, Tensor | None, Fp8Linear | None], None]

@@ -28,23 +28,29 @@ ALIGNED = 16
 @dataclass(frozen=True)
 class Fp8:
     """`skip_layers`: so many first and so many last layers are left out, and with any of them the modules of
-    multi-token prediction; `weight_gradient`: whether the gradients of weights are computed in fp8, too; `block`: of
-    blockwise, the side of a block."""
+    multi-token prediction; `weight_gradient`: whether the gradients of weights are computed in fp8, too, but those of
+    experts; `block`: of blockwise, the side of a block; `experts`: whether routed experts are in fp8, too."""
 
     recipe: Fp8Recipe
     skip_layers: int = 0
     weight_gradient: bool = True
     block: int = BLOCK
+    experts: bool = False
 
     def __post_init__(self) -> None:
         assert self.recipe in get_args(Fp8Recipe)
         assert not (self.weight_gradient and self.recipe == "blockwise")
 
     def rows(self, spec: ModelSpec, layer: int) -> list[Row]:
-        """The matrices of a layer, by their rows, whose matmuls are in fp8: hidden ones, but routed experts."""
+        """The hidden matrices of a layer, by their rows, whose matmuls are in fp8; of routed experts by choice."""
         if self.skip_layers and not self.skip_layers <= layer < spec.n_layers - self.skip_layers:
             return []
-        return [row for row in layer_rows(spec, layer) if row.kind == "matrix" and row.matmul == "all"]
+        routed = ("expert",) if self.experts else ()
+        return [
+            row
+            for row in layer_rows(spec, layer)
+            if (row.kind == "matrix" and row.matmul == "all") or row.kind in routed
+        ]
 
     def linears(self, spec: ModelSpec) -> Iterator[tuple[int, Row]]:
         """(layer, row) of every such matrix."""
@@ -54,8 +60,8 @@ class Fp8:
 
 
 def sides(row: Row, tp: int) -> tuple[int, int]:
-    """Output and input features of a rank's shard of a matrix."""
-    out, into = row.shape
+    """Output and input features of a rank's shard of a matrix, or of a whole expert."""
+    out, into = row.shape[-2:]
     return (out // tp, into) if row.split_dim == 0 else (out, into // tp) if row.split_dim == 1 else (out, into)
 
 
@@ -73,6 +79,8 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
             f"precision.fp8_skip_layers={fp8.skip_layers} leaves none of the {spec.n_layers} layers in fp8; valid: 0 "
             f"to {(spec.n_layers - 1) // 2}, or precision.fp8='none'"
         )
+    if fp8.experts and spec.moe is None:
+        yield "precision.fp8_experts=true: this model has no experts; leave it out"
     wrong: dict[tuple[str, str, int], None] = {}
     for _, row in fp8.linears(spec):
         for what, side in zip(("output", "input"), sides(row, tp), strict=True):
@@ -83,7 +91,8 @@ def problems(spec: ModelSpec, layout: Layout, fp8: Fp8, tokens: int) -> Iterator
         shown = "; ".join(f"{name}: {side} {what} features" for name, what, side in list(wrong)[:3])
         yield (
             f"{name} needs features{of_rank} in multiples of {multiple}, and {len(wrong)} sizes are not ({shown}); "
-            f"change the sizes of [model]{', lower layout.tp' if tp > 1 else ''}, or set precision.fp8='none'"
+            f"change the sizes of [model]{', lower layout.tp' if tp > 1 else ''}"
+            f"{', set precision.fp8_experts=false' if fp8.experts else ''}, or set precision.fp8='none'"
         )
     if fp8.weight_gradient and tokens % ALIGNED:
         yield (

@@ -5,6 +5,7 @@
 | column     | cp                                    | -              | tp              |
 | row        | cp                                    | tp             | -               |
 | replicated | cp, and tp where it has token shards  | -              | -               |
+| experts    | none: a scale for each row            | -              | -               |
 
 The inputs of a column-parallel linear and the output's gradients of a row-parallel one are gathered, or the same on
 all ranks of tp. FSDP gathers a weight, in the type of matmuls, before it is rounded. Data ranks have micro-batches of
@@ -35,6 +36,7 @@ def use_fp8(model: Transformer, fp8: Fp8, layout: Layout, groups: Groups) -> Non
         "column": Shared(maximum(*context), outputs=maximum(tp)),
         "row": Shared(maximum(*context), inputs=maximum(tp)),
         "replicated": Shared(maximum(*context, tp if layout.token_shards else None)),
+        "experts": Shared(),
     }
     for number, block in model.layers.items():
         for row in fp8.rows(model.spec, int(number)):

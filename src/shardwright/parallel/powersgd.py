@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwright.compression import factored
 from shardwright.model.modules import Row, row_of
 from shardwright.model.random import normal
 from shardwright.model.spec import ModelSpec
@@ -39,14 +40,6 @@ _U = TypeVar("_U")
 _DEPENDENT = 1e-5
 """A column of which this share or less is left, when its projection on the columns before it is taken away, is rounding
 and no direction; in float64 the square of it."""
-
-
-def compressed(row: Row, rank: int) -> bool:
-    """Whether gradients of a parameter are compressed: all its logical matrices are, or none."""
-    if not row.hidden:
-        return False
-    columns = row.shape[-1]
-    return all(rank * (row.heads * n + columns) < row.heads * n * columns for _, n in row.parts)
 
 
 @dataclass(frozen=True)
@@ -66,13 +59,13 @@ class PowerSGD:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], spec: ModelSpec, rank: int, mesh: DeviceMesh, seed: int
     ) -> None:
-        """`parameters`: plain tensors by global name, of which those that are `compressed` are taken; `mesh`: of one
+        """`parameters`: plain tensors by global name, of which those that are `factored` are taken; `mesh`: of one
         axis, the ranks that hold replicas."""
         self.mesh, self.group = mesh, mesh.get_group()
         self._members: dict[str, _Member] = {}
         for name, parameter in parameters.items():
             row = row_of(spec, name)
-            if compressed(row, rank):
+            if factored(row, rank):
                 n_matrices = len(row.parts) * (row.shape[0] if len(row.shape) > 2 else 1)
                 shape = (n_matrices, row.shape[-1], rank)
                 bases = normal(

@@ -25,7 +25,7 @@ def initial_weights_problems(config: RunConfig) -> list[str]:
     found = _problems(weights, config.model.spec(), config.init)
     if config.init.optimizer and isinstance(weights, CheckpointWeights) and weights.optimizer is not None:
         kinds = {name.partition("/")[0] for name in weights.optimizer.shapes}
-        wanted = config.optimizer.kind.names
+        wanted = config.optimizer.kind.names(rows(config.model.spec()).values(), config.optimizer.options)
         if kinds != wanted:
             found.append(
                 f"init.optimizer=true: {weights.path} has {', '.join(sorted(kinds))}, and optimizer.name="

@@ -43,12 +43,13 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where
             numbers = {
                 name: torch.zeros((), dtype=torch.float32, device=beside) for name in config.kind.counters_of(row)
             }
-            shapes = config.kind.shapes(row)
+            shapes = config.kind.shapes(row, config.options)
+            codes = config.kind.state if config.kind.has_codes(row, config.options) else ()
             if where is not None:
                 members.append(Member(group, parameter, dict.fromkeys(shapes, stored or parameter.dtype), numbers))
                 continue
             optimizer.state[parameter] = numbers | {
-                name: torch.zeros_like(parameter, dtype=stored, memory_format=torch.preserve_format)
+                name: torch.zeros_like(parameter, dtype=torch.uint8 if name in codes else stored)
                 if shape == row.shape
                 else _zero_means(parameter, shape)
                 for name, shape in shapes.items()
@@ -61,8 +62,8 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection, where
 
 
 def _zero_means(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros of a shape that differs from that of a matrix in one of its last two dims, sharded as the matrix is but for
-    that dim, of which every rank has all."""
+    """Zeros of a shape that differs from that of a matrix in one of its last two dims (of means, or of scales of
+    blocks), sharded as the matrix is but for that dim, of which every rank has all."""
     means, meant = torch.empty(shape, device="meta"), next(d for d in (-1, -2) if shape[d] != parameter.shape[d])
     local = list(local_part(parameter).shape)
     local[meant] = shape[meant]

@@ -170,9 +170,9 @@ def _machine_problems(config: RunConfig) -> list[str]:
     where = config.layout.layout().offload_optimizer
     offloads = where == "disk"
     n_parameters = spec.n_parameters
-    n_states = 0 if offloads else config.optimizer.kind.n_elements(rows(spec).values())
-    state_bytes = 2 if config.optimizer.state_dtype == "bf16" else element
-    held = 2 * element + state_bytes * n_states / n_parameters  # weights, gradients and the optimizer's states
+    optimizer, state_element = config.optimizer, 2 if config.optimizer.state_dtype == "bf16" else element
+    states = 0 if offloads else optimizer.kind.n_bytes(rows(spec).values(), state_element, optimizer.options)
+    held = 2 * element + states / n_parameters  # weights, gradients and the optimizer's states
     held += element * (where == "cpu")  # a second copy of the weights
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_bytes()

@@ -16,7 +16,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.split.stages import schedule_problems
 from shardwright.verification.case import Case
-from shardwright.verification.formats import cut_fp8
+from shardwright.verification.formats import cut_fp8, cut_optimizer
 
 _HEAD_DIM = 8
 _LAYERS = 2  # at least; one more than the stages of a pipeline, so that they are uneven
@@ -56,6 +56,7 @@ def cut(case: Case, layouts: Iterable[Layout]) -> Case:
         case,
         spec=spec,
         fp8=cut_fp8(case.fp8, spec, layouts),
+        optimizer=cut_optimizer(case.optimizer),
         seq_len=seq_len,
         global_batch=data_ranks * micro_batch * _accumulation(layouts, data_ranks, case.global_batch, fewest),
         micro_batch=micro_batch,

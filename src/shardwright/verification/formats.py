@@ -1,9 +1,9 @@
-"""Number formats at test size: the loss scale of float16 and the blocks of fp8."""
+"""Number formats at test size: the loss scale of float16, the blocks of fp8, the options of an optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwright.config import PrecisionSection
+from shardwright.config import OptimizerSection, PrecisionSection
 from shardwright.layout import Layout
 from shardwright.model.number_formats import Fp8, block_of
 from shardwright.model.spec import ModelSpec
@@ -20,6 +20,16 @@ def cut_fp8(fp8: Fp8 | None, spec: ModelSpec, layouts: Sequence[Layout]) -> Fp8 
         return None
     fp8 = replace(fp8, skip_layers=min(fp8.skip_layers, (spec.n_layers - 1) // 2))
     return replace(fp8, block=min(block_of(spec, fp8, layout.tp) for layout in layouts))
+
+
+def cut_optimizer(optimizer: OptimizerSection) -> OptimizerSection:
+    """The optimizer for a reduced model: options that are about sizes are not larger than at test size."""
+    few = {
+        key: type(option.default)(option.at_test_size)
+        for key, option in optimizer.kind.options.items()
+        if option.at_test_size < optimizer.options[key]
+    }
+    return optimizer.model_copy(update=few)
 
 
 def no_fp8_in(dtype: str, fp8: Fp8) -> str:

@@ -253,13 +253,15 @@ def _optimizer(rng: Random) -> OptimizerSection:
             continue
         most = option.below if option.below <= 1 else 10 * option.default
         middle = round(max(option.least, 0.0) + 0.5 * (most - max(option.least, 0.0)), 12)
-        options[key] = rng.choice((option.default, middle))
+        options[key] = rng.choice((option.default, int(middle) if option.whole else middle))
     return OptimizerSection(
         name=name,
         lr=rng.choice((1e-4, 3e-4, 1e-3)),
         weight_decay=rng.choice((0.0, 0.1)),
         clip_norm=rng.choice((0.0, 1.0)),
-        state_dtype="parameters" if OPTIMIZERS[name].means else rng.choice(("parameters", "parameters", "bf16")),
+        state_dtype="parameters"
+        if OPTIMIZERS[name].means or OPTIMIZERS[name].in_blocks
+        else rng.choice(("parameters", "parameters", "bf16")),
         lr_scale=LrScaleSection(**_by_kind(rng, (0.5, 2.0))),
         weight_decay_by_kind=WeightDecaySection(**_by_kind(rng, (0.0, 0.2))),
         **options,

@@ -13,6 +13,7 @@ from shardwright.model.number_formats import Fp8
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case
+from shardwright.verification.formats import cut_optimizer
 from tests.mutation import Mutation
 from tests.training.worlds import CASE, LONG, SPEC
 from tests.training.worlds import EVEN as EVEN
@@ -83,7 +84,9 @@ class Bug:
             spec=replace(base.spec, **self.spec),
             micro_batch=base.global_batch // (accumulation * layout.data_ranks),
             dtype=self.dtype,
-            optimizer=base.optimizer if self.optimizer == "adamw" else OptimizerSection(name=self.optimizer),
+            optimizer=base.optimizer
+            if self.optimizer == "adamw"
+            else cut_optimizer(OptimizerSection(name=self.optimizer)),
             attention=scope,
             positions=scope,
             fp8=self.fp8,

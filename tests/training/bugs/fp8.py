@@ -5,7 +5,7 @@ from typing import Any
 from shardwright.layout import Layout
 from shardwright.model.number_formats import Fp8
 from tests.mutation import Mutation
-from tests.training.bugs.bug import LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
+from tests.training.bugs.bug import EP, EXPERTS, LATENT, PP, SP, TP, ZB, ZERO_0, ZERO_3, ZIGZAG, AnyBug, Bug, UnitBug
 
 _USE, _SCALED = "shardwright.parallel.apply:use_fp8", "shardwright.model.fp8:Fp8Linear.scaled"
 _SCALE = "(amax.clamp(min=_LEAST) / largest).float()"
@@ -16,6 +16,9 @@ _TYPES = "tests/model/test_fp8.py:test_every_operand_has_the_type_of_its_recipe"
 
 def _bug(function: str, before: str, after: str, *layouts: Layout, fp8: Fp8 = _TENSORWISE, **spec: Any) -> Bug:
     return Bug(Mutation(function, before, after), list(layouts), fp8=fp8, spec=spec)
+
+
+_WITH_EXPERTS, _GROUPED = Fp8("tensorwise", experts=True), "shardwright.model.fp8:Fp8Linear.grouped"
 
 
 REDUCTION: dict[str, AnyBug] = {
@@ -44,6 +47,17 @@ STALE: dict[str, AnyBug] = {
     ),
 }
 SHARD: dict[str, AnyBug] = {
+    "fp8: the rows that are sent to a rank's experts have one scale": _bug(
+        _GROUPED,
+        "by_row.scaled(rows_RK, dtype, None, None, 1)",
+        "self.scaled(rows_RK, dtype, None, None, 1)",
+        EP,
+        fp8=_WITH_EXPERTS,
+        moe=EXPERTS,
+    ),
+    "fp8: the experts of a rank have one scale": _bug(
+        _GROUPED, "weight_ENK.flatten(1)", "weight_ENK.reshape(1, -1)", EP, fp8=_WITH_EXPERTS, moe=EXPERTS
+    ),
     "fp8: the layers that are left out are counted from the start of a stage": _bug(
         _USE,
         "fp8.rows(model.spec, int(number))",
@@ -68,6 +82,10 @@ DTYPE: dict[str, AnyBug] = {
     ),
 }
 SCALE: dict[str, AnyBug] = {
+    "fp8: gradients of experts' outputs are in e4m3 where e5m2 was asked for": UnitBug(
+        Mutation("shardwright.model.matmul:input_gradient", "FORWARD if fp8 is None else fp8.gradient", "FORWARD"),
+        "tests/model/test_fp8.py:test_experts_multiply_rounded_rows_by_rounded_matrices",
+    ),
     "fp8: the scale goes by the largest number of the other format": UnitBug(
         Mutation(_SCALED, "torch.finfo(dtype).max", "torch.finfo(GRADIENT['tensorwise']).max"),
         "tests/model/test_fp8.py:test_operands_are_rounded_to_the_nearest_number_of_the_format",

@@ -5,9 +5,11 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import TP, AnyBug, Bug, UnitBug
 
 _ADAFACTOR = "shardwright.training.optimizers.adafactor:_Member"
+_IN_8_BITS = "shardwright.training.optimizers.adamw_8bit"
 _LION, _SGD = "shardwright.training.optimizers.lion:Lion", "shardwright.training.optimizers.sgd:SGD"
 _FORMULA = "tests/training/test_optimizers.py:test_steps_are_those_of_the_formula"
 _ROUNDED = "tests/training/test_optimizers.py:test_states_in_bf16_are_rounded_after_the_step_has_used_them"
+_IN_BLOCKS = "tests/training/test_adamw_8bit.py:test_moments_are_rounded_in_blocks_of_rows_after_the_step_has_used_them"
 _MOMENTUM = "tests/training/test_optimizers.py:test_momentum_in_bf16_is_rounded_after_the_direction_is_made"
 _SHARDED = Layout(dp_shard=2, zero=2)
 _PLAIN = "biases, tied"
@@ -21,6 +23,13 @@ def _of_shard(method: str, total: str, groups: str, layouts: list[Layout]) -> Bu
 
 
 REDUCTION: dict[str, AnyBug] = {
+    "the scale of a block of 8-bit states is that of a shard of its columns": Bug(
+        Mutation(
+            f"{_IN_8_BITS}:AdamW8bit.step", "reduce_together(zip(parts, over, strict=True), dist.ReduceOp.MAX)", "None"
+        ),
+        [TP],
+        optimizer="adamw-8bit",
+    ),
     "Adafactor takes the means over columns of a shard of rows": _of_shard(
         "squares", "self.of_columns_EPC", "over_rows", [TP, _SHARDED]
     ),
@@ -38,6 +47,11 @@ REDUCTION: dict[str, AnyBug] = {
     ),
 }
 SHARD: dict[str, AnyBug] = {
+    "blocks of 8-bit states begin where a shard begins": Bug(
+        Mutation(f"{_IN_8_BITS}:_Blocks.__init__", "divmod(first_column(parameter), self.size)", "(0, 0)"),
+        [TP, Layout(dp_shard=2, tp=2, zero=3)],
+        optimizer="adamw-8bit",
+    ),
     "Adafactor clips the parts of a stacked matrix by one root mean square": UnitBug(
         Mutation(
             f"{_ADAFACTOR}.apply",
@@ -55,7 +69,25 @@ SHARD: dict[str, AnyBug] = {
         ("adafactor", "latent attention"),
     ),
 }
+OFF_BY_ONE: dict[str, AnyBug] = {
+    "8-bit states are rounded to the next number of the table, not the nearest": UnitBug(
+        Mutation(f"{_IN_8_BITS}:borders", "(numbers[:-1] + numbers[1:]) / 2", "numbers[:-1].clone()"), _IN_BLOCKS
+    ),
+    "matrices of as many elements as make 8-bit states worth it keep 32 bits": UnitBug(
+        Mutation(
+            "shardwright.optimizers:OptimizerKind.has_codes",
+            "row.numel >= options['least_elements']",
+            "row.numel > options['least_elements']",
+        ),
+        "tests/training/test_adamw_8bit.py:test_a_matrix_of_the_least_elements_has_8_bits",
+    ),
+}
 DTYPE: dict[str, AnyBug] = {
+    "a small second moment of 8 bits is rounded to 0": UnitBug(
+        Mutation(f"{_IN_8_BITS}:borders", "not signed", "False"),
+        "tests/training/test_adamw_8bit.py:test_blocks_of_very_small_and_large_gradients_are_rounded_as_any",
+        (1e15,),
+    ),
     "states in bf16 are rounded towards zero": UnitBug(
         Mutation(
             "shardwright.training.on_shards:_keep_state",
@@ -74,6 +106,20 @@ DTYPE: dict[str, AnyBug] = {
     ),
 }
 STALE: dict[str, AnyBug] = {
+    "the scales of 8-bit states are those of the step before": UnitBug(
+        Mutation(
+            f"{_IN_8_BITS}:AdamW8bit.step",
+            """
+            scale.copy_(part)
+            each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
+            """,
+            """
+            each.round(name, wide[name], part, local_part(self.state[each.parameter][name]))
+            scale.copy_(torch.where(scale > 0, scale, part))
+            """,
+        ),
+        _IN_BLOCKS,
+    ),
     "states in bf16 of all buckets but the last are not stored": UnitBug(
         Mutation(
             "shardwright.training.on_shards:OnShards.step",
@@ -84,6 +130,10 @@ STALE: dict[str, AnyBug] = {
     ),
 }
 SCALE: dict[str, AnyBug] = {
+    "8-bit states are widened without their scale": UnitBug(
+        Mutation(f"{_IN_8_BITS}:_Member.moments", "self.blocks.each(torch.mul, numbers, scale)", "numbers"),
+        _IN_BLOCKS,
+    ),
     "a kind of parameter has the learning rate of another": UnitBug(
         Mutation(
             "shardwright.training.optimizer:parameter_groups", "(decay, scale, hidden, mesh)", "(decay, hidden, mesh)"

@@ -22,18 +22,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.model.modules import Row
 from shardwright.parallel.initialise import local_box
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.over_shards import Groups, groups_that_shard, reduce_together
 
 LEAST_SQUARE = 1e-30
-
-Groups = tuple[dist.ProcessGroup, ...]
 
 
 class Adafactor(Optimizer):
@@ -50,27 +47,11 @@ class Adafactor(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         members = self._members
-        add_up(total for each in members for total in each.squares(self.state[each.parameter]))
-        add_up(total for each in members for total in each.moments())
-        add_up(total for each in members for total in each.direction())
+        reduce_together(total for each in members for total in each.squares(self.state[each.parameter]))
+        reduce_together(total for each in members for total in each.moments())
+        reduce_together(total for each in members for total in each.direction())
         for each in members:
             each.apply()
-
-
-def add_up(totals: Iterable[tuple[Tensor, Groups]]) -> None:
-    """Sum each tensor, in place, over the ranks of its groups; those with the same groups together. Every rank of a
-    group gives tensors of the same shapes in the same order."""
-    together: dict[Groups, list[Tensor]] = {}
-    for total, groups in totals:
-        together.setdefault(groups, []).append(total)
-    for groups, tensors in together.items():
-        if not groups:
-            continue
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        for group in groups:
-            dist.all_reduce(flat, group=group)
-        for tensor, found in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(found.view(tensor.shape))
 
 
 class _Member:
@@ -79,15 +60,17 @@ class _Member:
     def __init__(self, parameter: nn.Parameter, row: Row, group: dict[str, Any]) -> None:
         self.parameter, self.group = parameter, group
         self.is_matrix = parameter.dim() > 1
-        local, offsets = local_box(parameter)
+        local = local_part(parameter.detach())
         self.shape_ERC = (1,) * (3 - local.dim()) + tuple(local.shape)
         # What the means are over, of the whole parameter: columns, and the rows of each logical matrix.
         self.n_columns, sizes = parameter.shape[-1], [n * row.heads for _, n in row.parts]
         n_rows = sizes or [parameter.shape[-2] if self.is_matrix else 1]
         self.n_rows_P = torch.tensor(n_rows, dtype=local.dtype, device=local.device)
-        self.over_rows = _groups_that_shard(parameter, -2) if self.is_matrix else ()
-        self.over_columns = _groups_that_shard(parameter, -1)
-        self.part_R = _part_of_rows(row, offsets[-2], local.shape[-2], local.device) if len(sizes) > 1 else None
+        self.over_rows = groups_that_shard(parameter, -2) if self.is_matrix else ()
+        self.over_columns = groups_that_shard(parameter, -1)
+        self.part_R = None
+        if len(sizes) > 1:
+            self.part_R = _part_of_rows(row, local_box(parameter)[1][-2], local.shape[-2], local.device)
 
     @property
     def over_all(self) -> Groups:
@@ -162,12 +145,3 @@ def _part_of_rows(row: Row, first: int, n: int, device: torch.device) -> Tensor:
     return torch.tensor(
         [of_head[at % len(of_head)] for at in range(first, first + n)], device=device, dtype=torch.int64
     )
-
-
-def _groups_that_shard(parameter: Tensor, dim: int) -> Groups:
-    """The groups of ranks that have shards of a dim, counted from the last."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh, wanted = parameter.device_mesh, parameter.dim() + dim
-    over = [i for i, place in enumerate(parameter.placements) if getattr(place, "dim", None) == wanted]
-    return tuple(mesh.get_group(i) for i in over if mesh.size(i) > 1)

@@ -1,0 +1,88 @@
+"""Gradients of matrices that travel as products of thin matrices (`layout.compress_gradients` "powersgd-r").
+
+Of each logical matrix (n x m) two factors are all-reduced, of r n and r m elements in fp32, those of all matrices of a
+stage together, after its last backward pass. For C elements, N rows and M columns of all matrices of a rank:
+
+    sent       4 r N and 4 r M bytes instead of 4 C
+    computed   8 r C FLOPs: the two products that make the factors, and two more of them, for the gradient and for what
+               this rank has sent; 8 r^2 N: Gram and Schmidt's orthonormal columns, each projected twice
+    moved      64 C bytes: error and gradient are added (12), read for both factors (8), both products are written and
+               joined (24), taken from the error (12) and copied to the gradient (8)
+    held       4 (C + r M) bytes: errors, and the right factors for the next step
+
+With r up to 32 the products move more than they compute, so the longer of both counts. Ignored: buffers of factors and
+of one product, and the start of the small operations of Gram and Schmidt, some 6 r of each shape of a matrix.
+Source: Vogels et al., arXiv 1905.13727; parallel/powersgd.py.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwright.compression import factored, powersgd_rank
+from shardwright.cost import ledger
+from shardwright.cost.collectives import all_reduce
+from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.matmuls import reached_flops_per_s
+from shardwright.cost.message import Message
+from shardwright.cost.passes import reached_bytes_per_s
+from shardwright.cost.pipeline import Stages
+from shardwright.layout import Layout
+from shardwright.model.modules import Row
+
+if TYPE_CHECKING:
+    from shardwright.cost.data_parallel import RankParameters
+
+MOVED_BYTES = 64.0
+"""Bytes that are read and written of an element of a matrix."""
+LEFT, RIGHT = "left factors of gradients, all-reduce", "right factors of gradients, all-reduce"
+
+
+def counts(stages: Stages, layout: Layout) -> Ints:
+    """Elements, rows and columns of the logical matrices of each stage whose gradients travel as products, (3, S)."""
+    rank = powersgd_rank(layout)
+    found = np.zeros((3, len(stages.layers)), np.int64)
+    for block, layers in stages.of_kind.items():
+        for row in block.rows if rank else ():
+            if factored(row, rank):
+                found += np.array(_of_row(row))[:, None] * layers
+    return found
+
+
+def _of_row(row: Row) -> tuple[int, int, int]:
+    experts = row.shape[0] if len(row.shape) > 2 else 1
+    return row.numel, experts * row.shape[-2], experts * len(row.parts) * row.shape[-1]
+
+
+def messages(candidates: Candidates, held: "RankParameters") -> list[Message]:
+    """The all-reduces of the factors, once a step for each stage of the rank; none where gradients travel whole."""
+    rank, calls = powersgd_rank(candidates.shared), np.maximum(held.factored_stages, 1)
+    if not rank:
+        return []
+    return [
+        Message(what, all_reduce, 4 * rank * sides / calls, candidates.gradient_ranks, candidates.tp, calls)
+        for what, sides in ((LEFT, held.left_rows), (RIGHT, held.right_columns))
+    ]
+
+
+def computed(job: Job, candidates: Candidates, held: "RankParameters") -> Floats:
+    """Seconds of the products and of the orthonormal columns in a step, (n,)."""
+    return ledger.compute(
+        "products of gradients",
+        "max(moved_bytes * factored / element_rate, 8 * r * factored / matmul_rate)"
+        " + 8 * r * r * left_rows / matmul_rate",
+        "s", "after the last backward pass; arXiv 1905.13727, algorithm 1", moved_bytes=MOVED_BYTES,
+        r=powersgd_rank(candidates.shared), factored=held.factored, left_rows=held.left_rows,
+        element_rate=reached_bytes_per_s(job), matmul_rate=reached_flops_per_s(job, job.precision),
+    )  # fmt: skip
+
+
+def problems(job: Job, layout: Layout) -> Iterator[str]:
+    """Why gradients of this job cannot travel as products."""
+    if powersgd_rank(layout) and job.element_bytes != 4:
+        yield (
+            f"layout.compress_gradients={layout.compress_gradients!r} needs matmuls in fp32, the type of the "
+            f"parameters, and here the precision is {job.precision}; price it with --precision fp32, or "
+            f"compress_gradients='bf16'"
+        )

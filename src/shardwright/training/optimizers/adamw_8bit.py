@@ -1,0 +1,185 @@
+"""AdamW with states of 8 bits (Dettmers et al., arXiv 2110.02861): a code of one byte for each element of the moments
+of a matrix, and for each block of elements a scale, the largest absolute value in it.
+
+    m = table[code of m] x scale of its block, and so v      widened, in the type of the parameters
+    the step of AdamW with m and v                           it uses the new moments before they are rounded
+    scale = largest |m| of the block                         and so of v
+    code = that of the number in the table that is nearest to m / scale
+
+The table is that of dynamic tree quantisation (section 1.3): after the sign, the zeros before the first 1 are a
+negative exponent of 10, and the bits after it the place among equal parts of 0.1 to 1. v has no sign, and one bit more.
+
+A block is of consecutive elements of a row of the whole parameter, whatever the layout: up to `block_size` of them, the
+last of a row may have fewer. Where tp shards columns, a block may lie on several ranks: the largest value is then that
+over all of them, which keep the scales of all blocks of their rows. So a step is the same on every layout.
+(bitsandbytes and torchao quantise blocks of the flattened shard, which are others on other layouts.)
+
+Vectors and matrices of fewer than `least_elements` elements have states of the type of the parameters. One rule differs
+from bitsandbytes: a second moment that is not 0 is never rounded to 0, since a step divides by its root.
+
+Shapes: R rows (of all experts) and C columns of a shard, N blocks of B elements that it has parts of.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from shardwright.optimizers import OPTIMIZERS, scale_of
+from shardwright.parallel.norm import local_part
+from shardwright.parallel.over_shards import first_column, groups_that_shard, reduce_together
+from shardwright.training.on_shards import BUCKET_BYTES
+from shardwright.units import in_groups
+
+BITS = 8
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+"""The states that are rounded, and whether they have a sign."""
+
+
+class AdamW8bit(Optimizer):
+    """Of parameters by their `rows`; they may be DTensors."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, options: Mapping[str, float]) -> None:
+        super().__init__(groups, {"lr": lr, **options})
+        kind, self._members = OPTIMIZERS["adamw-8bit"], []
+        for group in self.param_groups:
+            coded = [kind.has_codes(row, options) for row in group["rows"]]
+            pairs = zip(group["params"], coded, strict=True)
+            self._members.append([_Member(p, int(options["block_size"]) if has else None) for p, has in pairs])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group, members in self._buckets():
+            moments = [each.moments(self.state[each.parameter]) for each in members]
+            _update(group, members, moments, [self.state[each.parameter]["step"] for each in members])
+            coded = [pair for pair in zip(members, moments, strict=True) if pair[0].blocks is not None]
+            for name in SIGNED:
+                scales = [local_part(self.state[each.parameter][scale_of(name)]) for each, _ in coded]
+                parts = [each.largest(wide[name], scale) for (each, wide), scale in zip(coded, scales, strict=True)]
+                over = [groups_that_shard(each.parameter, -1) for each, _ in coded]
+                reduce_together(zip(parts, over, strict=True), dist.ReduceOp.MAX)
+                for (each, wide), scale, part in zip(coded, scales, parts, strict=True):
+                    scale.copy_(part)
+                    each.round(name, wide[name], scale, local_part(self.state[each.parameter][name]))
+
+    def _buckets(self) -> Iterator[tuple[dict[str, Any], list["_Member"]]]:
+        """A group's parameters, a few at a time; the same ones on all ranks that have shards of them."""
+        for group, members in zip(self.param_groups, self._members, strict=True):
+            for bucket in in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES):
+                yield group, bucket
+
+
+def _update(
+    group: dict[str, Any], members: list["_Member"], moments: list[dict[str, Tensor]], steps: list[Any]
+) -> None:
+    """AdamW of the shards of parameters, and their moments, in place. A step adds 1 to each of `steps`."""
+    weights = [local_part(each.parameter.detach()) for each in members]
+    gradients = [
+        torch.zeros_like(weight) if each.parameter.grad is None else local_part(each.parameter.grad)
+        for each, weight in zip(members, weights, strict=True)
+    ]
+    adamw(
+        weights,
+        gradients,
+        [each["exp_avg"] for each in moments],
+        [each["exp_avg_sq"] for each in moments],
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=group["beta1"],
+        beta2=group["beta2"],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class _Member:
+    """One parameter; `blocks` where its states are codes."""
+
+    def __init__(self, parameter: nn.Parameter, block_size: int | None) -> None:
+        self.parameter = parameter
+        mesh = getattr(parameter, "device_mesh", None)
+        self.n_bytes = parameter.numel() * parameter.element_size() // (1 if mesh is None else mesh.size())
+        self.blocks = None if block_size is None else _Blocks(parameter, block_size)
+        if self.blocks is not None:
+            like = local_part(parameter.detach())
+            self.tables = {name: table(signed).to(like) for name, signed in SIGNED.items()}
+            self.borders = {name: borders(signed).to(like) for name, signed in SIGNED.items()}
+
+    def moments(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The shards of the moments in the type of the parameter: the very ones where they are no codes."""
+        if self.blocks is None:
+            return {name: local_part(state[name]) for name in SIGNED}
+        found = {}
+        for name in SIGNED:
+            codes, scale = local_part(state[name]), local_part(state[scale_of(name)])
+            numbers = self.tables[name].index_select(0, codes.flatten().int()).view(codes.shape)
+            found[name] = self.blocks.each(torch.mul, numbers, scale)
+        return found
+
+    def largest(self, x: Tensor, scale: Tensor) -> Tensor:
+        """The largest absolute value of each block of the rows of this shard, as far as the shard has it."""
+        assert self.blocks is not None
+        found = torch.zeros_like(scale)
+        self.blocks.of(found).copy_(self.blocks.cut(x.abs()).amax(-1))
+        return found
+
+    def round(self, name: str, x: Tensor, scale: Tensor, codes: Tensor) -> None:
+        """Write the codes of a moment."""
+        assert self.blocks is not None
+        divided = self.blocks.each(torch.div, x, torch.where(scale == 0, 1.0, scale))
+        codes.copy_(torch.bucketize(divided, self.borders[name], out_int32=True))
+
+
+class _Blocks:
+    """The blocks of the rows of a parameter, of which this rank has all columns or a shard of them."""
+
+    def __init__(self, parameter: Tensor, size: int) -> None:
+        self.size, self.columns = min(size, parameter.shape[-1]), local_part(parameter.detach()).shape[-1]
+        self.first, self.before = divmod(first_column(parameter), self.size)
+        self.n = -(-(self.before + self.columns) // self.size)
+        self.after = self.n * self.size - self.before - self.columns
+
+    def of(self, scale: Tensor) -> Tensor:
+        """Of the scales of whole rows those of the blocks that this rank has parts of, (..., N)."""
+        return scale.narrow(-1, self.first, self.n)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., N, B), with zeros for what other ranks have."""
+        return F.pad(x, (self.before, self.after)).unflatten(-1, (self.n, self.size))
+
+    def each(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, scale: Tensor) -> Tensor:
+        """`compute` of each element, (..., C), and the scale of its block; contiguous, as fused updates need it."""
+        found = compute(self.cut(x), self.of(scale).unsqueeze(-1))
+        return found.flatten(-2).narrow(-1, self.before, self.columns).contiguous()
+
+
+def table(signed: bool) -> Tensor:
+    """The 256 numbers of dynamic tree quantisation, in order, in float64: 0, 1, and for each exponent e of 0 to 6 the
+    middles of 2^e (unsigned: 2^(e+1)) equal parts of 0.1 to 1, times 10^(e - 6); signed: with their negatives."""
+    places = BITS - 1
+    found = [0.0, 1.0]
+    for exponent in range(places):
+        n_parts = 2 ** (exponent + (not signed))
+        for part in range(n_parts):
+            middle = (0.1 + 0.9 * (part + 0.5) / n_parts) * 10.0 ** (exponent - places + 1)
+            found += [middle, -middle] if signed else [middle]
+    return torch.tensor(sorted(found), dtype=torch.float64)
+
+
+def borders(signed: bool) -> Tensor:
+    """The 255 numbers between those of the table at which the nearest one changes; unsigned, the first is 0: what is
+    above is not rounded to 0."""
+    numbers = table(signed)
+    found = (numbers[:-1] + numbers[1:]) / 2
+    if not signed:
+        found[0] = 0.0
+    return found
