@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwright.config import load, parse, resolved_toml
 from shardwright.errors import ConfigError
-from shardwright.layout import CP_METHODS
+from shardwright.layout_keys import CP_METHODS
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec

@@ -10,7 +10,8 @@ from shardwright.config import parse, resolved_toml
 from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.errors import LayoutError
 from shardwright.keys import Key, Sizes
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice, choice_at, read
 from shardwright.planner.distinct import CHOICES

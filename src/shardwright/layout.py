@@ -20,298 +20,28 @@ innermost axes are folded into two:
 | `ep`           | the experts                                                                  |
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any, get_type_hints
+from typing import Any
 
 from shardwright import compression
 from shardwright.box import DENSE_AXES, NumberedRanks
 from shardwright.errors import LayoutError
-from shardwright.keys import Key, Sizes, written
+from shardwright.keys import written
+from shardwright.layout_keys import KEYS, LayoutKeys
 from shardwright.schedule import build
-from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.placement import Ways, stages_of_rank
 from shardwright.schedule.registry import Kind, find, names
 
-CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
-RECOMPUTE = ("none", "selective", "full")
-OFFLOAD = ("none", "cpu", "disk")
-AUTO = "auto"
-"""In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
-RECOMPUTE_MODULES = ("norms", "activation", "rope", "mla_up", "attention", "experts")
-
-_ZERO_WORDS = (
-    "every rank holds all parameters, gradients and optimizer states of its stage",
-    "optimizer states are sharded",
-    "optimizer states and gradients are sharded",
-    "optimizer states, gradients and parameters are sharded",
-)
-
-_OFFLOADED_WORDS = {"none": "in memory", "cpu": "in the memory of the host", "disk": "on a disk"}
-
-
-def _key(default: Any, **known: Any) -> Any:
-    return field(default=default, metadata={"key": Key(**known)})
-
-
-def _degree(axis: str, help: str, words: Callable[[Any, Sizes], str], **more: Any) -> Any:
-    return _key(1, help=help, words=words, used=lambda layout: getattr(layout, axis) > 1, **more)
-
-
-def _in_pipeline(layout: Any) -> Any:
-    return layout.pp > 1
-
-
-def _over_data(layout: Any) -> Any:
-    return layout.dp_replicate * layout.dp_shard * layout.cp > 1
-
-
-def _nodes(tp: int, node_size: int) -> str:
-    return "within a node" if node_size % tp == 0 else f"over {-(-tp // node_size)} nodes or more"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(NumberedRanks):
+class Layout(LayoutKeys, NumberedRanks):
     """The degrees of a run and the choices that go with them: the keys of a run file's section [layout], with the same
     defaults. What each key means, and all else that is known of it, is in its metadata (`KEYS`).
 
     Raises LayoutError, with every problem at once, for a layout that cannot exist on any world.
     """
-
-    tp: int = _degree(
-        "tp",
-        "ranks that shard heads, ffn features and vocabulary; keep them in a node",
-        lambda layout, sizes: f"ranks shard the heads and matrices of a layer, {_nodes(layout.tp, sizes.node_size)}",
-        runner_up=True,
-    )
-    pp: int = _degree(
-        "pp",
-        "ranks that hold different layers, in stages; each micro-batch goes through all",
-        lambda layout, sizes: f"ranks hold {sizes.n_layers} layers in {layout.n_stages} stages",
-        runner_up=True,
-    )
-    pp_schedule: str = _key(
-        ONE_F_ONE_B.name,
-        help="pp only: the order of forward and backward passes; `shardwright schedule` draws it",
-        words=lambda layout, sizes: layout.kind.help,
-        choices=names,
-        used=_in_pipeline,
-        needs="pp above 1",
-        planned=lambda layout: [name for name in names() if find(name).priced],
-        not_priced=lambda: [name for name in names() if not find(name).priced],
-        runner_up=True,
-    )
-    virtual_stages: int = _key(
-        None,
-        help="pp only: stages of each rank, where the schedule leaves that open; if not given, the schedule's own "
-        "number",
-        words=lambda layout, sizes: "stages of each rank",
-        derived=lambda layout: layout.kind.virtual_stages,
-        used=lambda layout: layout.pp > 1 and bool(layout.kind.virtual_stages_tried),
-        needs="pp above 1 and a schedule that leaves it open",
-        said=True,
-        group="pp_schedule",
-        off=lambda layout: {"virtual_stages": None, "stage_layers": None},
-        planned=lambda layout: layout.kind.virtual_stages_tried,
-        unverified="a rank runs three stages by the same code as two; --set layout.virtual_stages verifies it",
-    )
-    cp: int = _degree(
-        "cp",
-        "ranks that partition the tokens of each sequence",
-        lambda layout, sizes: f"ranks partition each sequence, {sizes.seq_len // layout.cp} tokens each",
-        runner_up=True,
-    )
-    cp_method: str = _key(
-        "zigzag",
-        help="how attention reaches all tokens: keys and values go round a ring (zigzag: balanced, ring: contiguous) "
-        "or are gathered; ulysses partitions heads instead; usp: ulysses inside, zig-zag ring outside",
-        words=lambda layout, sizes: "how attention reaches the tokens of other ranks",
-        choices=lambda: CP_METHODS,
-        used=lambda layout: layout.cp > 1,
-        group="cp",
-        planned=lambda layout: ("zigzag", "ulysses"),  # the others move more bytes or leave ranks idle
-        not_priced=lambda: ("usp",),
-    )
-    ulysses_degree: int = _key(
-        1,
-        help="usp only: the part of cp that partitions heads",
-        words=lambda layout, sizes: "ranks of cp partition heads, the others go round a ring",
-        used=lambda layout: layout.cp_method == "usp",
-        needs="cp_method='usp'",
-        group="cp",
-    )
-    ep: int = _degree(
-        "ep",
-        "ranks of dp_shard x cp x tp that hold different experts of a mixture; tokens travel to them",
-        lambda layout, sizes: f"ranks hold {sizes.n_experts // layout.ep} of {sizes.n_experts} experts each",
-        runner_up=True,
-    )
-    dp_replicate: int = _degree(
-        "dp_replicate",
-        "replicas of the model; each reads its own samples",
-        lambda layout, sizes: "replicas, each with its own sequences",
-        group="dp",
-    )
-    dp_shard: int = _degree(
-        "dp_shard",
-        "ranks that read their own samples and, under ZeRO, shard parameters, gradients and optimizer states",
-        lambda layout, sizes: "ranks, each with its own sequences; zero shards over them",
-        group="dp",
-    )
-    zero: int = _key(
-        None,
-        help="sharded over dp_shard x cp (ZeRO, arXiv 1910.02054): 0 nothing, 1 optimizer states, 2 and gradients, "
-        "3 and parameters; if not given, 3 when dp_shard > 1, else 0",
-        words=lambda layout, sizes: (
-            _ZERO_WORDS[layout.zero] + (f" over {layout.dp_shard * layout.cp} ranks" if layout.zero else "")
-        ),
-        choices=lambda: (0, 1, 2, 3),
-        derived=lambda layout: 3 if layout.dp_shard > 1 else 0,
-        used=_over_data,
-        said=True,
-        off=lambda layout: {"zero": 0, "dp_replicate": layout.data_ranks, "dp_shard": 1},
-        milder=1,
-        runner_up=True,
-    )
-    sequence_parallel: bool = _key(
-        None,
-        help="between a block's matmuls, shard activations by token over tp (arXiv 2205.05198); if not given, true "
-        "when tp > 1",
-        words=lambda layout, sizes: (
-            "activations between a block's matmuls are "
-            + ("sharded by token over tp" if layout.sequence_parallel else "replicated over tp")
-        ),
-        choices=lambda: (False, True),
-        derived=lambda layout: layout.tp > 1,
-        used=lambda layout: layout.tp > 1,
-        off=lambda layout: {"sequence_parallel": False},
-        planned=lambda layout: (True,),
-    )
-    recompute: str = _key(
-        "none",
-        help="activation checkpointing: what the backward pass computes again instead of keeping it; selective: the "
-        "parts of recompute_modules; full: every block, of which only the input is kept; in a run file also auto: the "
-        "least of them, in as few layers, that fits the memory of a rank",
-        words=lambda layout, sizes: {
-            "none": "nothing is recomputed",
-            "selective": f"the backward pass recomputes {', '.join(layout.recompute_modules)}",
-            "full": "the backward pass recomputes every layer",
-        }[layout.recompute],
-        choices=lambda: RECOMPUTE,
-        in_turn=("selective", "full"),
-        in_run_file=(AUTO,),
-        runner_up=True,
-    )
-    recompute_modules: tuple[str, ...] = _key(
-        ("norms", "activation"),
-        help="recompute='selective' only: the parts of a block that are recomputed: norms; activation, of networks and "
-        "experts; rope, the norm and rotation of heads; mla_up, keys and values from latent vectors; attention; "
-        "experts, their first matmuls",
-        words=lambda layout, sizes: "parts of a block are recomputed",
-        members=lambda: RECOMPUTE_MODULES,
-        used=lambda layout: layout.recomputes_parts,
-        needs="recompute='selective'",
-        group="recompute",
-        unverified="every part is recomputed by the same code; --set layout.recompute_modules verifies one",
-    )
-    recompute_layers: int | None = _key(
-        None,
-        help="how many layers of each stage recompute, the first ones; if not given, all",
-        words=lambda layout, sizes: "first layers of each stage recompute",
-        used=lambda layout: layout.recomputes,
-        needs="recompute='selective' or 'full'",
-        group="recompute",
-        unverified="a layer recomputes by the same code whether others do; --set layout.recompute_layers verifies it",
-    )
-    loss_chunk_tokens: int = _key(
-        0,
-        help="tokens whose logits exist at a time: head, loss and their gradients are computed for so many tokens of a "
-        "micro-batch after another; 0: for all at once",
-        words=lambda layout, sizes: (
-            "tokens at a time have logits" if layout.loss_chunk_tokens else "the logits of a micro-batch are whole"
-        ),
-        least=0,
-        in_turn=(5,),
-        planned=lambda layout: (0, 4096),  # with fewer the sum of the head's gradients is moved more often
-        runner_up=True,
-    )
-    offload_optimizer: str = _key(
-        "none",
-        help="where the states of the optimizer are: none: in the memory of the device; cpu: in that of the host, "
-        "which is sent the gradients, computes the update, and sends the weights back (ZeRO-Offload, arXiv "
-        "2101.06840); disk: in files of offload_path, of which some chunks at a time are read, updated and written",
-        words=lambda layout, sizes: f"optimizer states are {_OFFLOADED_WORDS[layout.offload_optimizer]}",
-        choices=lambda: OFFLOAD,
-        in_turn=("disk", "cpu"),
-        planned=lambda layout: (layout.offload_optimizer,),  # searched where it is fixed, and where nothing fits
-    )
-    offload_parameters: str = _key(
-        "none",
-        help="where the shards of parameters and of their gradients are: none: in the memory of the device; cpu: in "
-        "that of the host, from which each gather copies them, and where the optimizer updates them",
-        words=lambda layout, sizes: f"shards of parameters are {_OFFLOADED_WORDS[layout.offload_parameters]}",
-        choices=lambda: ("none", "cpu"),
-        used=lambda layout: (layout.zero == 3) & (layout.offload_optimizer != "none"),
-        needs="zero=3 and offload_optimizer='cpu' or 'disk'",
-        in_turn=("cpu",),
-        planned=lambda layout: (layout.offload_parameters,),
-    )
-    zero_pp_gather: str = _key(
-        "step",
-        help="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward pass, or "
-        "for each pass of a micro-batch, which needs less memory and sends more",
-        words=lambda layout, sizes: f"parameters are gathered once a {layout.zero_pp_gather}",
-        choices=lambda: ("step", "microbatch"),
-        used=lambda layout: (layout.pp > 1) & (layout.zero == 3),
-        needs="pp above 1 and zero=3",
-        group="zero",
-    )
-    compress_gradients: str = _key(
-        "none",
-        help="how gradients travel between the ranks that sum them: none: in the type in which they accumulate; bf16: "
-        "rounded to bf16, and summed in the former type where they arrive; int8, int4: as integers with a scale for "
-        "each block of 128, from zero 1 on (ZeRO++, arXiv 2306.10209); powersgd-R: those of matrices as products of "
-        "rank R, with zero 0 (arXiv 1905.13727)",
-        words=lambda layout, sizes: compression.WORDS[layout.compress_gradients],
-        choices=lambda: compression.GRADIENTS,
-        used=_over_data,
-        needs="more than one rank of dp_replicate x dp_shard x cp",
-        in_turn=("bf16", "int8"),
-        planned=lambda layout: ("none",),  # the others change the numbers of the training
-    )
-    compress_weights: str = _key(
-        "none",
-        help="how parameters travel where zero gathers them: none: in the type of the matmuls; int8: as integers of 8 "
-        "bits with a scale for each block of 128; from zero 1 on",
-        words=lambda layout, sizes: (
-            "parameters are gathered "
-            + ("as they are" if layout.compress_weights == "none" else "as integers of 8 bits")
-        ),
-        choices=lambda: ("none", "int8"),
-        used=lambda layout: (layout.dp_shard * layout.cp > 1) & (layout.zero != 0),
-        needs="dp_shard x cp above 1 and zero=1, 2 or 3, where parameters are gathered",
-        in_turn=("none", "int8"),
-        planned=lambda layout: ("none",),  # the other changes the numbers of the training
-    )
-    node_ranks: int = _key(
-        1,
-        help="compress_gradients='int8' or 'int4' only: consecutive ranks of dp_shard x cp that share a node and sum "
-        "gradients before their sums go to other nodes; 1: all ranks sum at once",
-        words=lambda layout, sizes: "ranks sum their gradients before they are sent to other nodes",
-        used=lambda layout: layout.compress_gradients in compression.INTEGERS,
-        needs="compress_gradients='int8' or 'int4'",
-        group="compress_gradients",
-        in_turn=(1, 2),
-    )
-    stage_layers: tuple[int, ...] | None = _key(
-        None,
-        help="pp only: layers of each stage in order; if not given, stages of equal cost",
-        words=lambda layout, sizes: "layers of each stage",
-        used=_in_pipeline,
-        needs="pp above 1",
-        unverified="there are as many as ways to partition the layers; --set layout.stage_layers verifies one",
-    )
 
     def __post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -502,17 +232,3 @@ def accumulation(global_batch: int, micro_batch: int, data_ranks: int) -> int:
 
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-_TYPES = get_type_hints(Layout)
-KEYS: dict[str, Key] = {
-    each.name: replace(
-        each.metadata["key"],
-        name=each.name,
-        type=_TYPES[each.name],
-        default=each.default,
-        group=each.metadata["key"].group or each.name,
-    )
-    for each in fields(Layout)
-}
-"""Every key of the layout, in the order in which they are written."""

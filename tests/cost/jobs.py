@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import COLUMNS, Candidates, Job
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 

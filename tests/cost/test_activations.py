@@ -14,7 +14,8 @@ from shardwright.cost import activations, memory
 from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.stack import FSDP, FSDP_COMPILED, MEGATRON, MEGATRON_CORE, SHARDWRIGHT
-from shardwright.layout import KEYS, RECOMPUTE_MODULES, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
 from shardwright.model.presets import resolve
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.layout import KEYS, RECOMPUTE_MODULES
+from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
 from shardwright.model import matmul
 from shardwright.model.moe import Router
 from shardwright.model.presets import resolve

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
-from shardwright.layout import RECOMPUTE, Layout, accumulation
+from shardwright.layout import Layout, accumulation
+from shardwright.layout_keys import RECOMPUTE
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec

@@ -16,7 +16,8 @@ from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import of_step
 from shardwright.dry_run.run import How, dry_run
 from shardwright.errors import ConfigError, InputError, LayoutError
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.modules import end_rows, rows
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks

@@ -14,7 +14,8 @@ import pytest
 from shardwright.box import DENSE_AXES
 from shardwright.config import OptimizerSection
 from shardwright.errors import LayoutError
-from shardwright.layout import CP_METHODS, KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import CP_METHODS, KEYS
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec

@@ -6,7 +6,8 @@ import pytest
 
 from shardwright.box import DENSE_AXES
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.presets import PRESETS
 from shardwright.split.rules import problems
 from shardwright.verification import Case

@@ -17,7 +17,8 @@ from rich.table import Table
 from shardwright import extensions
 from shardwright.errors import InputError, LayoutError, ShardwrightError, nearest
 from shardwright.files import parse_toml
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False, soft_wrap=True)

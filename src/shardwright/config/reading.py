@@ -16,7 +16,7 @@ from shardwright.config.run_config import RunConfig, broken_rules
 from shardwright.config.sections import RENAMED
 from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.files import parse_toml, read_text
-from shardwright.layout import KEYS as LAYOUT_KEYS
+from shardwright.layout_keys import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
 
 

@@ -27,7 +27,8 @@ from shardwright.config.sections import (
     Section,
 )
 from shardwright.errors import ConfigError, LayoutError
-from shardwright.layout import AUTO, Layout, accumulation
+from shardwright.layout import Layout, accumulation
+from shardwright.layout_keys import AUTO
 from shardwright.model.modules import FAMILIES
 from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec

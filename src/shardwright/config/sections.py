@@ -20,8 +20,8 @@ from shardwright.errors import ConfigError
 from shardwright.files import parse_toml, read_text
 from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.keys import Key as LayoutKey
-from shardwright.layout import KEYS as LAYOUT_KEYS
 from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS as LAYOUT_KEYS
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec, differences

@@ -2,7 +2,7 @@
 
 from shardwright.config.run_config import RunConfig
 from shardwright.errors import LayoutError
-from shardwright.layout import AUTO
+from shardwright.layout_keys import AUTO
 from shardwright.units import GiB
 
 MARGIN = 0.1

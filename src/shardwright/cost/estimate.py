@@ -10,7 +10,8 @@ from shardwright.cost import memory, products
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import StepTime, step_time
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, Layout, accumulation
+from shardwright.layout import Layout, accumulation
+from shardwright.layout_keys import KEYS
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
 

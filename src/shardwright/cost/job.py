@@ -15,7 +15,8 @@ from shardwright.cost.calibration import CALIBRATED, Calibration
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED, Stack
-from shardwright.layout import KEYS, RECOMPUTE, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS, RECOMPUTE
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
 from shardwright.schedule.registry import Kind

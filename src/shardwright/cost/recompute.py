@@ -26,7 +26,7 @@ from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import layer_matmuls
 from shardwright.cost.passes import CONTEXT, Passes, reached_bytes_per_s
-from shardwright.layout import RECOMPUTE_MODULES
+from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
 _A_NETWORK = "((made - tensors + 1) * e + e_input)"

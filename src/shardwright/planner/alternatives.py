@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwright.box import DENSE_AXES
 from shardwright.cost.job import COLUMNS, Candidates
-from shardwright.layout import KEYS
+from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import SAME_TIME
 from shardwright.planner.pool import Condition, Mask

@@ -6,7 +6,8 @@ from typing import Any
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates
 from shardwright.errors import LayoutError, nearest
 from shardwright.keys import written
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from shardwright.box import DENSE_AXES
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Job
 from shardwright.errors import LayoutError, nearest
 from shardwright.keys import written
-from shardwright.layout import KEYS
+from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import pairs
 from shardwright.planner.pool import Mask
 from shardwright.planner.space import groups

@@ -7,7 +7,8 @@ from shardwright.cost import memory
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.pipeline import stages
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.units import format_bytes
 
 

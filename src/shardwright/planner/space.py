@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Ints, Job
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.planner.headline import headline
 from shardwright.planner.search import Priced
 

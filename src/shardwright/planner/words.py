@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from shardwright.cost.job import Job
 from shardwright.keys import Sizes, written
-from shardwright.layout import KEYS, accumulation
+from shardwright.layout import accumulation
+from shardwright.layout_keys import KEYS
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value

@@ -15,7 +15,8 @@ later tokens attend to more keys, so the choice of tokens for each rank decides 
 
 from collections.abc import Iterator
 
-from shardwright.layout import CP_METHODS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import CP_METHODS
 
 ZIGZAG = ("zigzag", "allgather", "usp")
 

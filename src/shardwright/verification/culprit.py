@@ -7,7 +7,8 @@ from typing import Any
 from shardwright.box import DENSE_AXES
 from shardwright.errors import LayoutError, WorkerError
 from shardwright.keys import written
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.verification.case import Case
 from shardwright.verification.compare import Report
 from shardwright.verification.verifier import Verifier

@@ -13,7 +13,8 @@ from shardwright.box import DENSE_AXES
 from shardwright.config import MODEL_TABLES, OptimizerSection, Scope, as_toml
 from shardwright.config.optimizer import LrScaleSection, WeightDecaySection
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.modules import FAMILIES
 from shardwright.model.presets import PRESETS
 from shardwright.model.sections import AuxScope, LatentAttentionSpec, MoESpec, RopeScaling, Scaling, Score

@@ -12,7 +12,8 @@ from math import gcd
 from typing import Any
 
 from shardwright.errors import LayoutError
-from shardwright.layout import KEYS, Layout
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.model.spec import ModelSpec
 from shardwright.split.rules import problems
 
