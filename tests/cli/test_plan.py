@@ -179,6 +179,7 @@ def test_files_are_written_even_where_the_reader_of_the_output_leaves(tmp_path: 
     assert load(path).model.preset == "debug"
 
 
+@pytest.mark.prove
 def test_the_layout_of_a_run_file_is_held_against_the_best():
     found = document(EXAMPLES / "llama-3.1-8b.toml", "--cluster", "h100:32")
     own = next(each for each in found["alternatives"] if each["kind"] == "as in the run file")
@@ -212,6 +213,7 @@ def test_an_anti_pattern_of_an_asked_layout_is_told():
     assert "warning: tp=16 does not stay within nodes of 8" in result.output
 
 
+@pytest.mark.prove
 def test_a_page_needs_nothing_else(tmp_path: Path):
     path = tmp_path / "plan.html"
     result = plan(*REAL, "--fix", "pp=1,cp=1", "--top", 4, "--html", path, "--budget-tokens", "1e12")

@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     for name in names()
     if name not in ("auto", "zb-h1", "1f1b")
 }
-QUICK = ("token shards",)
+QUICK = ("tp",)
 OF_MESSAGES = ("communication", "activations", "temporaries")
 """The kinds of buffers of messages: a chunked loss reduces a gradient in the forward pass, which is kept."""
 

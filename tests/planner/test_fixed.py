@@ -7,6 +7,7 @@ from shardwright.planner.alternatives import runners_up, well_known
 from shardwright.planner.fixed import fixed_values, read_fixed
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import MARGIN, limit_bytes, search
+from tests.marks import rest_prove
 from tests.planner.test_search import DEEP, MIXED, brute_force, job
 
 FIXED = {
@@ -18,7 +19,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("text", FIXED)
+@pytest.mark.parametrize("text", rest_prove(FIXED, "tp=2,pp=1", "recompute=full,micro_batch=2"))
 def test_with_fixed_values_the_fastest_of_such_layouts_is_found(text):
     asked = job(DEEP, "h100:8/4", 16, 256)
     found = search(asked, top=1, fixed=read_fixed(text))

@@ -22,6 +22,7 @@ from shardwright.planner.space import divisors, groups
 from shardwright.schedule.registry import find, names
 from shardwright.split.rules import problems
 from shardwright.split.stages import schedule_problems
+from tests.marks import rest_prove
 
 SMALL = replace(PRESETS["debug"], n_layers=5)
 
@@ -149,13 +150,16 @@ def test_the_space_of_any_model_is_what_the_rules_let_pass(
 
 @pytest.mark.parametrize(
     ("spec", "size", "global_batch", "near"),
-    [
-        # 7 ranks cut neither heads nor a sequence of 8192 nor 5 layers: all are data ranks.
+    rest_prove(
+        [
+            # 7 ranks cut neither heads nor a sequence of 8192 nor 5 layers: all are data ranks.
+            (SMALL, 7, 10, "7 or 14"),
+            (SMALL, 7, 3, "7"),
+            # 13 x 4: 4 may go to tp, cp and pp, the 13 have to be data ranks.
+            (SMALL, 52, 30, "26 or 39"),
+        ],
         (SMALL, 7, 10, "7 or 14"),
-        (SMALL, 7, 3, "7"),
-        # 13 x 4: 4 may go to tp, cp and pp, the 13 have to be data ranks.
-        (SMALL, 52, 30, "26 or 39"),
-    ],
+    ),
 )
 def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest(spec, size: int, global_batch: int, near: str):
     # Nodes of one, so that any number of them is whole.

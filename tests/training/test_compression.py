@@ -86,7 +86,7 @@ AS_INTEGERS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(AS_INTEGERS, "gradients and weights, two hops"))
+@pytest.mark.parametrize("name", rest_prove(AS_INTEGERS, "weights, zero 3"))
 def test_integers_train_as_one_process_that_uses_the_weights_that_arrive(name: str, verifier: Verifier):
     verified(verifier, AS_INTEGERS[name])
 

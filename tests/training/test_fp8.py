@@ -84,7 +84,7 @@ WITH_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "layout"), rest_prove(WITH_EXPERTS, WITH_EXPERTS[0]), ids=str)
+@pytest.mark.parametrize(("recipe", "layout"), rest_prove(WITH_EXPERTS), ids=str)
 def test_so_do_routed_experts_wherever_they_are(recipe: str, layout: Layout, verifier: Verifier):
     spec = replace(MODELS["experts"], n_layers=2 * layout.pp)
     check(verifier, fp8_case(replace(RECIPES[recipe], experts=True), layout, spec), layout)

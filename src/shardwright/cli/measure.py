@@ -46,8 +46,10 @@ class Options:
 
 @verb
 def measure(options: Options) -> None:
-    """Measure this machine, so that plan knows its rates: matmuls by shape and precision, attention by length,
-    element-wise operations, copies, launches, collectives and sends by size, the links to the host and to a disk.
+    """Measure this machine, so that plan knows its rates.
+
+    Measured are matmuls by shape and precision, attention by length, element-wise operations, copies, launches,
+    collectives and sends by size, and the links to the host and to a disk.
 
     A CPU is an accelerator like any other, whose ranks share its cores: it is measured with one rank, and with as many
     as it has cores. The links between GPUs, and those between nodes, are measured under torchrun, which gives each
