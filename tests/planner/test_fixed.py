@@ -2,9 +2,12 @@
 
 import pytest
 
+from shardwright.cost.job import Candidates
 from shardwright.errors import LayoutError
+from shardwright.layout import Layout
+from shardwright.layout_keys import KEYS
 from shardwright.planner.alternatives import runners_up, well_known
-from shardwright.planner.fixed import fixed_values, read_fixed
+from shardwright.planner.fixed import Fixed, fixed_values, read_fixed
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import MARGIN, limit_bytes, search
 from tests.marks import rest_prove
@@ -64,3 +67,9 @@ def test_every_mistake_in_fixed_values_is_told_at_once():
     with pytest.raises(LayoutError, match="no such key"):
         fixed_values({"tq": 2})
     assert fixed_values({"tp": 2}) == read_fixed("tp=2")
+
+
+def test_every_key_of_the_layout_can_be_fixed():
+    candidates = Candidates.of(Layout(), 1)
+    for name, key in KEYS.items():
+        assert len(Fixed({name: key.default})(candidates)) == 1

@@ -204,6 +204,11 @@ class Candidates:
         return self.shared.offload_optimizer
 
     @property
+    def compress_gradients(self) -> str:
+        """How gradients travel."""
+        return self.shared.compress_gradients
+
+    @property
     def recomputes(self) -> NDArray[np.bool_]:
         """Whether the backward pass computes anything again; as `Layout.recomputes`."""
         return self.recompute > 0
