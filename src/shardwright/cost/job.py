@@ -7,6 +7,7 @@ thousand. Shapes: n candidates, S stages of the pipeline in the order of the for
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,15 +199,11 @@ class Candidates:
         """World size."""
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
-    @property
-    def offload_optimizer(self) -> str:
-        """Where the optimizer states are."""
-        return self.shared.offload_optimizer
-
-    @property
-    def compress_gradients(self) -> str:
-        """How gradients travel."""
-        return self.shared.compress_gradients
+    def __getattr__(self, name: str) -> Any:
+        """A key of the layout that all candidates have the same value of."""
+        if name in KEYS:
+            return getattr(self.shared, name)
+        raise AttributeError(f"Candidates have no {name!r}")
 
     @property
     def recomputes(self) -> NDArray[np.bool_]:
