@@ -36,11 +36,12 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chunked loss": ("dense", "bf16", {"tp": 2, "loss_chunk_tokens": 24}),
     "ep": ("mixture", "fp32", {"dp_shard": 2, "ep": 2}),
     "ep and tp": ("mixture", "bf16", {"dp_shard": 2, "tp": 2, "ep": 4, "zero": 2}),
-    "latent attention": ("latent", "bf16", {"tp": 2, "dp_shard": 2, "ep": 2}),
+    "latent attention": ("latent", "bf16", {"tp": 2, "ep": 2}),
     "gathered once a step": ("dense", "bf16", {"pp": 2, "dp_shard": 2}),
     "gathered each micro-batch": ("dense", "fp32", {"pp": 2, "dp_shard": 2, "zero_pp_gather": "microbatch"}),
     "pipeline of experts": ("mixture", "bf16", {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1}),
-    "pipeline on token shards": ("dense", "bf16", {"pp": 2, "tp": 2, "cp": 2}),
+    "pipeline on token shards": ("dense", "bf16", {"pp": 2, "tp": 2}),
+    "pipeline and ring": ("dense", "bf16", {"pp": 2, "cp": 2}),
     "four stages": ("dense", "fp32", {"pp": 4, "pp_schedule": "zb-h1"}),
 } | {
     f"schedule {name}": ("dense", "fp32", {"pp": 2, "pp_schedule": name})
