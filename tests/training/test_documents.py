@@ -12,6 +12,7 @@ from shardwright.model.sections import MoESpec
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EVEN, EXPERTS, FEW_PLACES, LATENT, LONG
+from tests.training.worlds import in_few_micro_batches
 
 LAYOUTS = {
     "one rank, recomputed": Layout(recompute="full"),
@@ -32,8 +33,7 @@ LATENT_HEADS = {"n_kv_heads": 4, "latent_attention": LATENT}
 
 def case_of(layout: Layout, positions: Scope = "document", **spec: object) -> Case:
     model = replace(EVEN, dropout=0.1, **spec)  # type: ignore[arg-type]
-    micro_batch = LONG.global_batch // (3 * layout.data_ranks)
-    return replace(LONG, spec=model, micro_batch=micro_batch, attention="document", positions=positions)
+    return in_few_micro_batches(replace(LONG, spec=model, attention="document", positions=positions), layout)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.training.runs import checksums, train, trajectory, write_run_file
-from tests.training.worlds import EVEN, LONG
+from tests.training.worlds import EVEN, LONG, in_few_micro_batches
 
 RECIPES = {
     "tensorwise": Fp8("tensorwise"),
@@ -51,8 +51,7 @@ MODELS = {
 
 
 def fp8_case(fp8: Fp8, layout: Layout, spec: ModelSpec = EVEN, dtype: str = "float64") -> Case:
-    micro_batch = LONG.global_batch // (6 * layout.data_ranks)
-    return replace(LONG, spec=spec, fp8=fp8, micro_batch=micro_batch, dtype=dtype)
+    return in_few_micro_batches(replace(LONG, spec=spec, fp8=fp8, dtype=dtype), layout)
 
 
 def check(verifier: Verifier, case: Case, layout: Layout) -> None:

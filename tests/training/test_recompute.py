@@ -7,11 +7,13 @@ from itertools import cycle
 
 import pytest
 
+from shardwright.config import Scope
 from shardwright.layout import Layout
 from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.verification import Case, Verifier
 from tests.marks import prove, rest_prove
 from tests.training.bugs.bug import EVEN, EXPERTS, FEW_PLACES, LATENT, LONG
+from tests.training.worlds import in_few_micro_batches
 
 LAYOUTS = {
     "zero 0": Layout(dp_replicate=2),
@@ -47,10 +49,9 @@ MODELS = {
 
 
 def case_of(layout: Layout, documents: bool = False, **spec: object) -> Case:
-    accumulation = 4 if layout.pp_schedule == "dualpipe" else 3
-    model, micro_batch = replace(EVEN, **spec), LONG.global_batch // (accumulation * layout.data_ranks)  # type: ignore[arg-type]
-    attended = {"attention": "document", "positions": "document"} if documents else {}
-    return replace(LONG, spec=model, micro_batch=micro_batch, **attended)  # type: ignore[arg-type]
+    scope: Scope = "document" if documents else "sequence"
+    case = replace(LONG, spec=replace(EVEN, **spec), attention=scope, positions=scope)  # type: ignore[arg-type]
+    return in_few_micro_batches(case, layout)
 
 
 def proves_equal(verifier: Verifier, case: Case, layout: Layout, parts: tuple[str, ...] = RECOMPUTE_MODULES) -> None:

@@ -55,6 +55,13 @@ def case(layout: Layout, accumulation: int, dtype: str = "float64", spec: ModelS
     return replace(CASE, spec=spec, micro_batch=GLOBAL_BATCH // (layout.data_ranks * accumulation), dtype=dtype)
 
 
+def in_few_micro_batches(case: Case, layout: Layout) -> Case:
+    """The case with two micro-batches a step on each data rank, twice as many as ranks in a pipeline: enough to show
+    how they are summed. Each more would cost every collective of a step once more."""
+    accumulation = 2 * layout.pp
+    return replace(case, micro_batch=max(1, case.global_batch // (layout.data_ranks * accumulation)))
+
+
 def local_batch(step: int, data_rank: int, data_ranks: int, accumulation: int) -> Batch:
     """One data rank's share of a step, as data/batches.py deals it."""
     layout = Layout(dp_replicate=data_ranks)

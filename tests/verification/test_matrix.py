@@ -1,5 +1,5 @@
 """Proves that layouts train as one process does in float64: of 2 ranks the whole matrix, of 4 a part of it in which
-every value of every key is, of 8 chosen ones; and that the matrix holds what it says it does.
+every two values of keys meet, of 8 chosen ones; and that the matrix holds what it says it does.
 
 The whole matrix of 4 and of 8 ranks: `shardwright verify examples/debug.toml --matrix 8`.
 """
@@ -26,7 +26,7 @@ from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.matrix import layouts
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation
-from tests.training.worlds import SPEC, train_mutated
+from tests.training.worlds import SPEC, in_few_micro_batches, train_mutated
 
 EVEN = replace(SPEC, n_heads=4, n_kv_heads=2, d_model=32, max_seq_len=32)
 CASE = Case(EVEN, seq_len=16, global_batch=8, seed=1, optimizer=OptimizerSection(lr=1e-3), steps=2)
@@ -44,7 +44,7 @@ ON_EIGHT = [
 
 
 def check(verifier: Verifier, case: Case, layout: Layout) -> None:
-    report = verifier.parity(case, layout)
+    report = verifier.parity(in_few_micro_batches(case, layout), layout)
     assert report.equal, (layout, report.differing or report.worst)
     # Sums of at most 128 tokens in another order, in 14 layers of products.
     strict = [row for row in report.rows if row.tolerance <= 1e-10]
@@ -165,10 +165,10 @@ def test_the_matrix_has_each_layout_once_and_of_that_many_ranks(world_size: int)
 
 @prove
 @pytest.mark.timeout(1800)
-def test_every_layout_of_experts_on_two_ranks_trains_as_one_process_does(verifier: Verifier):
+def test_layouts_of_experts_on_two_ranks_train_as_one_process_does(verifier: Verifier):
     experts = MoESpec(n_experts=4, top_k=2, d_ffn=16, bias_rate=0.01, aux_loss=0.1, aux_scope="batch")
     case = replace(CASE, spec=replace(EVEN, moe=experts))
-    for layout in layouts(case.spec, 2, case.seq_len):
+    for layout in covering(layouts(case.spec, 2, case.seq_len)):
         check(verifier, case, layout)
 
 
@@ -179,18 +179,25 @@ def test_a_layout_that_the_model_cannot_have_is_not_in_the_matrix():
 
 @prove
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("world_size", "one_of"), [(2, 1), (4, 3)])
-def test_layouts_without_a_pipeline_train_as_one_process_does(verifier: Verifier, world_size: int, one_of: int):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_layouts_without_a_pipeline_train_as_one_process_does(verifier: Verifier, world_size: int):
     there = [layout for layout in layouts(EVEN, world_size, CASE.seq_len) if layout.pp == 1]
-    chosen = there[::one_of]
-    assert values(chosen) == values(there)
-    for layout in chosen:
+    for layout in there if world_size == 2 else covering(there):
         check(verifier, CASE, layout)
 
 
-def values(those: Sequence[Layout]) -> set[tuple[str, object]]:
-    """Every value that a key has in one of these layouts."""
-    return {(name, getattr(layout, name)) for layout in those for name in KEYS}
+def covering(those: Sequence[Layout]) -> list[Layout]:
+    """Some of these layouts, in which every two values of keys meet that meet in one of them: each time the one with
+    the most that have not met."""
+
+    def values(layout: Layout) -> set[tuple[object, ...]]:
+        return set(combinations([(name, getattr(layout, name)) for name in KEYS], 2))
+
+    left, chosen = set().union(*map(values, those)), []
+    while left:
+        chosen.append(max(those, key=lambda layout: len(values(layout) & left)))
+        left -= values(chosen[-1])
+    return chosen
 
 
 @prove
