@@ -88,7 +88,11 @@ def dry_with(table: Table, rank: int, counts: Counts) -> RankRecord:
     return dry_rank(parse(table), rank, gpu=False, read=lambda rows_2n, n_rows: left.pop(0))
 
 
-def both(table: Table) -> list[tuple[RankRecord, RankRecord]]:
-    """(real, dry) of every rank."""
-    real = run_ranks(real_rank, parse(table).layout.layout().world_size, table)
-    return [(record, run_ranks(dry_with, 1, table, rank, counts)[0]) for rank, (record, counts) in enumerate(real)]
+def both(table: Table) -> tuple[list[RankRecord], dict[int, RankRecord]]:
+    """The real records of all ranks, and by rank the dry ones of the first and the last; of a pipeline alone, whose
+    ranks all differ, of every rank."""
+    layout = parse(table).layout.layout()
+    real = run_ranks(real_rank, layout.world_size, table)
+    ranks = range(layout.world_size) if layout.world_size == layout.pp else sorted({0, layout.world_size - 1})
+    dry = {rank: run_ranks(dry_with, 1, table, rank, real[rank][1])[0] for rank in ranks}
+    return [record for record, _ in real], dry

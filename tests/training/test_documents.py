@@ -33,7 +33,7 @@ LATENT_HEADS = {"n_kv_heads": 4, "latent_attention": LATENT}
 
 def case_of(layout: Layout, positions: Scope = "document", **spec: object) -> Case:
     model = replace(EVEN, dropout=0.1, **spec)  # type: ignore[arg-type]
-    return in_few_micro_batches(replace(LONG, spec=model, attention="document", positions=positions), layout)
+    return in_few_micro_batches(replace(LONG, steps=2, spec=model, attention="document", positions=positions), layout)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ MODELS = {
 
 def case_of(layout: Layout, documents: bool = False, **spec: object) -> Case:
     scope: Scope = "document" if documents else "sequence"
-    case = replace(LONG, spec=replace(EVEN, **spec), attention=scope, positions=scope)  # type: ignore[arg-type]
+    case = replace(LONG, steps=2, spec=replace(EVEN, **spec), attention=scope, positions=scope)  # type: ignore[arg-type]
     return in_few_micro_batches(case, layout)
 
 
