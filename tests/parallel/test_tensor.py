@@ -19,6 +19,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.loss import vocabulary_loss_sum
 from shardwright.parallel.model import ParallelModel
 from tests.distributed import run_ranks
+from tests.marks import rest_prove
 from tests.traffic import Traffic
 from tests.training.worlds import SPEC
 
@@ -144,7 +145,7 @@ def kept_bytes_of_one_layer(layout: Layout) -> float:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", rest_prove([1, 2, 4], 2))
 def test_a_layer_keeps_what_the_formula_says(tp: int, sequence_parallel: bool):
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel)
     two, three = (run_ranks(saved_bytes, tp, layout, n)[0] for n in (2, 3))

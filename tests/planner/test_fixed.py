@@ -22,7 +22,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("text", rest_prove(FIXED, "tp=2,pp=1", "recompute=full,micro_batch=2"))
+@pytest.mark.parametrize("text", rest_prove(FIXED, "tp=2,pp=1"))
 def test_with_fixed_values_the_fastest_of_such_layouts_is_found(text):
     asked = job(DEEP, "h100:8/4", 16, 256)
     found = search(asked, top=1, fixed=read_fixed(text))

@@ -144,7 +144,8 @@ def test_a_search_of_any_job_finds_what_brute_force_finds(
 
 
 @pytest.mark.parametrize(
-    ("spec", "hardware", "global_batch"), [(DEEP, "h100:8", 16), (MIXED, "h100:8", 16), (DEEP, "h100:8/2", 16)]
+    ("spec", "hardware", "global_batch"),
+    rest_prove([(DEEP, "h100:8", 16), (MIXED, "h100:8", 16), (DEEP, "h100:8/2", 16)], (MIXED, "h100:8", 16)),
 )
 def test_no_layout_is_faster_than_its_bound_and_none_needs_other_memory_than_is_said(
     spec: ModelSpec, hardware: str, global_batch: int

@@ -37,7 +37,7 @@ LAYOUTS = {
     "zero 2, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2),
     "zero 3, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=3),
 }
-QUICK = ("zero 0", "zero 1", "zero 2", "zero 3, hybrid")
+QUICK = ("zero 1", "zero 3, hybrid")
 
 
 def traffic_of_a_step(layout: Layout) -> tuple[dict[str, int], dict[str, int]]:

@@ -38,7 +38,7 @@ def check(verifier: Verifier, case: Case, layout: Layout, limit: float = LIMIT) 
     assert report.worst_error < limit, report.worst
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize("schedule", rest_prove(ONE_STAGE, "1f1b", "zb-h1", "dualpipe"))
 def test_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str):
     layout = Layout(pp=2, pp_schedule=schedule)
     check(verifier, of(layout, 6), layout)

@@ -252,13 +252,17 @@ def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifie
 
 @pytest.mark.parametrize(
     "changes",
-    [
+    rest_prove(
+        [
+            {"n_kv_heads": 1},
+            {"tied_embedding": True},
+            {"norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True},
+            {"qk_norm": True},
+            {"dropout": 0.2},
+        ],
         {"n_kv_heads": 1},
-        {"tied_embedding": True},
         {"norm": "layernorm", "activation": "gelu_tanh", "positions": "learned", "bias": True},
-        {"qk_norm": True},
-        {"dropout": 0.2},
-    ],
+    ),
     ids=str,
 )
 @pytest.mark.parametrize(
