@@ -1,6 +1,8 @@
 """What `shardwright verify` prints."""
 
+import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -80,7 +82,7 @@ class MatrixLines:
     def __init__(self, names: Sequence[str], what: str = "layout", remarks: Sequence[str] = ()) -> None:
         self._width = max(map(len, (what, *names)))
         self._names = zip_longest(names, remarks, fillvalue="")
-        self._reasons: dict[str, None] = {}
+        self._reasons: dict[str, dict[str, float]] = defaultdict(dict)
         self._line(what, "worst at", "error", "tolerance", "replicas", "", style="bold")
 
     def add(self, report: "Report") -> None:
@@ -92,7 +94,9 @@ class MatrixLines:
             say("  ".join(filter(None, (report.crash.splitlines()[0], remark))))
             return
         worst = report.worst
-        self._reasons |= dict.fromkeys(row.reason for row in report.rows)
+        for row in report.rows:
+            alike = self._reasons[re.sub(r"\d[\d.e+-]*", "", row.reason)]
+            alike[row.reason] = max(row.tolerance, alike.get(row.reason, 0.0))
         self._line(
             name,
             f"{worst.quantity.kind} {worst.name}".strip(),
@@ -106,8 +110,9 @@ class MatrixLines:
     def end(self, reports: Sequence["Report"]) -> None:
         """The verdict, after the last layout."""
         console.print()
-        for reason in self._reasons:
-            say(f"tolerance: {reason}")
+        for alike in self._reasons.values():
+            others = f" (and {len(alike) - 1} alike, none wider)" if len(alike) > 1 else ""
+            say(f"tolerance: {max(alike, key=alike.__getitem__)}{others}")
         n_ranks, failed = reports[0].layout.world_size, [report for report in reports if report.crash]
         unequal = [report for report in reports if not report.equal and not report.crash]
         for reports_, colour, words in ((unequal, "red", "not equal"), (failed, "red", "failed")):
