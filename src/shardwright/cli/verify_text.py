@@ -77,34 +77,32 @@ def print_report(report: "Report", sizes: str) -> None:
 
 class MatrixLines:
     """Prints comparisons, a line each, as they come: of all of them, in order, `names`, and `remarks` at the end of
-    their lines."""
+    their lines. Names come last, since some are longer than all else."""
 
     def __init__(self, names: Sequence[str], what: str = "layout", remarks: Sequence[str] = ()) -> None:
-        self._width = max(map(len, (what, *names)))
         self._names = zip_longest(names, remarks, fillvalue="")
         self._reasons: dict[str, dict[str, float]] = defaultdict(dict)
-        self._line(what, "worst at", "error", "tolerance", "replicas", "", style="bold")
+        self._line("", "error", "tolerance", "replicas", "worst at", what, style="bold")
 
     def add(self, report: "Report") -> None:
         """The next one that has been compared, or whose ranks failed."""
         name, remark = next(self._names)
         if report.crash:
-            say(f"{name:<{self._width}}  ", end="")
-            console.print("[bold red]failed[/] ", end="")
-            say("  ".join(filter(None, (report.crash.splitlines()[0], remark))))
+            self._line("failed", "", "", "", report.crash.splitlines()[0], name, remark, style="red")
             return
         worst = report.worst
         for row in report.rows:
             alike = self._reasons[re.sub(r"\d[\d.e+-]*", "", row.reason)]
             alike[row.reason] = max(row.tolerance, alike.get(row.reason, 0.0))
         self._line(
-            name,
-            f"{worst.quantity.kind} {worst.name}".strip(),
+            "equal" if report.equal else "not equal",
             f"{worst.error:.1e}",
             f"{worst.tolerance:.1e}",
             f"{len(report.differing)} differ" if report.differing else f"{report.n_replicated}",
-            "equal" if report.equal else "[bold red]not equal[/]",
-            "    " * report.equal + remark if remark else "",
+            f"{worst.quantity.kind} {worst.name}".strip(),
+            name,
+            remark,
+            style="" if report.equal else "red",
         )
 
     def end(self, reports: Sequence["Report"]) -> None:
@@ -125,9 +123,11 @@ class MatrixLines:
         else:
             console.print(f"[bold green]equal:[/] all {len(reports)} layouts of {n_ranks} ranks")
 
-    def _line(self, name: str, at: str, error: str, limit: str, replicas: str, *rest: str, style: str = "") -> None:
-        line = f"{name:<{self._width}}  {at:<40}  {error:>7}  {limit:>9}  {replicas:>10}  {'  '.join(rest)}"
-        console.print(line.rstrip(), style=style, soft_wrap=True, highlight=False)
+    def _line(
+        self, verdict: str, error: str, limit: str, replicas: str, at: str, name: str, remark: str = "", style: str = ""
+    ) -> None:
+        line = f"{verdict:<9}  {error:>7}  {limit:>9}  {replicas:>10}  {at:<40}  {name}"
+        console.print(f"{line}  {remark}".rstrip(), style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def collect(verifier: "Verifier", pairs: "Sequence[tuple[Case, Layout]]", lines: MatrixLines | None) -> "list[Report]":
