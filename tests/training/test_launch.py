@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,26 @@ def ends(run_file: Path, fault, expect: int) -> Run:
     assert len(run.workers()) == 2
     assert not any(is_alive(pid) for pid in run.workers())
     return run
+
+
+def listening(pids: set[int]) -> list[str]:
+    """The addresses at which these processes listen, as Linux writes them: IPv4 in hexadecimal, backwards."""
+    held = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                held.add(os.readlink(link))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
+
+
+def test_workers_listen_on_the_loopback_interface_alone(run_file):
+    with training(run_file, fault=is_slow) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 2)
+        addresses = listening({*run.workers(), run.process.pid})
+    assert len(addresses) >= 3, "the store, and gloo of two ranks"
+    ipv6 = ("0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F")
+    assert [each for each in addresses if each != "0100007F" and each not in ipv6] == []
 
 
 def raises(rank: int) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from shardwright.config import RunConfig
 from shardwright.config.faults import IN_A_ROW
@@ -17,6 +16,7 @@ from shardwright.errors import CheckpointError, CopiesError, DamagedError, Spike
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.objects import gathered
 from shardwright.run_folder import (
     CHECKPOINTS,
     PHASES,
@@ -409,10 +409,9 @@ class _Run:
 
         Raises CheckpointError where all are damaged."""
         # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
-        published: list[list[Path] | None] = [self.store.published() if self.place.rank == 0 else None]
-        dist.broadcast_object_list(published)
+        published: list[Path] = gathered(self.store.published() if self.place.rank == 0 else [], list[Path])[0]
         damage: list[str] = []
-        for path in reversed(published[0] or []):
+        for path in reversed(published):
             try:
                 return self._load(path)
             except DamagedError as error:
