@@ -1,6 +1,6 @@
 """One process a rank on this machine: waits for them, reports the error of the rank that failed, ends the others.
 
-`train` starts its ranks as fresh interpreters (train/launch.py), `verify` forks them (verify/ranks.py). Both hold each
+`train` (training/launch.py) and `verify` (verification/ranks.py) fork their ranks from a server. Both hold each
 rank as a `Worker` and wait in `results`. In the process of a rank, `Link` is the other end of the worker's connection.
 """
 

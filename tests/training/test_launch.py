@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.run_folder import read_events
 from tests.marks import prove
 from tests.training.runs import Run, is_alive, kill_itself, records, train, training, trajectory, write_run_file
 
@@ -245,6 +246,22 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(run_file):
     assert "resumed from" in run.stdout
     assert "step-00000005: step 5" in run.stdout
     assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 11))
+    restart = next(each for each in read_events(run_file.parent / "out") if each.kind == "restart")
+    assert restart.step == 5
+    assert restart.text.startswith("restart 1 by torchrun: resumed from ")
+
+
+@prove
+def test_under_torchrun_a_run_goes_on_with_the_ranks_that_are_left_where_min_ranks_says_so(run_file):
+    wide = ("--set", "layout.dp_shard=4", "--set", "steps=6")
+    refused = train(run_file, *wide, torchrun=True, expect=1)
+    assert "the layout needs 4 ranks (dp_shard 4), but 2 processes were started" in refused.stderr
+    train(run_file, *wide)
+    run = train(run_file, *wide, "--set", "steps=10", "--set", "faults.min_ranks=2", "--resume", torchrun=True)
+    assert "layout.dp_shard 4 to 2" in run.stdout
+    assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 11))
+    refused = train(run_file, "--max-restarts", "2", "--resume", torchrun=True, expect=1)
+    assert "give torchrun itself --max-restarts" in refused.stderr
 
 
 @prove

@@ -51,6 +51,15 @@ def dead(rank: int | None) -> WorkerError:
     return WorkerError(f"rank {rank} was killed by signal 9 (SIGKILL)").of_rank(rank)
 
 
+def end_of(restarts: Restarts, error: WorkerError) -> str:
+    """What a run that ends with this fault says."""
+    try:
+        restarts.after(error, SAVED)
+    except WorkerError as raised:
+        return str(raised)
+    return "it goes on"
+
+
 def test_ranks_start_again_from_the_newest_checkpoint_until_the_restarts_are_used_up():
     restarts = Restarts(config_of({"dp_shard": 2}), 2)
     first = restarts.after(dead(1), [])
@@ -63,9 +72,9 @@ def test_ranks_start_again_from_the_newest_checkpoint_until_the_restarts_are_use
     second = restarts.after(dead(1), SAVED)
     assert (second.step, restarts.attempt.config.checkpoint.resume) == (10, "auto")
     assert second.text.startswith("restart 2 of 2, from step-00000010, on 2 ranks: ")
-    with pytest.raises(WorkerError, match=r"SIGKILL\)\nall 2 restarts of --max-restarts 2 are used up") as raised:
-        restarts.after(dead(0), SAVED)
-    assert raised.value.rank == 0
+    assert end_of(restarts, dead(0)) == (
+        "rank 0 was killed by signal 9 (SIGKILL)\nall 2 restarts of --max-restarts 2 are used up"
+    )
 
 
 def test_a_place_with_two_faults_in_a_row_is_used_no_more():
@@ -81,8 +90,7 @@ def test_a_place_with_two_faults_in_a_row_is_used_no_more():
     restarts.after(dead(1), SAVED)
     assert restarts.attempt.places == (0, 3)
     restarts.after(dead(0), SAVED)
-    with pytest.raises(WorkerError, match=r"no layout of faults.min_ranks=2 to 1 ranks"):
-        restarts.after(dead(0), SAVED)
+    assert "no layout of faults.min_ranks=2 to 1 ranks" in end_of(restarts, dead(0))
 
 
 def test_without_min_ranks_every_place_is_used_again():

@@ -42,7 +42,7 @@ from shardwright.training.load import expert_numbers
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.monitor import AnyMonitor, monitored, record_collectives
-from shardwright.training.ranks import Place, pick_device, process_group
+from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
@@ -182,7 +182,9 @@ class _Run:
                 screen.say(rate)
         elif config.checkpoint.resume == "auto":
             screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
-        self._happened("start", start.step, f"{begins}, on {self.layout.world_size} ranks")
+        again = restarts_of_torchrun()
+        told = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {self.layout.world_size} ranks"
+        self._happened("restart" if again else "start", start.step, told)
 
     def _happened(self, kind: EventKind, step: int, text: str) -> None:
         """An event that every rank knows of, which one writes down."""

@@ -18,7 +18,7 @@ RESUME: dict[str, AnyBug] = {
         Mutation(f"{_RESTARTS}.after", "saved[-1]", "saved[0]"), _NEWEST
     ),
     "after a fault a run goes on with a smaller layout than it has to": UnitBug(
-        Mutation(f"{_SHRUNK}:_degrees", "reverse=True", "reverse=False"), _DP
+        Mutation(f"{_SHRUNK}:_degrees", "(pair[0] * pair[1], pair[1])", "(-pair[0] * pair[1], pair[1])"), _DP
     ),
 }
 OFF_BY_ONE: dict[str, AnyBug] = {
@@ -37,11 +37,11 @@ SHARD: dict[str, AnyBug] = {
         Mutation(
             f"{_RESTARTS}._use_places",
             "left[: config.layout.layout().world_size]",
-            "self._usable[: config.layout.layout().world_size]",
+            "self.attempt.places[: config.layout.layout().world_size]",
         ),
         _PLACE,
     ),
     "a smaller layout has fewer ranks of ep": UnitBug(
-        Mutation(f"{_SHRUNK}:shrunk", "smaller.ep != layout.ep", "smaller.ep > layout.ep"), _DP
+        Mutation("tests.training.test_restarts:shrunk", "smaller.ep != layout.ep", "smaller.ep > layout.ep"), _DP
     ),
 }
