@@ -75,7 +75,14 @@ class CopiesError(ShardwrightError):
 
 
 class WorkerError(ShardwrightError):
-    """A worker process died, hung, or reported an error of its own."""
+    """A worker process died, hung, or reported an error of its own. `rank`: the one at fault, where one is known."""
+
+    rank: int | None = None
+
+    def of_rank(self, rank: int | None) -> "WorkerError":
+        """This error, with the rank at fault."""
+        self.rank = rank
+        return self
 
 
 def near_path(path: str | Path, pattern: str) -> str:

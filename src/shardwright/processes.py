@@ -1,6 +1,6 @@
 """One process a rank on this machine: waits for them, reports the error of the rank that failed, ends the others.
 
-`train` starts its ranks as fresh interpreters (train/launch.py), `verify` forks them (verify/ranks.py). Both hold each
+`train` (training/launch.py) and `verify` (verification/ranks.py) fork their ranks from a server. Both hold each
 rank as a `Worker` and wait in `results`. In the process of a rank, `Link` is the other end of the worker's connection.
 """
 
@@ -9,12 +9,13 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -158,6 +159,15 @@ def threads_of_a_rank(world_size: int) -> int:
     return int(given) if given.isdecimal() else max(1, (os.cpu_count() or 1) // world_size)
 
 
+def bind_to_loopback(environment: MutableMapping[str, str]) -> None:
+    """Have gloo and NCCL listen on the loopback interface alone, as all ranks are on this machine; unless it says which
+    interface they are to use. Without that gloo takes the address that the host name resolves to."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            environment.setdefault(variable, names[0])
+
+
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Have `handler` called for the signals of STOPPING while inside, but for SIGHUP where it is ignored (nohup)."""
@@ -206,7 +216,7 @@ def results(
     workers: Sequence[Worker],
     timeout_s: float | None = None,
     is_asked: Callable[[], bool] = lambda: False,
-    watched: Callable[[], str | None] = lambda: None,
+    watched: Callable[[], WorkerError | None] = lambda: None,
 ) -> list[Any]:
     """What each worker has sent with `Link.done`, by rank.
 
@@ -214,7 +224,7 @@ def results(
     and says what it told, or how it died. Raises WorkerError with their stacks for ranks that are not done within
     `timeout_s`, and KeyboardInterrupt for ranks that a signal of STOPPING has ended if `is_asked()`, that is, if this
     process has sent it to them on request. `watched` is called several times a second; what it returns, other than
-    None, is raised as a WorkerError. Ends no process: that is `end`'s.
+    None, is raised. Ends no process: that is `end`'s.
     """
     told: dict[int, Any] = {}
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -228,17 +238,19 @@ def results(
         if deadline is not None and time.monotonic() >= deadline:
             break
         if not failures and len(told) < len(workers) and (found := watched()) is not None:
-            raise WorkerError(found)
+            raise found
     if failures:
         failures = _failures(told)
         if is_asked() and any(failure.interrupted for failure in failures.values()):
             raise KeyboardInterrupt
         rank = min(failures, key=lambda rank: (failures[rank].lost_peer, failures[rank].time_s))
         failure, log = failures[rank], workers[rank].log
+        if isinstance(failure.error, WorkerError):
+            raise failure.error.of_rank(rank)
         if failure.error is not None:
             raise failure.error
         words = f"rank {rank} {failure.text}"
-        raise WorkerError(words.rstrip() if log is None else f"{words}\nits full output: {log}")
+        raise WorkerError(words.rstrip() if log is None else f"{words}\nits full output: {log}").of_rank(rank)
     if waiting := [worker for worker in workers if worker.rank not in told]:
         who = f"{ranks_in_words([worker.rank for worker in waiting])} {'was' if len(waiting) == 1 else 'were'}"
         shown = waiting[:STACKS_SHOWN]

@@ -7,7 +7,8 @@ events.jsonl                a JSON object for each thing that happened besides s
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
 offload/                    empty: where files of the optimizer's states are, which have no names
-logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks
+logs/rank-R.log             stderr of rank R, where `shardwright train` started the ranks; after restart N of them
+                            logs/restart-N/rank-R.log
 tensorboard/                events, if the run file asks for them
 report.html curves.png timeline.svg     what `shardwright report` writes unless it is given other places
 .lock                       names the process that trains here
@@ -60,6 +61,13 @@ def timeline_path(out: Path, rank: int) -> Path:
 def checkpoint_name(step: int) -> str:
     """The name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Steps that were done when a complete checkpoint was saved."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
 
 
 def published(checkpoints: Path) -> list[Path]:
@@ -195,14 +203,15 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
     return _read_lines(path, lambda line: reader, "a step of a pipeline", way_out)
 
 
-EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault"]
+EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault", "restart"]
 
 
 @dataclass(frozen=True)
 class Event:
     """What happened to a run after `step` steps, in the words that it was told in; `rank`: the one it happened on, None
     for all. Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike),
-    rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed)."""
+    rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed), restart (of the
+    ranks after a fault; `rank` is the one at fault)."""
 
     kind: EventKind
     step: int

@@ -1,20 +1,20 @@
 """Whole runs of `shardwright train` in processes of their own, with faults put into their workers.
 
-Nothing of the product is replaced but one thing: where the launcher would start a fresh Python for a worker, which
-takes seconds, it is forked from a process that has imported everything. The command, the launcher, the workers, their
-files and the signals between them are the real ones. A fault is a function that is called by each rank before it
-begins, with its number, and changes code there.
+Nothing of the product is replaced but one thing: where the launcher would fork a worker from a server of its own, which
+takes seconds to start, it is forked from a process that has imported everything. The command, the launcher, the
+workers, their files and the signals between them are the real ones. A fault is a function that is called by each rank
+before it begins, with its number, and changes code there.
 """
 
 import contextlib
 import functools
 import json
+import multiprocessing
 import multiprocessing.process
 import os
 import signal
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,9 +174,8 @@ def _command(
     _redirect(os.open(folder / "stdout", os.O_WRONLY | os.O_APPEND), 1)
     _redirect(os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND), 2)
     os.environ.update(environment)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    popen = functools.partial(_ForkedPopen, folder)
-    launch.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)  # type: ignore[attr-defined]
+    _usual_signals()
+    launch.fork = functools.partial(_forked, folder)
     if fault is not None:
         loop.run = functools.partial(_run_with, fault, loop.run)
     _leave_with(lambda: _torchrun(command, folder) if torchrun else _shardwright(command))
@@ -228,48 +227,21 @@ def _rank_of_torchrun(command: Sequence[str], folder: Path) -> None:
     # Of a function that went well the agent waits for the return, not for the end of its process.
 
 
-class _ForkedPopen:
-    """What launch.py uses of subprocess.Popen, without the seconds that a new interpreter takes to import torch."""
-
-    def __init__(self, folder: Path, command: list[str], **how: Any) -> None:
-        assert command[:3] == [sys.executable, "-m", "shardwright.training.worker"]
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _leave_with(lambda: _worker(folder, command, **how))
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.005)
-        return code
+def _forked(folder: Path, target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+    """`forks.fork`, from this process, which has the fault in it, in the place of a server that would first have to
+    import everything."""
+    sys.stdout.flush()
+    process = multiprocessing.get_context("fork").Process(target=_worker, args=(folder, target, *args))
+    process.start()
+    return process
 
 
-def _worker(folder: Path, command: list[str], **how: Any) -> None:
-    import torch
-
-    from shardwright.training import worker
-
-    _usual_signals()
-    os.setsid()
-    if how["stdout"] is not None:
-        os.dup2(how["stdout"].fileno(), 1)
-    os.dup2(how["stderr"].fileno(), 2)
-    _close_all_but({0, 1, 2, *how["pass_fds"]})
-    os.environ.clear()
-    os.environ.update(how["env"])
-    sys.argv = command[2:]
-    rank = int(os.environ["RANK"])
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    torch.set_num_threads(1)
-    worker.main()
+def _worker(folder: Path, target: Callable[..., None], connection: Any, listens: Any, *args: Any) -> None:
+    output, error, environment = args[:3]
+    kept = {0, 1, 2, connection.fileno(), output.number, error.number}
+    _close_all_but(kept | ({listens[1].number} if listens else set()))
+    (folder / f"pid-{environment['RANK']}").write_text(str(os.getpid()))
+    target(connection, listens, *args)
 
 
 def _close_all_but(kept: set[int]) -> None:

@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from shardwright.run_folder import read_events
 from tests.marks import prove
 from tests.training.runs import Run, is_alive, kill_itself, records, train, training, trajectory, write_run_file
 
@@ -51,6 +53,26 @@ def ends(run_file: Path, fault, expect: int) -> Run:
     assert len(run.workers()) == 2
     assert not any(is_alive(pid) for pid in run.workers())
     return run
+
+
+def listening(pids: set[int]) -> list[str]:
+    """The addresses at which these processes listen, as Linux writes them: IPv4 in hexadecimal, backwards."""
+    held = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                held.add(os.readlink(link))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held]
+
+
+def test_workers_listen_on_the_loopback_interface_alone(run_file):
+    with training(run_file, fault=is_slow) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 2)
+        addresses = listening({*run.workers(), run.process.pid})
+    assert len(addresses) >= 3, "the store, and gloo of two ranks"
+    ipv6 = ("0" * 24 + "01000000", "0" * 16 + "FFFF00000100007F")
+    assert [each for each in addresses if each != "0100007F" and each not in ipv6] == []
 
 
 def raises(rank: int) -> None:
@@ -224,6 +246,22 @@ def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on(run_file):
     assert "resumed from" in run.stdout
     assert "step-00000005: step 5" in run.stdout
     assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 11))
+    restart = next(each for each in read_events(run_file.parent / "out") if each.kind == "restart")
+    assert restart.step == 5
+    assert restart.text.startswith("restart 1 by torchrun: resumed from ")
+
+
+@prove
+def test_under_torchrun_a_run_goes_on_with_the_ranks_that_are_left_where_min_ranks_says_so(run_file):
+    wide = ("--set", "layout.dp_shard=4", "--set", "steps=6")
+    refused = train(run_file, *wide, torchrun=True, expect=1)
+    assert "the layout needs 4 ranks (dp_shard 4), but 2 processes were started" in refused.stderr
+    train(run_file, *wide)
+    run = train(run_file, *wide, "--set", "steps=10", "--set", "faults.min_ranks=2", "--resume", torchrun=True)
+    assert "layout.dp_shard 4 to 2" in run.stdout
+    assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 11))
+    refused = train(run_file, "--max-restarts", "2", "--resume", torchrun=True, expect=1)
+    assert "give torchrun itself --max-restarts" in refused.stderr
 
 
 @prove

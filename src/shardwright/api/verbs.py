@@ -164,12 +164,17 @@ def dryrun(
 
 
 def train(
-    run: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None, *, quiet: bool = False
+    run: str | Path | Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    *,
+    quiet: bool = False,
+    max_restarts: int = 0,
 ) -> "Run | None":
     """Train as a run file says; where its layout has several ranks and no launcher has started them, start them here.
 
     `run`: the path of a run file, or its keys as a nested mapping. `changes`: keys to change, such as
-    {"layout.dp_shard": 2, "steps": 50}. `quiet`: print nothing.
+    {"layout.dp_shard": 2, "steps": 50}. `quiet`: print nothing. `max_restarts`: how often ranks that are
+    started here are started again, from the newest whole checkpoint, after one was killed, failed or hung.
 
     Returns the run, as `load_run` does, or None on a rank other than the first. Raises ConfigError with every problem
     of the run file, DataError or CheckpointError for data and checkpoints that cannot be used, WorkerError where
@@ -180,7 +185,7 @@ def train(
 
     overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
     config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
-    return None if start(config, quiet=quiet).summary is None else load_run(config.out)
+    return None if start(config, quiet=quiet, max_restarts=max_restarts).summary is None else load_run(config.out)
 
 
 def load_run(folder: str | Path) -> "Run":

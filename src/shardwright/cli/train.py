@@ -26,6 +26,14 @@ def train(
             "another run: --set checkpoint.resume=PATH",
         ),
     ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="after a rank was killed, failed or hung, start the ranks again from the newest whole checkpoint, so "
+            "many times in all; for ranks that are started here",
+        ),
+    ] = 0,
     dryrun_first: Annotated[
         bool,
         typer.Option(
@@ -63,7 +71,7 @@ def train(
     config = load(run_file, [*(overrides or []), *extra])
     if dryrun_first:
         _refuse_what_does_not_fit(config)
-    ended = start(config, quiet=json)
+    ended = start(config, quiet=json, max_restarts=max_restarts)
     if json and ended.summary is not None:
         print_json({**ended.summary, "stopped": ended.stopped})
     if ended.stopped:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwright.config.sections import NotNegative, Section
+from shardwright.config.sections import NotNegative, Positive, Section
 
 SPIKE_WINDOW = 128
 """Steps whose losses and gradient norms a step is judged by."""
@@ -33,6 +33,12 @@ class FaultsSection(Section):
         description="seconds that each phase of a step (data, forward and backward, optimizer, evaluation, checkpoint) "
         "may take at least; one that takes longer, and 5 times longer than it ever has, is a hang: ranks are compared, "
         "those at fault named, and the run ends; 600 for the first turns of a phase; 0: never",
+    )
+    min_ranks: Positive | None = Field(
+        None,
+        description="fewest ranks to go on with where some are lost: dp_replicate and dp_shard fall, other degrees, "
+        "the global batch and the order of samples stay; with --max-restarts a rank is lost where two faults in a row "
+        "were those of the same place (GPU), under torchrun where it starts fewer ranks; if not given, all are needed",
     )
     check_copies_every: NotNegative = Field(
         0,

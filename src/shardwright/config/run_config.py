@@ -170,6 +170,11 @@ def _fault_problems(
     faults: FaultsSection, layout: Layout | None, data: DataSection | None, checkpoint: CheckpointSection | None
 ) -> Iterator[str]:
     spike = faults.spike
+    if layout and faults.min_ranks is not None and faults.min_ranks > layout.world_size:
+        yield (
+            f"faults.min_ranks={faults.min_ranks} is more than the {layout.world_size} ranks of the layout; valid: "
+            f"1 to {layout.world_size}"
+        )
     if spike == "off" and "spike_sigma" in faults.model_fields_set and faults.spike_sigma != _SIGMA:
         yield (
             f"faults.spike_sigma={faults.spike_sigma:g} with faults.spike='off' is not used; leave it out, or set "

@@ -16,6 +16,7 @@ from shardwright.generation.source import Source, Text, open_source
 from shardwright.generation.speculative import Speculative
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.parallel.objects import gathered
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import sequence_cuts
 from shardwright.training.ranks import Place, pick_device, place_from_environment, process_group
@@ -203,8 +204,7 @@ def _on_rank(task: _Task, device: torch.device) -> _Done:
     mine = layout.data_rank(dist.get_rank())
     prompts = {index: ids for index, ids in task.prompts.items() if index % layout.data_ranks == mine}
     done = _complete(task, LayoutEngine(model, device, *_cache_sizes(task, source, prompts)), source, prompts, device)
-    parts: list[_Done] = [done] * layout.world_size
-    dist.all_gather_object(parts, done)
+    parts: list[_Done] = gathered(done, _Done)
     tokens = {index: ids for part in parts for index, ids in part.tokens.items()}
     replicas = [parts[group[0]] for group in layout.groups("pp", "cp", "tp")]
     return replace(

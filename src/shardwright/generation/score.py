@@ -17,6 +17,7 @@ from shardwright.generation.engine import Engine, LayoutEngine, WholeEngine
 from shardwright.generation.sampling import Sampling
 from shardwright.generation.source import open_source
 from shardwright.layout import Layout
+from shardwright.parallel.objects import gathered
 from shardwright.training.ranks import Place, pick_device
 from shardwright.verification.ranks import run_ranks
 
@@ -104,9 +105,7 @@ def _on_cpu(request: ScoreRequest) -> dict[int, Scored]:
     sequences = {i: each for i, each in request.sequences.items() if i % layout.data_ranks == mine}
     model = open_source(request.model).on_rank(layout, device)
     found = scored(LayoutEngine(model, device, *_cache_sizes(request, sequences)), sequences)
-    parts: list[dict[int, Scored]] = [found] * layout.world_size
-    dist.all_gather_object(parts, found)
-    return {index: each for part in parts for index, each in part.items()}
+    return {index: each for part in gathered(found, dict[int, Scored]) for index, each in part.items()}
 
 
 def _cache_sizes(request: ScoreRequest, sequences: Sequences) -> tuple[int, int]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
 from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints
+from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes, threads_of_a_rank
 from shardwright.training.device import keep_freed_memory
 from shardwright.verification.ranks import run_ranks
@@ -65,8 +65,7 @@ def measure_as_rank(kind: Kind, device: torch.device, ranks_here: int, folder: P
     begin = time.perf_counter()
     rank, world = dist.get_rank(), dist.get_world_size()
     found = rank_points(kind, device.type, ranks_here, budget_s, grouped=True)
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, found)
+    every = gathered(found, tuple[RankPoints, tuple[MessagePoint, ...]])
     nodes = world // ranks_here
     across: tuple[MessagePoint, ...] = ()
     if nodes > 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwright.measuring.clock import Clock, worst
 from shardwright.measuring.points import MessagePoint
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
+from shardwright.parallel.objects import gathered
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 """Bytes of the whole buffer."""
@@ -36,9 +37,8 @@ def messages(clock: Clock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
             "point_to_point": partial(_to_the_next, x, group),
         }
         for name, send in kinds.items():
-            seconds = [0.0] * n
             dist.barrier(group=group)
-            dist.all_gather_object(seconds, clock.seconds(send, REPEATS), group=group)
+            seconds = gathered(clock.seconds(send, REPEATS), float, group)
             yield MessagePoint(name, n, elements * 4, worst(seconds))
 
 

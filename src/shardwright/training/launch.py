@@ -1,10 +1,9 @@
-"""Start the workers of a run on this machine, and hand them the signals that this process gets."""
+"""Start the workers of a run on this machine, again after a fault, and hand them the signals that this process gets."""
 
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +12,15 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import FrameType
 
-from shardwright import processes
+from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.errors import WorkerError
+from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
-from shardwright.run_folder import Event, append_event
+from shardwright.run_folder import CHECKPOINTS, Event, append_event, published
+from shardwright.training.restarts import Attempt, Restarts
+from shardwright.training.worker import serve
 
 LISTEN_FD = "SHARDWRIGHT_LISTEN_FD"  # the descriptor of a socket, bound here, that rank 0 listens on
 
@@ -34,89 +36,102 @@ class _Asked:
     signal: int | None = None
 
 
-def launch(config: RunConfig, log_dir: Path, quiet: bool = False) -> bool:
+def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: int = 0) -> bool:
     """Run every rank of a run file's layout on this machine, to their end. Returns whether a signal stopped them.
 
     Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. When one fails, the
-    others are ended and its own error is raised: InputError as such, all else as WorkerError. Signals of
+    others are ended and its own error is raised: InputError as such, all else as WorkerError; but up to `max_restarts`
+    times the ranks are started again in the place of a WorkerError, from the newest whole checkpoint. Signals of
     `processes.STOPPING` are handed to the workers, which finish the step and save; KeyboardInterrupt is raised where
     there was nothing to save yet, and by a second SIGINT.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
+    out = Path(config.out)
+    restarts = Restarts(config, max_restarts)
     workers: list[Worker] = []
-    watch = Watch(Path(config.out), config.layout.layout().world_size)
+    forks.preload("shardwright.training.preload")
+    with _forward_signals(workers) as asked:
+        while True:
+            logs = log_dir / f"restart-{restarts.used}" if restarts.used else log_dir
+            try:
+                return _run(restarts.attempt, logs, quiet, workers, asked)
+            except WorkerError as error:
+                if asked.signal is not None:
+                    raise
+                event = restarts.after(error, published(out / CHECKPOINTS))
+            append_event(out, event)
+            print(event.text, file=sys.stderr, flush=True)
+
+
+def _run(attempt: Attempt, log_dir: Path, quiet: bool, workers: list[Worker], asked: _Asked) -> bool:
+    """One start of the ranks; `workers` is filled, and empty again when they have ended."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    config, out = attempt.config, Path(attempt.config.out)
+    watch = Watch(out, len(attempt.places))
     watch.folder.clear()
 
-    def watched() -> str | None:
+    def watched() -> WorkerError | None:
         found = watch.hang()
         if found is None:
             return None
         blamed, told = found
         states = watch.states()
         step = states[blamed[0]].step if blamed else max(state.step for state in states.values())
-        append_event(Path(config.out), Event("hang", step, told, blamed[0] if len(blamed) == 1 else None))
-        return told
+        rank = blamed[0] if len(blamed) == 1 else None
+        append_event(out, Event("hang", step, told, rank))
+        return WorkerError(told).of_rank(rank)
 
     try:
-        with _forward_signals(workers) as asked:
-            _start(workers, config.layout.layout().world_size, log_dir)
-            for worker in workers:
-                worker.send((resolved_toml(config), quiet))
-            try:
-                stopped = processes.results(workers, is_asked=lambda: asked.signal is not None, watched=watched)
-            except WorkerError as error:
-                raise _with_place(error, Path(config.out), watch) from None
-            for worker in workers:
-                worker.wait()  # how it ends says nothing once its work is done
-            return any(stopped)
+        _start(workers, attempt.places, log_dir)
+        for worker in workers:
+            worker.send((resolved_toml(config), quiet))
+        try:
+            stopped = processes.results(workers, is_asked=lambda: asked.signal is not None, watched=watched)
+        except WorkerError as error:
+            raise _with_place(error, out, watch) from None
+        for worker in workers:
+            worker.wait()  # how it ends says nothing once its work is done
+        return any(stopped)
     finally:
         processes.end(workers)
+        workers.clear()
         watch.folder.clear()
 
 
 def _with_place(error: WorkerError, out: Path, watch: Watch) -> WorkerError:
     """An error of a rank, written down as an event, with where that rank was when it is dead."""
-    named = re.match(r"rank (\d+) (was killed|left)", str(error))
-    if named is None:
+    rank = error.rank
+    if rank is None or str(error).startswith("no progress"):  # a hang is written down where it is found
         return error
-    rank = int(named[1])
     state = watch.states().get(rank)
-    if state is None:
+    append_event(out, Event("fault", 0 if state is None else state.step, str(error).partition("\n")[0], rank))
+    if state is None or not re.match(r"rank (\d+) (was killed|left)", str(error)):
         return error
     where = f"it was in step {state.step + 1}, {state.phase}"
     where += f", last seen at {state.line}" if state.line else ""
-    append_event(out, Event("fault", state.step, str(error).partition("\n")[0], rank))
-    return WorkerError(f"{error}\n{where}")
+    return WorkerError(f"{error}\n{where}").of_rank(rank)
 
 
-def _start(workers: list[Worker], world_size: int, log_dir: Path) -> None:
-    """Start every rank, adding each to `workers` at once, so that `launch` ends all of them, whatever fails."""
+def _start(workers: list[Worker], places: tuple[int, ...], log_dir: Path) -> None:
+    """Start every rank, adding each to `workers` at once, so that `_run` ends all of them, whatever fails."""
+    n_threads = processes.threads_of_a_rank(len(places))
+    hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(processes.threads_of_a_rank(world_size)))
+    environment.setdefault("OMP_NUM_THREADS", str(n_threads))
+    processes.bind_to_loopback(environment)
     # Bound here and handed to rank 0: a port that is merely found free can be another program's a second
     # later.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-        for rank in range(world_size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), SUPERVISED: "1"}
-            passed = []
-            if rank == 0:
-                own[LISTEN_FD] = str(listener.fileno())
-                passed = [listener.fileno()]
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
+        for rank, place in enumerate(places):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(place), SUPERVISED: "1"}
+            listens = (LISTEN_FD, Descriptor(listener.fileno())) if rank == 0 else None
             log = log_dir / f"rank-{rank}.log"
             ours, theirs = Pipe()
             with log.open("wb") as stderr, theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "shardwright.training.worker", str(theirs.fileno())],
-                    env=environment | own,
-                    pass_fds=[theirs.fileno(), *passed],
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else stderr,
-                    stderr=stderr,
-                    # A Ctrl-C of the terminal must reach the workers once, through this process.
-                    start_new_session=True,
-                )
+                error = Descriptor(stderr.fileno())
+                output = Descriptor(1) if rank == 0 else error
+                process = fork(serve, theirs, listens, output, error, environment | own, n_threads, hang_up)
             workers.append(Worker(rank, process, ours, log))
 
 

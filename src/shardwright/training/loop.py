@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from shardwright.config import RunConfig
 from shardwright.config.faults import IN_A_ROW
@@ -17,6 +16,7 @@ from shardwright.errors import CheckpointError, CopiesError, DamagedError, Spike
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
+from shardwright.parallel.objects import gathered
 from shardwright.run_folder import (
     CHECKPOINTS,
     PHASES,
@@ -42,7 +42,7 @@ from shardwright.training.load import expert_numbers
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.monitor import AnyMonitor, monitored, record_collectives
-from shardwright.training.ranks import Place, pick_device, process_group
+from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
@@ -182,7 +182,9 @@ class _Run:
                 screen.say(rate)
         elif config.checkpoint.resume == "auto":
             screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
-        self._happened("start", start.step, f"{begins}, on {self.layout.world_size} ranks")
+        again = restarts_of_torchrun()
+        told = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {self.layout.world_size} ranks"
+        self._happened("restart" if again else "start", start.step, told)
 
     def _happened(self, kind: EventKind, step: int, text: str) -> None:
         """An event that every rank knows of, which one writes down."""
@@ -409,10 +411,9 @@ class _Run:
 
         Raises CheckpointError where all are damaged."""
         # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
-        published: list[list[Path] | None] = [self.store.published() if self.place.rank == 0 else None]
-        dist.broadcast_object_list(published)
+        published: list[Path] = gathered(self.store.published() if self.place.rank == 0 else [], list[Path])[0]
         damage: list[str] = []
-        for path in reversed(published[0] or []):
+        for path in reversed(published):
             try:
                 return self._load(path)
             except DamagedError as error:

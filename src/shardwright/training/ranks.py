@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import InputError
-from shardwright.training.launch import LISTEN_FD
+from shardwright.training.launch import LISTEN_FD, SUPERVISED
 
 COLLECTIVE_TIMEOUT_S = 600
 LAST_PORT = 65535
@@ -145,6 +145,12 @@ def process_group(place: Place, device: torch.device) -> Iterator[None]:
     if place.world_size > 1:
         dist.barrier()
     dist.destroy_process_group()
+
+
+def restarts_of_torchrun(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun's agent has started the ranks again; 0 of ranks that it has not started."""
+    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() and SUPERVISED not in environment else 0
 
 
 def _store(place: Place) -> dist.Store:

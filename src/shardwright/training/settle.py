@@ -10,6 +10,7 @@ import torch.distributed as dist
 from shardwright.config import RunConfig, parse, resolved_toml
 from shardwright.config.settle import needs_memory, settled, with_recomputation
 from shardwright.errors import ConfigError
+from shardwright.parallel.objects import gathered
 from shardwright.processes import share_bytes
 from shardwright.run_folder import RUN_FILE
 
@@ -24,12 +25,12 @@ def settle(config: RunConfig, device: torch.device, ranks_here: int | None = Non
     """
     if not needs_memory(config):
         return config, ""
-    before = [_as_before(config)]
+    before = _as_before(config)
     if ranks_here is None:
-        dist.broadcast_object_list(before)  # the ranks may not see the same folder yet
-    if before[0] is not None:
-        found = with_recomputation(config, *before[0])
-        return found, f"recompute auto: as the run began, {before[0][0]}"
+        before = gathered(before, tuple[str, int | None] | None)[0]  # the ranks may not see the same folder yet
+    if before is not None:
+        found = with_recomputation(config, *before)
+        return found, f"recompute auto: as the run began, {before[0]}"
     least_bytes = memory_of(device, ranks_here) if ranks_here else _least(device)
     found, chosen = settled(config, least_bytes)
     return found, f"recompute auto: {chosen} of a rank"
@@ -37,8 +38,7 @@ def settle(config: RunConfig, device: torch.device, ranks_here: int | None = Non
 
 def _least(device: torch.device) -> float:
     """The memory of the rank that has least, on every rank."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = gathered(socket.gethostname(), str)
     mine = memory_of(device, hosts.count(socket.gethostname()))
     least = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.errors import CheckpointError, CopiesError, InputError, ShardwrightError, SpikeError, WorkerError
+from shardwright.config.shrink import shrunk
+from shardwright.errors import (
+    CheckpointError,
+    CopiesError,
+    InputError,
+    LayoutError,
+    ShardwrightError,
+    SpikeError,
+    WorkerError,
+)
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
@@ -52,8 +61,9 @@ class Ended:
     stopped: bool
 
 
-def start(config: RunConfig, quiet: bool = False) -> Ended:
-    """Train as a configuration says; where several ranks are needed and none are set up, start them here.
+def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> Ended:
+    """Train as a configuration says; where several ranks are needed and none are set up, start them here, and up to
+    `max_restarts` times again after a fault of one.
 
     Raises InputError before anything is written if something given cannot be used, and WorkerError for what
     goes wrong in training.
@@ -61,9 +71,16 @@ def start(config: RunConfig, quiet: bool = False) -> Ended:
     place = place_from_environment()
     in_training = False
     try:
+        if place is not None and max_restarts:
+            raise InputError(
+                f"--max-restarts {max_restarts} goes with ranks that are started here; these were started by torchrun "
+                f"or srun: give torchrun itself --max-restarts (docs/faults.md)"
+            )
+        if place is not None and config.faults.min_ranks is not None:
+            config = _on_fewer_ranks(config, place.world_size)
         _prepare(config, place)
         in_training = True
-        return _train(config, place, quiet)
+        return _train(config, place, quiet, max_restarts)
     except BaseException as error:
         if place is not None and place.world_size > 1:
             raise _of_one_rank(error, place, in_training) from None
@@ -72,6 +89,23 @@ def start(config: RunConfig, quiet: bool = False) -> Ended:
         if isinstance(error, OSError) and error.filename is not None and not in_training:
             raise InputError(f"{error.filename}: {error.strerror}") from None
         raise WorkerError(f"training failed: {type(error).__name__}: {error}\n\n{formatted(error)}") from None
+
+
+def _on_fewer_ranks(config: RunConfig, world_size: int) -> RunConfig:
+    """The run on the ranks that were started, where these are fewer than its layout has, and at least
+    faults.min_ranks. Raises LayoutError where no layout with fewer ranks along dp alone uses all of them."""
+    wanted, least = config.layout.layout().world_size, config.faults.min_ranks
+    assert least is not None
+    if not least <= world_size < wanted:
+        return config  # right, or refused as without min_ranks
+    found = shrunk(config, world_size, world_size)
+    if found is None:
+        raise LayoutError(
+            f"{world_size} processes were started for a layout of {wanted} ranks, and with fewer ranks along dp alone "
+            f"none uses all {world_size} of them and trains batch.global_batch={config.batch.global_batch}; start "
+            f"another number of them, {least} (faults.min_ranks) to {wanted}"
+        )
+    return found
 
 
 def _prepare(config: RunConfig, place: Place | None) -> None:
@@ -88,14 +122,14 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
         ) from None
 
 
-def _train(config: RunConfig, place: Place | None, quiet: bool) -> Ended:
+def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: int) -> Ended:
     out, world_size = Path(config.out), config.layout.layout().world_size
-    if place is None and world_size > 1:
+    if place is None and (world_size > 1 or max_restarts):
         config, said = settle(config, pick_device(config.device, Place()), ranks_here=world_size)
         if said and not quiet:
             print(said, flush=True)
         try:
-            stopped = launch(config, out / LOGS, quiet)
+            stopped = launch(config, out / LOGS, quiet, max_restarts)
         except (WorkerError, *FOUND_BY_ALL) as error:
             raise type(error)(f"{error}\n{_way_on(out)}") from None
     else:

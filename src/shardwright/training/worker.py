@@ -1,47 +1,79 @@
-"""One rank as a process of its own, as `launch.py` starts it.
-
-    python -m shardwright.training.worker FD
-
-FD is the descriptor of its connection to the launcher, which sends the run file and learns how the run ended.
-"""
+"""One rank as a process of its own, as `launch.py` forks it from a server."""
 
 import faulthandler
+import gc
 import os
+import signal
 import sys
 import tomllib
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any
 
 from shardwright.errors import ShardwrightError
-from shardwright.processes import Link
+from shardwright.forks import Descriptor
+from shardwright.processes import STOPPING, Link
 
 
-def main() -> None:
-    """The process of one rank; the exit code is that of its error."""
-    link = Link(Connection(int(sys.argv[1])))
-    faulthandler.enable()
+def serve(
+    connection: "Connection[Any, Any]",
+    listens: tuple[str, Descriptor] | None,
+    output: Descriptor,
+    error: Descriptor,
+    environment: dict[str, str],
+    n_threads: int,
+    hang_up: bool,
+) -> None:
+    """The process of one rank; the exit code is that of its error.
+
+    `connection`: to the launcher, which sends the run file and learns how the run ended; `listens`: of rank 0, a socket
+    for the store of all ranks, and the name in the environment for its number; `output`, `error`: where stdout and
+    stderr go; `hang_up`: whether SIGHUP is not ignored.
+    """
+    link = Link(connection)
+    _become_a_process_of_its_own(output, error, hang_up)
+    if listens is not None:
+        environment[listens[0]] = str(listens[1].number)
+    os.environ.clear()
+    os.environ.update(environment)
+    import torch
+
     from shardwright.config import parse
     from shardwright.training.loop import run
     from shardwright.training.ranks import place_from_environment
 
+    torch.set_num_threads(n_threads)  # the server has read OMP_NUM_THREADS of its own
+    gc.freeze()  # what the server has imported need not be walked by this process's collector: 0.4 s of CPU
     place = place_from_environment()
     assert place is not None
     try:
         run_toml, quiet = link.next_task()
         link.done(run(parse(tomllib.loads(run_toml)), place, quiet=quiet))
-    except BaseException as error:
-        traceback.print_exception(error)
+    except BaseException as failure:
+        traceback.print_exception(failure)
         sys.stdout.flush()
         sys.stderr.flush()
-        link.failed(error)
+        link.failed(failure)
         # The other ranks may be waiting in a collective that this one never joins: no clean-up can succeed.
-        os._exit(exit_code(error))
+        os._exit(exit_code(failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _become_a_process_of_its_own(output: Descriptor, error: Descriptor, hang_up: bool) -> None:
+    """Undo what comes from the server: its session, its signals, and where it writes to."""
+    os.setsid()  # a Ctrl-C of the terminal must reach the workers once, through the launcher
+    os.dup2(output.number, 1)
+    os.dup2(error.number, 2)
+    for number in STOPPING:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if not hang_up:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    faulthandler.enable()
 
 
 def exit_code(error: BaseException) -> int:
     """What a rank that fails leaves with."""
     return error.exit_code if isinstance(error, ShardwrightError) else ShardwrightError.exit_code
-
-
-if __name__ == "__main__":
-    main()

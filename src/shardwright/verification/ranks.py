@@ -17,20 +17,15 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from shardwright import processes
+from shardwright.forks import context, preload, undisturbed
 from shardwright.processes import Link, Worker
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["shardwright.verification.preload"])
 
 TIMEOUT_S = 200.0
 
@@ -45,7 +40,8 @@ def start_server() -> None:
 
     To be called before the caller imports PyTorch itself: both take seconds.
     """
-    with _starting, _undisturbed():
+    preload("shardwright.verification.preload")
+    with _starting, undisturbed():
         pass
 
 
@@ -63,12 +59,13 @@ def run_ranks(
     rank, for any other exception, for a rank that dies, and for ranks that are not done within `timeout_s` seconds.
     Whatever happens, no rank is left behind.
     """
+    preload("shardwright.verification.preload")
     with tempfile.TemporaryDirectory(prefix="shardwright-ranks-") as folder:
         workers: list[Worker] = []
         number = next(_numbers)
         _running[number] = workers
         try:
-            with _starting, _undisturbed():
+            with _starting, undisturbed():
                 for rank in range(world_size):
                     ours, theirs = multiprocessing.Pipe()
                     with theirs:
@@ -94,22 +91,6 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder, f"stack-{rank}")
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """The processes started here ignore Ctrl-C, which this process handles for all, and do not run the main script
-    again, as multiprocessing would, so that a script needs no `if __name__ == "__main__"`."""
-    main = sys.modules["__main__"]
-    resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        forkserver.ensure_running()
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     import torch
     import torch.distributed as dist
@@ -124,6 +105,7 @@ def _rank(rank: int, folder: str, connection: "Connection[Any, Any]") -> None:
     os.rename(file.name, stack)  # from now on the signal is answered
     try:
         function, args, world_size, timeout_s, n_threads = link.next_task()
+        processes.bind_to_loopback(os.environ)
         torch.set_num_threads(n_threads or processes.threads_of_a_rank(world_size))
         dist.init_process_group(
             "gloo",

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwright.parallel.initialise import local_box
+from shardwright.parallel.objects import gathered
 from shardwright.training.checkpoint.storage import sha256_of
 from shardwright.units import MiB, in_groups
 
@@ -79,8 +80,7 @@ class Recorder:
             local[name] = part.contiguous()
             boxes[name] = (tuple(offsets), tuple(part.shape))
             self.trace.shapes[name] = tuple(tensor.shape)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, boxes)
+        everyone: list[dict[str, Box]] = gathered(boxes, dict[str, Box])
         rank = dist.get_rank()
         written = [
             name

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.errors import CheckpointError, DamagedError, ShardwrightError
+from shardwright.parallel.objects import gathered
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import (
     DataRecord,
@@ -121,10 +122,11 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
 
 def _raise_first(error: CheckpointError | None) -> None:
     """Raise on every rank what any has to complain of: one that went on alone would hang in a collective."""
-    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if first := next((e for e in errors if e is not None), None):
-        raise error or first
+    mine = None if error is None else (isinstance(error, DamagedError), error.problems)
+    everyone = gathered(mine, tuple[bool, list[str]] | None)
+    if first := next((each for each in everyone if each is not None), None):
+        damaged, problems = first
+        raise error or (DamagedError if damaged else CheckpointError)(*problems)
 
 
 def read_into(

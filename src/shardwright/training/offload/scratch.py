@@ -10,9 +10,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from shardwright.errors import InputError, WorkerError
+from shardwright.parallel.objects import gathered
 from shardwright.units import format_bytes
 
 BLOCK = 4096
@@ -92,10 +91,8 @@ def require_room(folder: Path, n_bytes: int) -> None:
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     found = os.statvfs(there)
     mine = (socket.gethostname(), there.stat().st_dev, n_bytes, found.f_bavail * found.f_frsize)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     disks = defaultdict(list)
-    for host, device, needed, free in everyone:
+    for host, device, needed, free in gathered(mine, tuple[str, int, int, int]):
         disks[host, device].append((needed, free))
     problems = []
     for (host, _), ranks in disks.items():

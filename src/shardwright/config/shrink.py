@@ -1,0 +1,47 @@
+"""A run on fewer ranks: the layout with fewer of them along dp, all else as it was."""
+
+import tomllib
+from collections.abc import Iterator
+
+from shardwright.config.reading import as_toml, parse, resolved_toml
+from shardwright.config.run_config import RunConfig
+from shardwright.errors import ConfigError, LayoutError
+from shardwright.layout import Layout
+
+
+def shrunk(config: RunConfig, most: int, least: int) -> RunConfig | None:
+    """The run on as many ranks as it can use, at most `most` and at least `least`; None where no number of them does.
+
+    Only dp_replicate and dp_shard fall, dp_replicate first, as each of its ranks holds all that its shard group holds;
+    tp, cp, pp, ep, the global batch and the micro-batch stay, so that the samples of a step are the same.
+    """
+    layout = config.layout.layout()
+    for replicate, shard in _degrees(layout, most, least):
+        try:
+            smaller = layout.changed(dp_replicate=replicate, dp_shard=shard)
+        except LayoutError:
+            continue
+        if smaller.ep != layout.ep:
+            continue
+        changes = [
+            f"layout.{name}={as_toml(value)}"
+            for name, value in vars(smaller).items()
+            if value != getattr(layout, name) and value is not None
+        ]
+        try:
+            return parse(tomllib.loads(resolved_toml(config)), changes)
+        except ConfigError:  # the global batch cannot be shared out, or a section does not go with this layout
+            continue
+    return None
+
+
+def _degrees(layout: Layout, most: int, least: int) -> Iterator[tuple[int, int]]:
+    """(dp_replicate, dp_shard) of worlds of `least` to `most` ranks, the largest first, then most of dp_shard."""
+    others = layout.world_size // layout.data_ranks
+    pairs = [
+        (replicate, shard)
+        for replicate in range(1, layout.dp_replicate + 1)
+        for shard in range(1, layout.dp_shard + 1)
+        if least <= replicate * shard * others <= most
+    ]
+    yield from sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]), reverse=True)

@@ -1,0 +1,64 @@
+"""Processes of this machine that are forked from a server, a process that has imported PyTorch and run nothing.
+
+A new interpreter needs seconds to import PyTorch; a process that is forked from the server needs 0.1 s, also when a run
+starts its ranks again after a fault. The server is Python's own (`multiprocessing.forkserver`). It ends with the last
+process that uses it.
+"""
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+context = multiprocessing.get_context("forkserver")
+_imported: list[str] = []
+
+
+def preload(*modules: str) -> None:
+    """What the server imports before it forks anything; of several calls in a process the first one counts."""
+    if not _imported:
+        _imported.extend(modules)
+        context.set_forkserver_preload(_imported)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Has the server started. The processes started inside ignore Ctrl-C, which this process handles for all, and do
+    not run the main script again, as multiprocessing would, so that a script needs no `if __name__ == "__main__"`."""
+    main = sys.modules["__main__"]
+    resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        forkserver.ensure_running()
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Run `target(*args)` in a process that is forked from the server, where SIGINT is blocked."""
+    with undisturbed():
+        process = context.Process(target=target, args=args)
+        process.start()
+    return process
+
+
+class Descriptor:
+    """A file descriptor as an argument of `fork`; the process has it under another number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(sent: Any) -> Descriptor:
+    return Descriptor(sent.detach())

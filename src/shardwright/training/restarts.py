@@ -1,0 +1,78 @@
+"""Decides what becomes of a local run after a fault of a rank: from which checkpoint, and on which ranks, it goes on.
+
+A place is what a rank runs on: the GPU of that number, on a machine without GPUs nothing but the number. A place at
+which two faults in a row happened is not used again where `faults.min_ranks` lets the run go on with fewer ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.config import RunConfig
+from shardwright.config.shrink import shrunk
+from shardwright.errors import WorkerError
+from shardwright.run_folder import Event, step_of
+
+FAULTS_IN_A_ROW = 2
+"""At the same place, that take it out of use."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Ranks to start: the run file of this start, and the place of each rank."""
+
+    config: RunConfig
+    places: tuple[int, ...]
+
+
+class Restarts:
+    """The starts of one run: the first, and up to `allowed` after faults."""
+
+    def __init__(self, config: RunConfig, allowed: int) -> None:
+        self.config, self.allowed, self.used = config, allowed, 0
+        self.attempt = Attempt(config, tuple(range(config.layout.layout().world_size)))
+        self._usable = self.attempt.places
+        self._faulty: list[int] = []
+        """The places of the last faults, as long as they are the same."""
+
+    def after(self, error: WorkerError, saved: Sequence[Path]) -> Event:
+        """Make `attempt` the next one, and say so; `saved`: the checkpoints there are, the oldest first.
+
+        Raises the error, with the reason, where the run ends with it."""
+        if self.used == self.allowed:
+            if not self.allowed:
+                raise error
+            used = "the one restart of {} is" if self.allowed == 1 else f"all {self.allowed} restarts of {{}} are"
+            told = used.format(f"--max-restarts {self.allowed}")
+            raise WorkerError(f"{error}\n{told} used up").of_rank(error.rank)
+        self.used += 1
+        remark = self._use_places(error)
+        newest = saved[-1] if saved else None
+        resume_at_first = self.config.checkpoint.resume
+        resume = "auto" if newest is not None else resume_at_first
+        config = self.attempt.config
+        section = config.checkpoint.model_copy(update={"resume": resume})
+        self.attempt = Attempt(config.model_copy(update={"checkpoint": section}), self.attempt.places)
+        begin = newest.name if newest is not None else "where the run began, as nothing was saved yet"
+        n = len(self.attempt.places)
+        first_line = str(error).partition("\n")[0]
+        text = f"restart {self.used} of {self.allowed}, from {begin}, on {n} rank{'s' * (n > 1)}{remark}: {first_line}"
+        return Event("restart", 0 if newest is None else step_of(newest), text, error.rank)
+
+    def _use_places(self, error: WorkerError) -> str:
+        """Choose layout and places of the next attempt; what is to be said of a place that is not used any more."""
+        place = None if error.rank is None else self.attempt.places[error.rank]
+        self._faulty = [*(each for each in self._faulty if each == place), place] if place is not None else []
+        if len(self._faulty) < FAULTS_IN_A_ROW or self.config.faults.min_ranks is None:
+            return ""
+        left = tuple(each for each in self._usable if each != place)
+        config = shrunk(self.config, len(left), self.config.faults.min_ranks)
+        if config is None:
+            raise WorkerError(
+                f"{error}\nthese were {FAULTS_IN_A_ROW} faults in a row at place {place}, and without it no layout of "
+                f"faults.min_ranks={self.config.faults.min_ranks} to {len(left)} ranks, with fewer along dp alone, "
+                f"trains batch.global_batch={self.config.batch.global_batch}"
+            ).of_rank(error.rank)
+        self._usable, self._faulty = left, []
+        self.attempt = Attempt(config, left[: config.layout.layout().world_size])
+        return f" (without place {place}, where {FAULTS_IN_A_ROW} faults in a row happened)"

@@ -1,0 +1,47 @@
+"""Bugs of the restarts after a fault, and of runs that go on with fewer ranks."""
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import AnyBug, UnitBug
+
+_TESTS = "tests/training/test_restarts.py"
+_NEWEST = f"{_TESTS}:test_ranks_start_again_from_the_newest_checkpoint_until_the_restarts_are_used_up"
+_PLACE = f"{_TESTS}:test_a_place_with_two_faults_in_a_row_is_used_no_more"
+_DP = f"{_TESTS}:test_a_layout_shrinks_along_dp_alone"
+_RESTARTS = "shardwright.training.restarts:Restarts"
+_SHRUNK = "shardwright.config.shrink"
+
+RESUME: dict[str, AnyBug] = {
+    "after a fault a run begins anew though it has checkpoints": UnitBug(
+        Mutation(f"{_RESTARTS}.after", '"auto" if newest is not None else resume_at_first', "resume_at_first"), _NEWEST
+    ),
+    "after a fault the oldest checkpoint is told as the one that the run goes on from": UnitBug(
+        Mutation(f"{_RESTARTS}.after", "saved[-1]", "saved[0]"), _NEWEST
+    ),
+    "after a fault a run goes on with a smaller layout than it has to": UnitBug(
+        Mutation(f"{_SHRUNK}:_degrees", "(pair[0] * pair[1], pair[1])", "(-pair[0] * pair[1], pair[1])"), _DP
+    ),
+}
+OFF_BY_ONE: dict[str, AnyBug] = {
+    "one restart more than was allowed": UnitBug(
+        Mutation(f"{_RESTARTS}.after", "self.used == self.allowed", "self.used > self.allowed"), _NEWEST
+    ),
+    "a place is given up after one fault": UnitBug(
+        Mutation(f"{_RESTARTS}._use_places", "len(self._faulty) < FAULTS_IN_A_ROW", "len(self._faulty) < 1"), _PLACE
+    ),
+    "faults of different places count as those of one": UnitBug(
+        Mutation(f"{_RESTARTS}._use_places", "each == place", "each is not None"), _PLACE
+    ),
+}
+SHARD: dict[str, AnyBug] = {
+    "ranks that are left take the places of the first, the broken one among them": UnitBug(
+        Mutation(
+            f"{_RESTARTS}._use_places",
+            "left[: config.layout.layout().world_size]",
+            "self.attempt.places[: config.layout.layout().world_size]",
+        ),
+        _PLACE,
+    ),
+    "a smaller layout has fewer ranks of ep": UnitBug(
+        Mutation("tests.training.test_restarts:shrunk", "smaller.ep != layout.ep", "smaller.ep > layout.ep"), _DP
+    ),
+}
