@@ -134,9 +134,9 @@ PAIRS: dict[str, Pair] = {
 assert len(PAIRS) == 40
 
 
-FEW_BYTES = 64
-"""Collectives of up to so many bytes are not compared: numbers once a step (target tokens, norm of the gradients), and
-what routers count, which the plan does not price."""
+NOT_PRICED = ("begin", "optimizer")
+"""Actions whose collectives are not compared, nor any of integers: numbers once a step (target tokens, norm of the
+gradients), and what routers count, which the plan does not price."""
 SCORES_AGAIN = 1 / 5
 """Share of the FLOPs of the backward pass of a flash kernel in which it computes the scores once more: one of five
 matmuls. The plan counts those of the model's FLOPs alone."""
@@ -157,7 +157,8 @@ class Dry:
     @staticmethod
     def of(record: RankRecord, seconds: float = 0.0) -> "Dry":
         """Of a record, without the numbers of a few bytes and the scores that are computed again."""
-        large = traffic((each for each in record.messages if each.n_bytes > FEW_BYTES), record.repeats)
+        priced = [each for each in record.messages if each.action not in NOT_PRICED and "int" not in each.dtype]
+        large = traffic(priced, record.repeats)
         again = sum(n for op, n in record.flops.items() if "attention" in op and "backward" in op)
         return Dry(
             record.rank,
