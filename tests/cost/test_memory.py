@@ -23,7 +23,14 @@ from tests.cost.layouts import job, one
 
 STATES = ("weights", "master", "gradients", "optimizer")
 # Of the ZeRO paper: gradients in 16 bits, and shards of working weights beside those of the master weights.
-ZERO = replace(SHARDWRIGHT, gradient_bytes=2, reduced_bytes=0, weight_gradient_bytes=0, gathers_master=False)
+ZERO = replace(
+    SHARDWRIGHT,
+    gradient_bytes=2,
+    keeps_gradients=True,
+    reduced_bytes=0,
+    weight_gradient_bytes=0,
+    gathers_master=False,
+)
 
 
 def states(candidates: Candidates, stack: Stack = ZERO, model: str = "llama-3.1-8b", precision: str = "bf16") -> float:
@@ -59,6 +66,36 @@ def test_the_distributed_optimizer_of_megatron_takes_6_bytes_and_12_shared_ones(
     ends = 2 * 128256 * 4096
     p = resolve("llama-3.1-8b").n_parameters - ends + 2 * 4096 * -(-128256 // 128) * 128
     assert sum(held.kinds[kind].sum() for kind in STATES) == pytest.approx(6 * p + 12 * p / 8)
+
+
+def gradients(global_batch: int, precision: str = "bf16", **layout: Any) -> float:
+    of = job(global_batch=global_batch, precision=precision)
+    return float(memory.of(of, one(1, "selective", **layout)).kinds["gradients"].max())
+
+
+def test_gradients_exist_from_the_first_backward_pass_of_a_step_on():
+    """The peak is in the loss, before which a step of one micro-batch has computed none."""
+    p = resolve("llama-3.1-8b").n_parameters
+    for zero, n_bytes in ((1, 4 * p), (2, p / 2), (3, p / 2)):
+        assert gradients(8, dp_shard=8, zero=zero) == 0
+        assert gradients(16, dp_shard=8, zero=zero) == pytest.approx(n_bytes)
+    # In fp32 without ZeRO they are views of buckets that are all-reduced, and are zeroed instead of freed.
+    assert gradients(8, "fp32", dp_replicate=8) == 4 * p
+
+
+def test_a_pipeline_of_as_many_microbatches_as_ranks_has_the_gradients_of_one_stage_after_another():
+    """With four virtual stages of eight layers a rank has those of two layers at a time; those of the stages that are
+    through are sharded over 2 ranks. With more micro-batches all four accumulate."""
+    layout = {"pp": 4, "dp_shard": 2, "zero": 1, "pp_schedule": "interleaved-1f1b", "virtual_stages": 4}
+    few, many = gradients(8, **layout), gradients(64, **layout)
+    a_layer = 4 * (resolve("llama-3.1-8b").n_parameters - 2 * 4096 * 128256 - 4096) / 32
+    assert many > 8 * a_layer > 4 * a_layer > few
+
+
+def test_zero_3_holds_no_gathered_block_while_the_loss_runs():
+    found = memory.of(job(seq_len=8192), one(1, "selective", dp_shard=8, zero=3))
+    assert MOMENTS[found.moment[0, 0]] == "loss"
+    assert found.kinds["gathered"][0, 0] == 2 * (2 * 4096 * 128256 + 4096)
 
 
 def test_experts_are_shared_out_over_the_ranks_that_hold_the_same():

@@ -58,12 +58,10 @@ def test_layers_with_experts_are_told_from_those_without():
     assert mixtures.sum() == 58
 
 
-def as_set(candidates: Candidates, microbatches: int) -> list[set[tuple[object, ...]]]:
+def as_set(candidates: Candidates, microbatches: int) -> list[set[tuple[int, ...]]]:
     at = pipeline.moments(candidates, microbatches)
-    return [
-        {(*map(tuple, (f, w)), k) for f, w, k in zip(flying.tolist(), waiting.tolist(), kind.tolist(), strict=True)}
-        for flying, waiting, kind in zip(at.in_flight, at.waiting, at.kind, strict=True)
-    ]
+    columns = [at.in_flight, at.waiting, at.accumulating, at.reduced, at.kind[..., None]]
+    return [set(map(tuple, rank)) for rank in np.concatenate(columns, axis=2).tolist()]
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 5])
@@ -80,21 +78,36 @@ def test_a_few_microbatches_fill_ranks_exactly_as_many_do(schedule: str, pp: int
                 assert as_set(candidates, few) == as_set(candidates, m), (m, few)
 
 
+def test_gradients_of_a_stage_accumulate_from_its_first_backward_pass_to_its_last():
+    """1f1b on two ranks with three micro-batches, rank 0: F F B F B B. When its first B begins there are none; when it
+    ends they are in the place of what the micro-batch held."""
+    actions, begin, end = pipeline.every_moment(one(pp=2), 3, 0)
+    assert list(map(str, actions)) == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert begin.accumulating[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert begin.in_flight[0, :, 0].tolist() == [1, 2, 2, 2, 2, 1]
+    assert (end.accumulating[0, 2, 0], end.in_flight[0, 2, 0]) == (1, 1)
+    assert not begin.reduced.any()
+    interleaved = one(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2)
+    assert pipeline.moments(interleaved, 2).accumulating.sum(2).max() == 1
+    assert pipeline.moments(interleaved, 8).accumulating.sum(2).max() == 2
+
+
 def test_moments_are_those_no_other_moment_covers():
     candidates = one(pp=4, pp_schedule="interleaved-1f1b", virtual_stages=2)
     at = pipeline.moments(candidates, 16)
     for rank in range(4):
-        actions, every = pipeline.every_moment(candidates, 16, rank)
+        actions, every, _ = pipeline.every_moment(candidates, 16, rank)
         assert len(actions) == 2 * 16 * 2
-        counts = np.concatenate([at.in_flight[rank], at.waiting[rank]], axis=1)
-        for moment, kind in zip(
-            np.concatenate([every.in_flight[0], every.waiting[0]], axis=1), every.kind[0], strict=True
-        ):
-            assert (counts[at.kind[rank] == kind] >= moment).all(1).any()
+        counts, those = (
+            np.concatenate([each.in_flight, each.waiting, each.accumulating, each.accumulating + each.reduced], axis=2)
+            for each in (at.of_rank(rank), every)
+        )
+        for moment, kind in zip(those[0], every.kind[0], strict=True):
+            assert (counts[0][at.kind[rank] == kind] >= moment).all(1).any()
 
 
 def test_every_moment_of_one_rank_alone_is_forward_then_backward():
-    actions, at = pipeline.every_moment(Candidates.of(Layout(), 1), 2, 0)
+    actions, at, _ = pipeline.every_moment(Candidates.of(Layout(), 1), 2, 0)
     assert list(map(str, actions)) == ["0F0", "0B0", "0F1", "0B1"]
     assert at.in_flight[0, :, 0].tolist() == [1, 1, 1, 1]
     assert at.kind[0].tolist() == [pipeline.LOSS, pipeline.BACKWARD_LAST] * 2

@@ -17,7 +17,7 @@ from shardwright.cost.stack import STACKS
 from shardwright.model.presets import resolve
 from shardwright.planner.choice import read
 from shardwright.planner.explain import explain, lines
-from shardwright.planner.search import Priced
+from shardwright.planner.priced import Priced
 
 MODULE = " with an MTP module"
 LAYOUTS = [

@@ -8,12 +8,8 @@ import pytest
 
 from shardwright.cost.calibration import CALIBRATED, LEFT_OUT
 from shardwright.cost.step import StepTime, step_time
-from shardwright.planner.choice import read
 from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
-from shardwright.planner.headline import headline
 from shardwright.planner.interval import features, interval_s
-from shardwright.planner.search import Priced
-from shardwright.planner.tie import complexity, simplest
 from tests.cost.jobs import candidates, job
 
 COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05}
@@ -52,20 +48,3 @@ def test_four_of_five_runs_of_families_that_were_left_out_are_inside():
     assert whole.n > 450
     assert whole.inside is not None
     assert 0.75 <= whole.inside <= 0.9
-
-
-def test_the_simplest_layout_within_the_interval_is_the_one_with_the_fewest_axes():
-    the_job = job(on="h100:8", global_batch=128)
-
-    def priced(text: str) -> Priced:
-        return Priced.of(the_job, read(text))
-
-    best = priced("pp=2,pp_schedule=interleaved-1f1b,virtual_stages=4,dp_shard=4,zero=1,recompute=selective")
-    plain, piped = priced("dp_shard=8,zero=2,recompute=selective"), priced("pp=2,dp_shard=4,zero=1")
-    slow = priced("dp_shard=8,zero=2,recompute=full")
-    assert complexity(plain.layout)[0] == 0
-    assert complexity(best.layout) > complexity(piped.layout) > complexity(plain.layout)
-    assert plain.step_s < headline(best).interval_s[1] < slow.step_s
-    assert simplest(best, [best, piped, plain, slow]) is plain
-    assert simplest(best, [best, slow]) is None
-    assert simplest(plain, [best, piped]) is None

@@ -19,14 +19,16 @@ from shardwright.cost.step import step_time
 from shardwright.errors import InputError, LayoutError
 from shardwright.model.presets import PRESETS, resolve
 from shardwright.model.spec import ModelSpec
-from shardwright.planner.alternatives import reasons, runners_up, savings, well_known
+from shardwright.planner.alternatives import Alternative, reasons, runners_up, savings, well_known
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import differing
 from shardwright.planner.fixed import Fixed, fixed_values
 from shardwright.planner.nearest import OFFLOADED, remedies
+from shardwright.planner.priced import Priced
 from shardwright.planner.run_file import run_file
 from shardwright.planner.search import Plan, fits, limit_bytes, search, survey
 from shardwright.planner.space import groups
+from shardwright.planner.tie import ties
 from shardwright.planner.words import also_fast, left_out
 from shardwright.units import GiB
 from tests.marks import prove, rest_prove
@@ -89,7 +91,8 @@ def check_against_brute_force(asked: Job, top: int) -> None:
     if not everything:
         return
     # The best of each part as well, which is what is shown beside it.
-    best = found.best[0].choice.layout
+    assert found.recommended is not None
+    best = found.recommended.choice.layout
     for other in runners_up(found):
         side = other.name.removeprefix("another ")
         if side in ("pp_schedule", "micro_batch"):
@@ -209,23 +212,23 @@ def test_a_margin_that_is_no_share_is_refused():
 
 def test_what_another_layout_loses_is_what_it_takes_longer():
     found = search(job(DEEP, "h100:8", 16, 256))
-    best = found.best[0]
+    best = found.recommended
+    assert best is not None
     for other in [*runners_up(found), *well_known(found)]:
         if other.priced is None:
             assert other.nearest is not None
             assert other.nearest[1] > found.limit_bytes
             continue
-        slower = other.slower(best)
-        assert slower is not None
-        assert slower >= -1e-12
-        every = dict(reasons(best, other.priced, most=99))
-        assert sum(every.values()) >= 0.5 * (other.priced.step_s - best.step_s) - 1e-9
         more = other.priced.step_s - best.step_s
+        assert other.slower(best) == pytest.approx(more / best.step_s)
+        assert more >= -1e-12 or ties(best, other.priced)
+        every = dict(reasons(best, other.priced, most=99))
         back = dict(savings(best, other.priced))
-        assert all(-seconds > 0.2 * more for seconds in back.values())
+        assert sum(every.values()) >= 0.5 * more - 1e-9
+        assert all(-seconds > 0.2 * abs(more) for seconds in back.values())
         rest = set(best.parts_s) | set(other.priced.parts_s)
         n_untold = len(rest - set(every) - set(back))
-        assert abs(sum(every.values()) + sum(back.values()) - more) <= 0.2 * n_untold * more + 1e-8
+        assert abs(sum(every.values()) + sum(back.values()) - more) <= 0.2 * n_untold * abs(more) + 1e-8
 
 
 @pytest.mark.prove
@@ -237,7 +240,7 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
     for choice, others in alike:
         assert (choice.layout.zero, {other.layout.zero for other in others}) == (1, {3}), choice
     assert "also with zero=3" in left_out(found.best, found.equals)
-    same = next(other for other in runners_up(found) if other.name == "another zero")
+    same = Alternative("another zero", Priced.of(found.job, found.equals[0][0]), None)
     assert same.as_fast(found.best[0])
     assert also_fast(found.best[0], [same]) == "zero=3"
 

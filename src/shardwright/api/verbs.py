@@ -55,9 +55,10 @@ def plan(
     `hardware`: a TOML file with accelerators of your own. `fix`: search only layouts with these values of [layout] and
     micro_batch, such as {"tp": 8, "pp": 1}.
 
-    Returns a Plan: `best` has up to `top` layouts, the fastest first, each with `layout`, `micro_batch`, `step_s` in
-    seconds, `peak_bytes` and `parts_s`, where the time of a step goes; empty where nothing fits. Raises InputError for
-    an unknown cluster, model or precision, LayoutError where no layout can share the batch.
+    Returns a Plan: `recommended` is the simplest layout that the prediction cannot tell from the fastest one, with
+    `layout`, `micro_batch`, `step_s` in seconds, `peak_bytes` and `parts_s`, where the time of a step goes; None where
+    nothing fits. `best` has up to `top` such layouts, the fastest first. Raises InputError for an unknown cluster,
+    model or precision, LayoutError where no layout can share the batch.
     """
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwright.cost.job import Job
     from shardwright.planner.alternatives import Alternative
     from shardwright.planner.choice import Choice
+    from shardwright.planner.priced import Priced
     from shardwright.planner.search import Plan
 
 EVALUATE = "evaluate"
@@ -29,12 +30,14 @@ def plan(options: Options) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
 
     Every valid layout of the cluster is evaluated: its memory from formulas, its time with its pipeline's schedule
-    simulated. Printed are the fastest layout that fits, its memory and its step time by kind, and how much slower
-    others are.
+    simulated. Layouts whose predicted times cannot be told apart are a tie, and the simplest of them is recommended.
+    Printed are its memory and its step time by kind, what the fastest layout gains, and how much slower others are.
 
     shardwright plan --model llama-3.1-70b --cluster h100:64 --global-batch 1024 --seq-len 8192
 
     shardwright plan examples/llama-3.1-8b.toml --cluster h100:32 --write planned.toml
+
+    shardwright plan --model llama-3.1-8b --cluster h100:8 --global-batch 128 --seq-len 8192 --compare link=h100-pcie
 
     shardwright plan evaluate runs.csv
 
@@ -48,7 +51,11 @@ def plan(options: Options) -> None:
         _evaluate(options)
         return
     asked = ask(options)
-    if asked.explained is not None:
+    if options.compare:
+        from shardwright.cli.plan_compare import compare
+
+        compare(asked, options)
+    elif asked.explained is not None:
         _explain(asked, options, asked.explained)
     else:
         _search(asked, options)
@@ -84,11 +91,12 @@ def _search(asked: Asked, options: Options) -> None:
         found = search(asked.job, memory_margin=options.memory_margin, top=options.top, fixed=asked.fixed)
         took_s = time.perf_counter() - started
         status.update("looking at others")
-        others = [*_own(asked, found), *runners_up(found), *well_known(found)] if found.best else []
-        instead = [] if found.best else remedies(asked.job, options.memory_margin, asked.fixed)
+        taken = found.recommended
+        others = [] if taken is None else [*_own(asked, found, taken), *runners_up(found), *well_known(found)]
+        instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
     # Whoever reads may stop reading (`| head`), so files are written before anything is printed.
-    if found.best:
-        _write(asked, found.best[0].choice, options)
+    if taken is not None:
+        _write(asked, taken.choice, options)
         if options.html is not None:
             from shardwright.report.plan_page import write_page
 
@@ -97,17 +105,17 @@ def _search(asked: Asked, options: Options) -> None:
         print_json(plan_document(found, asked.name, others, instead, options.budget_tokens))
     else:
         plan_text.print_job(asked.job, asked.name)
-        if found.best:
-            plan_text.print_plan(found, others, options.memory_margin, options.budget_tokens, took_s)
+        if taken is not None:
+            plan_text.print_plan(found, taken, others, options.memory_margin, options.budget_tokens, took_s)
         else:
             plan_text.print_nothing_fits(found, options.memory_margin, instead)
-    if not found.best:
+    if taken is None:
         raise typer.Exit(1)
     _tell_written(asked, options)
 
 
-def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
-    """The layout of the run file, where it is one for this cluster and not the best."""
+def _own(asked: Asked, found: "Plan", taken: "Priced") -> list["Alternative"]:
+    """The layout of the run file, where it is one for this cluster and not the recommended one, `taken`."""
     from shardwright.planner.alternatives import Alternative
     from shardwright.planner.choice import Choice
 
@@ -118,7 +126,7 @@ def _own(asked: Asked, found: "Plan") -> list["Alternative"]:
         priced = priced_of(asked.job, choice)
     except LayoutError:
         return []
-    if choice == found.best[0].choice:
+    if choice == taken.choice:
         return []
     fits = priced.peak_bytes <= found.limit_bytes
     return [Alternative("as in the run file", priced if fits else None, (choice, priced.peak_bytes))]

@@ -1,6 +1,6 @@
 """What `shardwright plan` is asked for, from options and a run file, and what is wrong with it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +12,12 @@ from shardwright.errors import ConfigError, InputError, LayoutError, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
+    from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
     from shardwright.layout import Layout
     from shardwright.planner.choice import Choice
     from shardwright.planner.fixed import Fixed
-    from shardwright.planner.search import Priced
+    from shardwright.planner.priced import Priced
 
 PRECISIONS = tuple(FORMATS)
 
@@ -63,6 +64,22 @@ class Options:
         str | None,
         typer.Option(metavar="NAME", help=f"type of the matmuls: {', '.join(PRECISIONS)}; bf16 if not given"),
     ] = None
+    link: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="links inside a node as those of this accelerator, such as h100-pcie"),
+    ] = None
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="another kind of network between nodes, at the same line rate, such as roce"),
+    ] = None
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="search on this cluster too, such as h200:64, or on the same one with link=NAME or network=NAME, and "
+            "print a line for each; may be repeated",
+        ),
+    ] = None
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
@@ -100,10 +117,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be planned. `name`: of the model, as people call it; `config`: the run file, if there is one;
-    `explained`: the layout of --explain; `fixed`: the values of --fix."""
+    """What is to be planned. `job`: with the rates of its machine, if that was measured, `anywhere`: without them.
+    `name`: of the model, as people call it; `config`: the run file, if there is one; `explained`: the layout of
+    --explain; `fixed`: the values of --fix."""
 
     job: "Job"
+    anywhere: "Job"
     name: str
     config: "RunConfig | None"
     explained: "Choice | None"
@@ -138,7 +157,6 @@ def ask(options: Options) -> Asked:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
-    from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
@@ -163,12 +181,10 @@ def ask(options: Options) -> Asked:
     except ConfigError as error:
         wrong += error.problems
     try:
-        found = None if cluster is None else find_cluster(cluster, options.hardware)
+        found = None if cluster is None else changed_cluster(cluster, options, options.link, options.network)
     except InputError as error:
         wrong += error.problems
-    if found is not None and precision in PRECISIONS and FORMATS[precision].peak not in found.accelerator.flops_per_s:
-        has = ", ".join(found.accelerator.flops_per_s)
-        wrong.append(f"--precision {precision}: the peak of {found.accelerator.name} in it is not known; known: {has}")
+    wrong += [] if found is None or precision not in PRECISIONS else no_peak(found, precision)
     if wrong or spec is None or found is None or global_batch is None or seq_len is None:
         raise InputError(*wrong)
     name = model if model is not None else _model_name(config, spec)
@@ -184,7 +200,30 @@ def ask(options: Options) -> Asked:
         document_tokens=document_tokens,
         stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )
-    return Asked(on_machine(job), name, config, explained, fixed)
+    return Asked(on_machine(job), job, name, config, explained, fixed)
+
+
+def changed_cluster(text: str, options: Options, link: str | None, network: str | None) -> "Cluster":
+    """A cluster, with the links of another accelerator and another network if they are given, and a name that says so.
+    Raises InputError for what is in no file."""
+    from shardwright.cost.hardware import cluster
+
+    found = cluster(text, options.hardware)
+    if link is not None:
+        found = replace(found, inside=cluster(f"{link}:{found.node_size}/{found.node_size}", options.hardware).inside)
+    if network is not None:
+        found = found.on(network, options.hardware)
+    changes = [f"{name}={value}" for name, value in (("link", link), ("network", network)) if value is not None]
+    return replace(found, name=", ".join([found.name, *changes]))
+
+
+def no_peak(cluster: "Cluster", precision: str) -> list[str]:
+    """What is wrong with a precision on a cluster."""
+    known = cluster.accelerator.flops_per_s
+    if FORMATS[precision].peak in known:
+        return []
+    name = cluster.accelerator.name
+    return [f"--precision {precision}: the peak of {name} in it is not known; known: {', '.join(known)}"]
 
 
 def layout_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Layout":
@@ -207,7 +246,7 @@ def priced_of(job: "Job", choice: "Choice") -> "Priced":
     """Raises LayoutError with everything that keeps the layout from running this job on this cluster, or from being
     priced."""
     from shardwright.cost.estimate import estimate
-    from shardwright.planner.search import Priced
+    from shardwright.planner.priced import Priced
 
     estimate(job, choice.layout, choice.micro_batch)
     return Priced.of(job, choice)
@@ -284,6 +323,12 @@ def _wrong_options(options: Options) -> list[str]:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if options.explain is not None and options.fix is not None:
         wrong.append("--fix restricts what is searched, and --explain searches nothing; leave one out")
+    alone = [
+        f"--{name}" for name in ("explain", "write", "html", "budget_tokens") if getattr(options, name) is not None
+    ]
+    if options.compare and alone:
+        others = " and ".join(alone).replace("_", "-")
+        wrong.append(f"--compare prints a line for each cluster; leave out {others}, or plan one cluster with them")
     if options.overwrite and write is None:
         wrong.append("--overwrite goes with --write FILE.toml; give both, or leave it out")
     if write is not None and target is not None and write.resolve() == Path(target).resolve():

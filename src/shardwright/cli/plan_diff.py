@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwright.planner.diff import Difference, Term
-    from shardwright.planner.search import Priced
+    from shardwright.planner.priced import Priced
 
 SHOWN = 4
 """Terms whose formulas are printed: those that differ most."""

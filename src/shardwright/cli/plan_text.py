@@ -7,8 +7,9 @@ from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
-from shardwright.planner.search import Plan, Priced
-from shardwright.planner.tie import simplest
+from shardwright.planner.priced import Priced
+from shardwright.planner.search import Plan
+from shardwright.planner.tie import complexity
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
@@ -34,9 +35,14 @@ def _within(job: Job) -> str:
 
 
 def print_plan(
-    plan: Plan, alternatives: Sequence[Alternative], margin: float, budget_tokens: float | None, took_s: float
+    plan: Plan,
+    taken: Priced,
+    alternatives: Sequence[Alternative],
+    margin: float,
+    budget_tokens: float | None,
+    took_s: float,
 ) -> None:
-    """The best layout, those behind it, and why others lose. Something fits."""
+    """The recommended layout, `taken`, the fastest ones, and why not others."""
     n_fit, memory = len(plan.pool), plan.job.cluster.accelerator.memory_bytes
     room = f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})"
     console.print(
@@ -44,24 +50,21 @@ def print_plan(
         f"searched in {format_seconds(took_s)}",
         soft_wrap=True,
     )
-    best = plan.best[0]
     console.print()
-    print_layout(best, plan.limit_bytes, budget_tokens)
+    print_layout(taken, plan.limit_bytes, budget_tokens)
+    if taken.choice != plan.best[0].choice:
+        _print_fastest(taken, plan.best[0])
     if len(plan.best) > 1:
-        console.print(f"\n[bold]The best {len(plan.best)}[/]")
-        _print_top(plan)
+        console.print(f"\n[bold]The fastest {len(plan.best)}[/]")
+        _print_top(plan, taken)
     if equal := left_out(plan.best, plan.equals):
         say(equal)
-    others = [*plan.best, *(each.priced for each in alternatives if each.priced is not None)]
-    if (simple := simplest(best, others)) is not None:
-        slower = simple.step_s / best.step_s - 1
-        console.print(f"\n[bold]simpler, and within the interval[/] (+{slower:.1%}): {simple.choice}", soft_wrap=True)
     rows = merged(alternatives)
     if rows:
         console.print("\n[bold]Why not another[/]")
-        _print_alternatives(best, [row for row in rows if not row[1].as_fast(best)], plan.limit_bytes)
-        if equal := also_fast(best, alternatives):
-            console.print(f"[bold]as fast as the best, within rounding[/]: {equal}", soft_wrap=True)
+        _print_alternatives(taken, [row for row in rows if not row[1].as_fast(taken)], plan.limit_bytes)
+        if equal := also_fast(taken, alternatives):
+            console.print(f"[bold]as fast, within rounding[/]: {equal}", soft_wrap=True)
 
 
 def _restricted(plan: Plan) -> str:
@@ -178,19 +181,32 @@ def _print_warnings(found: Sequence[str]) -> None:
         say(warning)
 
 
-def _print_top(plan: Plan) -> None:
-    """The best layouts, each with what it chooses otherwise than the first."""
-    best = plan.best[0]
+def _print_fastest(taken: Priced, fastest: Priced) -> None:
+    """What the fastest layout would gain over the recommended one, which the prediction cannot tell from it."""
+    gain = 1 - fastest.step_s / taken.step_s
+    axes, fewer = complexity(fastest.layout)[0], complexity(taken.layout)[0]
+    more = f"divides work over {_axes(axes)} in the place of {_axes(fewer)}" if axes > fewer else "sets more keys"
+    console.print(f"\n[bold]fastest, by {gain:.1%}[/]: {fastest.choice}", soft_wrap=True)
+    say(f"  a tie: each step is inside the interval of the other, and this layout {more}; measure both if that matters")
+    say(f"  {why(taken, Alternative('fastest', fastest, None))}")
+
+
+def _axes(n: int) -> str:
+    return "no axis" if n == 0 else "1 axis" if n == 1 else f"{n} axes"
+
+
+def _print_top(plan: Plan, taken: Priced) -> None:
+    """The fastest layouts, each with what it chooses otherwise than the recommended one."""
     table = columns("", "step s", "slower", "MFU", "GiB", "instead", left=0)
     table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
     for number, each in enumerate(plan.best, 1):
         table.add_row(
             str(number),
             f"{each.step_s:.4g}",
-            f"{each.step_s / best.step_s - 1:+.2%}" if number > 1 else "",
+            f"{each.step_s / taken.step_s - 1:+.2%}" if each.choice != taken.choice else "",
             f"{headline(each).mfu_full:.1%}",
             f"{each.peak_bytes / GiB:.1f}",
-            difference(best.choice, each.choice),
+            difference(taken.choice, each.choice),
         )
     console.print(table)
 

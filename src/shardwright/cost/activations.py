@@ -97,7 +97,8 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
         formulas(f"kept by {name}", "all_kept - rows_of_experts")
         at_once = f"max({', '.join(f'working_of_{part}' for part in parts)})"
         formulas.choose(f"working of {name}", again, [at_once, *[f"{at_once} + everything - all_kept"] * 2])
-        waiting = " + ".join(["(norms * T_shard + inputs * T_read) * h * e", *(f"{part}_for_W" for part in parts)])
+        ends = "(norms + inputs) * T" if job.stack.waits_gathered else "(norms * T_shard + inputs * T_read)"
+        waiting = " + ".join([f"{ends} * h * e", *(f"{part}_for_W" for part in parts)])
         return Layer(
             kept=formulas["all_kept"],
             experts=formulas["rows_of_experts"],

@@ -234,9 +234,9 @@ def data_messages(job: Job, layout: Layout, what: str, group: _Group) -> list[Me
             return [Message(name, all_gather, elements * e, group.shards, group.stride, calls)]
 
 
-def replica_messages(job: Job, candidates: Candidates, held: RankParameters) -> list[Message]:
+def replica_messages(job: Job, candidates: Candidates, held: RankParameters, end: Ints | int = 1) -> list[Message]:
     """All-reduces, once a step, of gradients of parameters that several ranks hold, each of them a part: ranks of tp,
-    and two ranks of `pp`."""
+    and two ranks of `pp`. `end`: 1 where the rank has the first stage or the last, and not both."""
     spec, stride, n_bytes = job.model, candidates.world // candidates.pp, job.stack.speed.reduce_bytes
     shares = np.where(candidates.zero > 0, candidates.shards, 1)
     kv_ranks = np.maximum(candidates.tp // spec.n_kv_heads, 1)
@@ -249,7 +249,7 @@ def replica_messages(job: Job, candidates: Candidates, held: RankParameters) -> 
     if candidates.pp > 1 and (spec.tied_embedding or spec.mtp_modules):
         matrix_bytes = spec.vocab_size * spec.d_model / candidates.tp * n_bytes / shares
         what = "tied matrix of the first and last stage, all-reduce"
-        found.append(Message(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride))
+        found.append(Message(what, all_reduce, matrix_bytes, 2, (candidates.pp - 1) * stride, end))
     if candidates.pp > 1 and len(candidates.shared.ways) > 1:
         what, of_each = "both copies of a stage, all-reduce", (held.dense + held.experts) * n_bytes / shares
         found.append(Message(what, all_reduce, of_each, 2, stride))

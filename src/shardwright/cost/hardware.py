@@ -108,14 +108,14 @@ class Cluster:
 
     def with_network(self, node_bytes_per_s: float) -> "Cluster":
         """The same nodes on a network of another line rate, of which collectives reach the same fraction."""
-        faster = node_bytes_per_s / self.node_bytes_per_s
-        across = replace(self.across, bytes_per_s=self.across.bytes_per_s * faster)
-        return replace(self, across=across, node_bytes_per_s=node_bytes_per_s)
+        reached = self.across.bytes_per_s * node_bytes_per_s / self.node_bytes_per_s
+        return replace(self, across=replace(self.across, bytes_per_s=reached), node_bytes_per_s=node_bytes_per_s)
 
-    def on(self, network: str) -> "Cluster":
-        """The same nodes and line rate on another of the packaged kinds of network."""
-        each_gbit_per_s = self.node_bytes_per_s / self.node_size * 8 / 1e9
-        return replace(self, across=_across(network, _packaged().networks[network], each_gbit_per_s))
+    def on(self, network: str, extra: str | Path | None = None) -> "Cluster":
+        """The same nodes and line rate on another kind of network. Raises InputError for one that is in no file."""
+        if network not in (known := _known(extra).networks):
+            raise InputError(f"network {network!r} is not known; {nearest(network, known)}")
+        return replace(self, across=_across(network, known[network], self.node_bytes_per_s / self.node_size * 8 / 1e9))
 
 
 class InsideTable(Table):

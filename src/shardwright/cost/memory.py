@@ -38,10 +38,13 @@ KINDS = (
 """The kinds of memory. `gathered`: parameters gathered by ZeRO-3; `experts`: rows sent to experts; `working`: temporary
 buffers of an action; `buffers`: messages of the pipeline; `workspace`: of libraries."""
 
+_BOTH = ("gradients", "gathered")
+"""The kinds of which a part is held for the whole step, and another for some of its moments."""
+
 MOMENTS = ("forward", "loss", "backward", "optimizer")
 """Where in a step the peak of a rank can be; `Memory.moment` holds indices into this."""
 
-_WHERE = np.array([0, 1, 2, 2])
+_WHERE = np.array([0, 1, 2, 2, 2])
 """For each of `pipeline.ACTIONS` the index in `MOMENTS`."""
 
 
@@ -117,14 +120,16 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
         step.held.note(pipeline.stages(job, candidates), rank)
         held = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
         if at_update:
-            held["working"] = step.update_bytes
-        if not at_update:
+            now = {"working": step.update_bytes, "gradients": step.reduced_bytes}
+            complete = now["gradients"]
+            ledger.note("gradients now", "sum(reduced_of_stages)", complete, "B", reduced_of_stages=complete)
+        else:
             few = int(step.microbatches()[0])
             at = pipeline.moments(candidates, few)
-            mine = Moments(at.in_flight[[rank]], at.waiting[[rank]], at.kind[[rank]])
-            moving, _ = _fullest(step.of_stage, step.stages, mine)
-            gradients = {"gradients kept": held["gradients"], "gradients at work": moving["gradients"]}
-            held |= moving | {"gradients": ledger.total("gradients", gradients, "B")}
+            now, _ = _fullest(step.of_stage, step.stages, at.of_rank(rank))
+        both = [kind for kind in _BOTH if kind in held and kind in now]
+        sums = {kind: ledger.total(kind, {f"{kind} kept": held[kind], f"{kind} now": now[kind]}, "B") for kind in both}
+        held |= now | sums
         whole = ledger.total("all kinds", held, "B", "the allocator's peak of live tensors")
         peak = whole * (1 + memory.fragmentation)
         ledger.note(
@@ -144,7 +149,9 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
         candidates.micro_batch,
         candidates.recompute,
         candidates.sequence_parallel,
-        states.shares_gradients(candidates),
+        states.keeps_gradients(job, candidates),
+        candidates.zero,
+        np.where(candidates.zero >= 1, candidates.dp_shard, 0),
         few,
     )
     step = _Step(job, candidates.take(first))
@@ -153,11 +160,13 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
         mine = np.nonzero(few[first] == m)[0]
         at = pipeline.moments(candidates, int(m))
         moving[mine] = _sizes(step.of_stage.take(mine), step.stages, at).max(2)
-    first_held, back_held = _numbered(cuts, candidates.dp_shard, candidates.zero, candidates.sequence_parallel)
+    first_held, back_held = _numbered(
+        cuts, candidates.dp_shard, candidates.dp_replicate, candidates.zero, candidates.sequence_parallel
+    )
     with_states = _Step(job, candidates.take(first_held))
     messages = step.states["buffers"]
     always = sum((held for kind, held in with_states.states.items() if kind != "buffers"), np.zeros(1))
-    update = always - with_states.states["gathered"] + with_states.update_bytes
+    update = always - with_states.states["gathered"] + with_states.update_bytes + with_states.reduced_bytes
     whole = always[back_held]
     whole += moving[back]
     whole = np.maximum(whole, update[back_held], out=whole)
@@ -181,21 +190,24 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     assert len(candidates) == 1, len(candidates)
     step = _Step(job, candidates, rank)
     microbatches = int(candidates.microbatches(job.global_batch)[0])
-    actions, at = pipeline.every_moment(candidates, microbatches, rank)
-    moving = _held(step.of_stage, step.stages, at.in_flight[None], at.waiting[None], at.kind[None])
+    actions, *moments = pipeline.every_moment(candidates, microbatches, rank)
+    begin, end = (_held(step.of_stage, step.stages, at.each) for at in moments)
+    later = sum(end.values(), np.zeros(1)) > sum(begin.values(), np.zeros(1))
     last = step.at_update()
     kinds = {}
     for kind in KINDS:
         always = step.states[kind][0, 0] if kind in step.states else 0.0
-        comes = moving[kind][0, 0] if kind in moving else np.zeros(len(actions))
+        comes = np.where(later, end[kind], begin[kind])[0, 0] if kind in begin else np.zeros(len(actions))
         kinds[kind] = np.append(comes + always, last[kind][0, 0])
     return Curve((*map(str, actions), "optimizer"), kinds)
 
 
 @dataclass(frozen=True, eq=False)
 class StageBytes:
-    """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
-    the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss."""
+    """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; the
+    temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
+    the embedding's backward pass; and of the stage its gradients while they accumulate and once they are reduced, and
+    what it gathers for a pass."""
 
     activations: Floats
     experts: Floats
@@ -205,6 +217,10 @@ class StageBytes:
     working: Floats
     gradients: Floats
     loss: Floats
+    embedding: Floats
+    accumulating: Floats
+    reduced: Floats
+    gathered: Floats
 
     def take(self, rows: Ints) -> "StageBytes":
         """The bytes of some of the candidates."""
@@ -234,6 +250,13 @@ class _Step:
         return states.optimizer_step(self.job, self.candidates, self.stages, self.held)
 
     @cached_property
+    def reduced_bytes(self) -> Floats:
+        """Gradients at the optimizer's step that are not held for the whole step, (n, R)."""
+        complete = states.of_stages(self.job, self.candidates, self.stages, self.held)[1]
+        found: Floats = complete[:, self.stages.of_rank].sum(2)
+        return found
+
+    @cached_property
     def states(self) -> dict[str, Floats]:
         """Parameters, gradients, optimizer states and other memory of the whole step, by kind, each (n, R)."""
         return states.of_ranks(self.job, self.candidates, self.stages, self.held)
@@ -245,7 +268,9 @@ class _Step:
     def at_update(self) -> dict[str, Floats]:
         """Memory by kind while the optimizer runs: no activations and no gathered parameters."""
         nothing = np.zeros((len(self.candidates), len(self.stages.of_rank)))
-        return {**dict.fromkeys(KINDS, nothing), **self.states, "gathered": nothing, "working": self.update_bytes}
+        now = {"gathered": nothing, "working": self.update_bytes}
+        now["gradients"] = self.states["gradients"] + self.reduced_bytes
+        return {**dict.fromkeys(KINDS, nothing), **self.states, **now}
 
 
 def _few_microbatches(job: Job, candidates: Candidates) -> Ints:
@@ -279,48 +304,56 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
     gradients = states.moving_gradients(job, candidates, held)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
-    return StageBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss)
+    embedding = zeros.copy()
+    embedding[:, 0] = held.head * job.stack.weight_gradient_bytes * (not job.stack.keeps_gradients)
+    of_stages = states.of_stages(job, candidates, stages, held)
+    return StageBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding, *of_stages)
 
 
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
     """Activations and temporary buffers by kind at the peak of each rank, (n, R), and where in the step the peak is."""
     which = _sizes(of_stage, stages, at).argmax(2)
     rank = np.arange(len(stages.of_rank))[None, :]
-    kind = at.kind[rank, which][:, :, None]
-    found = _held(of_stage, stages, at.in_flight[rank, which][:, :, None], at.waiting[rank, which][:, :, None], kind)
-    return {name: values[:, :, 0] for name, values in found.items()}, _WHERE[kind[:, :, 0]]
+    fullest = {name: values[rank, which][:, :, None] for name, values in vars(at).items()}
+    found = _held(of_stage, stages, fullest)
+    return {name: values[:, :, 0] for name, values in found.items()}, _WHERE[fullest["kind"][:, :, 0]]
 
 
 def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
     """Activations and temporary buffers, sum of all kinds, (n, R, k); most of the run time of a search is here."""
     flying = of_stage.activations + of_stage.experts + of_stage.logits
-    # For each rank a matmul, (n, v) x (v, k).
-    found = flying[:, stages.of_rank].transpose(1, 0, 2) @ at.in_flight.transpose(0, 2, 1).astype(np.float64)
-    if at.waiting.any():
-        waiting = (of_stage.waiting + of_stage.waiting_logits)[:, stages.of_rank].transpose(1, 0, 2)
-        found += waiting @ at.waiting.transpose(0, 2, 1).astype(np.float64)
-    working, gradients = (part[:, stages.of_rank].max(2) for part in (of_stage.working, of_stage.gradients))
+    counted = [(flying, at.in_flight), (of_stage.waiting + of_stage.waiting_logits, at.waiting)]
+    counted += [(of_stage.accumulating, at.accumulating), (of_stage.reduced, at.reduced)]
+    # For each rank a matmul, (n, sum of v) x (sum of v, k).
+    used = [(n_bytes, count) for n_bytes, count in counted if count.any() and n_bytes.any()]
+    held = np.concatenate([n_bytes[:, stages.of_rank] for n_bytes, _ in used], axis=2).transpose(1, 0, 2)
+    found = held @ np.concatenate([count for _, count in used], axis=2).transpose(0, 2, 1).astype(np.float64)
+    by_part = (of_stage.working, of_stage.gradients, of_stage.gathered)
+    working, gradients, gathered = (part[:, stages.of_rank].max(2) for part in by_part)
     loss, logits = of_stage.loss[:, -1:], of_stage.logits[:, -1:]
     by_kind = np.zeros((len(pipeline.ACTIONS), *working.shape))
+    by_kind[pipeline.OTHER] = gathered
     by_kind[pipeline.LOSS] = loss
-    by_kind[pipeline.BACKWARD] = working + gradients
-    by_kind[pipeline.BACKWARD_LAST] = working + gradients - logits
+    by_kind[pipeline.BACKWARD] = working + gradients + gathered
+    by_kind[pipeline.EMBEDDING] = of_stage.embedding[:, :1] + gathered
+    by_kind[pipeline.BACKWARD_LAST] = working + gradients + gathered - logits
     extra = np.take_along_axis(by_kind.transpose(2, 1, 0), at.kind[:, None, :], axis=2)
     sizes: Floats = (found + extra).transpose(1, 0, 2)
     return sizes
 
 
-def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, kind: Ints) -> dict[str, Floats]:
-    """Activations and temporary buffers by kind, (n, R, k), at given moments: counts (n, R, k, v), kinds (n, R, k)."""
+def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str, Floats]:
+    """Activations and temporary buffers by kind, (n, R, k), at given moments: the fields of `Moments` by name, with a
+    first dim for candidates."""
+    kind = at["kind"]
 
     def of_ranks(part: Floats) -> Floats:
         return part[:, stages.of_rank][:, :, None]
 
-    is_loss, is_last = kind == pipeline.LOSS, kind == pipeline.BACKWARD_LAST
+    is_loss, is_last, embeds = kind == pipeline.LOSS, kind == pipeline.BACKWARD_LAST, kind == pipeline.EMBEDDING
     backward = is_last | (kind == pipeline.BACKWARD)
     values: ledger.Inputs = {
-        "in_flight": in_flight.astype(np.float64),
-        "waiting": waiting.astype(np.float64),
+        **{name: count.astype(np.float64) for name, count in at.items() if name != "kind"},
         "kept": of_ranks(of_stage.activations),
         "kept_for_W": of_ranks(of_stage.waiting),
         "experts_kept": of_ranks(of_stage.experts),
@@ -329,9 +362,13 @@ def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, 
         "loss": of_stage.loss[:, -1:, None] * is_loss,
         "logits_of_a_microbatch": of_stage.logits[:, -1:, None] * is_last,
         "gradients_of_stages": of_ranks(of_stage.gradients) * backward[..., None],
+        "all_of_stages": of_ranks(of_stage.accumulating),
+        "reduced_of_stages": of_ranks(of_stage.reduced),
+        "of_embedding": of_stage.embedding[:, :1, None] * embeds,
+        "gathered_of_stages": of_ranks(of_stage.gathered) * ~is_loss[..., None],
         "working_of_stages": of_ranks(of_stage.working) * backward[..., None],
     }
-    waits, running = bool(waiting.any()), ""
+    waits, running = bool(at["waiting"].any()), ""
     if ledger.recording():
         mine = ", ".join(map(str, stages.of_rank[0]))
         running = f"{pipeline.ACTIONS[int(kind[0, 0, 0])]} runs; microbatches in flight of stages {mine}"
@@ -341,7 +378,8 @@ def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, 
         "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits,
         "experts": "sum(in_flight * experts_kept)" * bool(of_stage.experts.any()),
         "logits": logits * bool(of_stage.logits[:, stages.of_rank].any()),
-        "gradients at work": "max(gradients_of_stages)" * bool(backward.any()),
+        "gradients now": _gradients(at, bool(of_stage.accumulating.any()), bool(backward.any()), bool(embeds.any())),
+        "gathered now": "max(gathered_of_stages)" * bool(of_stage.gathered.any()),
         "working": "max(working_of_stages)" * bool(backward.any()),
     }
     return {
@@ -350,6 +388,13 @@ def _held(of_stage: StageBytes, stages: Stages, in_flight: Ints, waiting: Ints, 
         else np.zeros(kind.shape)
         for what, formula in formulas.items()
     }
+
+
+def _gradients(at: dict[str, Ints], accumulate: bool, backward: bool, embedding: bool) -> str:
+    """The formula of gradients that are not held for the whole step."""
+    terms = ["sum(accumulating * all_of_stages)"] * (accumulate and bool(at["accumulating"].any()))
+    terms += ["sum(reduced * reduced_of_stages)"] * (accumulate and bool(at["reduced"].any()))
+    return " + ".join([*terms, *["max(gradients_of_stages)"] * backward, *["of_embedding"] * embedding])
 
 
 def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Sequence[tuple[Layers, Layer]]) -> None:

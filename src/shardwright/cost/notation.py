@@ -54,8 +54,12 @@ _SYMBOLS = (
     ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
     ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "
      "stage is; messages on their way"),
+    ("always always_two", "", "1 where gradients have memory for the whole step, where two layers are gathered in it"),
     ("fragmentation", "", "what the allocator reserves beyond live tensors, as a share"),
     ("in_flight waiting", "microbatches", "of each stage of the rank: in flight; between I and W"),
+    ("accumulating reduced", "", "1 for each stage of the rank with gradients of some microbatches; of all"),
+    ("all_of_stages reduced_of_stages gathered_of_stages of_embedding", "B", "for each stage of the rank: gradients "
+     "while they accumulate, and when they are complete; gathered layers; the embedding's gradient"),
     ("kept kept_for_W experts_kept logits_kept logits_for_W gradients_of_stages working_of_stages", "B",
      "of a microbatch, for each stage of the rank"),
     ("q k v out narrow", "", "features of queries, keys, values, results on a rank; of latent attention's vectors"),

@@ -20,10 +20,11 @@ from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.registry import find
 from shardwright.split.stages import stage_layers
 
-ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage")
-OTHER, LOSS, BACKWARD, BACKWARD_LAST = range(len(ACTIONS))
+ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage", "gradient of the embedding")
+OTHER, LOSS, BACKWARD, BACKWARD_LAST, EMBEDDING = range(len(ACTIONS))
 """Classes of actions, by their temporary buffers: F of the last stage computes the loss, and its B or I first frees the
-logits; F of other stages and W need no more than is counted as in flight and waiting."""
+logits; I of the first stage ends with the gradient of the embedding, which is not deferred to W; F of other stages and
+W need no more than is counted as in flight and waiting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +42,28 @@ class Stages:
 @dataclass(frozen=True, eq=False)
 class Moments:
     """The moments of a step at which the memory of a rank can be at its peak: no other moment has at least as many
-    micro-batches of every stage, in flight and waiting.
+    micro-batches of every stage, in flight and waiting, and gradients of as many stages.
 
     `in_flight`, `waiting`, (R, k, v): micro-batches of each stage in `Stages.of_rank`, with that of the running action.
-    `kind`, (R, k): which of `ACTIONS` runs. A rank with fewer than k such moments repeats one of them.
+    `accumulating`, `reduced`, (R, k, v): 1 for a stage whose gradients have been computed for some micro-batches but
+    not for all, and for one whose gradients are complete. `kind`, (R, k): which of `ACTIONS` runs. A rank with fewer
+    than k such moments repeats one of them.
     """
 
     in_flight: Ints
     waiting: Ints
+    accumulating: Ints
+    reduced: Ints
     kind: Ints
+
+    @property
+    def each(self) -> dict[str, Ints]:
+        """The fields by name, with a first dim of 1 for a candidate."""
+        return {name: values[None] for name, values in vars(self).items()}
+
+    def of_rank(self, rank: int) -> "Moments":
+        """Those of one rank; R is 1."""
+        return Moments(**{name: values[[rank]] for name, values in vars(self).items()})
 
 
 def stages(job: Job, candidates: Candidates) -> Stages:
@@ -89,17 +103,18 @@ def moments(candidates: Candidates, microbatches: int) -> Moments:
     """
     shared = candidates.shared
     name, pp, virtual = shared.pp_schedule, shared.pp, shared.virtual_stages
-    if shared.kind.microbatches_stay:
-        one = _moments(name, pp, virtual, 1)
-        return Moments(one.in_flight * microbatches, one.waiting, one.kind)
+    if shared.kind.microbatches_stay and microbatches > 2:
+        two = _moments(name, pp, virtual, 2)
+        return replace(two, in_flight=two.in_flight + microbatches - 2)
     return _moments(name, pp, virtual, microbatches)
 
 
-def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments]:
-    """The actions of one rank in order, and its micro-batches in flight and waiting while each of them runs; R is 1."""
+def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments, Moments]:
+    """The actions of one rank in order, and what is held while each of them runs: at first, at the end; R is 1."""
     shared = candidates.shared
     schedule = build.build(shared.pp_schedule, shared.pp, microbatches, shared.virtual_stages)
-    return list(schedule.ranks[rank]), _as_moments([_held(schedule, rank)])
+    begin, end = _held(schedule, rank)
+    return list(schedule.ranks[rank]), _as_moments([begin]), _as_moments([end])
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
@@ -121,32 +136,44 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
 @cache
 def _moments(name: str, pp: int, virtual_stages: int, microbatches: int) -> Moments:
     schedule = build.build(name, pp, microbatches, virtual_stages)
-    return _as_moments([_largest(_held(schedule, rank)) for rank in range(pp)])
+    return _as_moments([_largest(np.concatenate(_held(schedule, rank))) for rank in range(pp)])
 
 
 def _as_moments(ranks: list[Ints]) -> Moments:
     """Moments from the rows of `_held` of each rank; a rank with fewer rows repeats its first."""
     k = max(map(len, ranks))
     rows = np.array([np.concatenate([each, np.repeat(each[:1], k - len(each), axis=0)]) for each in ranks])
-    v = rows.shape[2] // 2
-    return Moments(rows[:, :, 1 : v + 1], rows[:, :, v + 1 :], rows[:, :, 0])
+    in_flight, waiting, some, accumulating = np.split(rows[:, :, 1:], 4, axis=2)
+    return Moments(in_flight, waiting, accumulating, some - accumulating, rows[:, :, 0])
 
 
-def _held(schedule: Schedule, rank: int) -> Ints:
-    """For every action of a rank its class, and the micro-batches of each of the v stages in flight and waiting while
-    it runs, (actions, 1 + 2 v)."""
+def _held(schedule: Schedule, rank: int) -> tuple[Ints, Ints]:
+    """For every action of a rank its class, and for each of the v stages what is held when it begins, (actions,
+    1 + 4 v): micro-batches in flight, with that of the action, and waiting; 1 if there are gradients, and 1 if they are
+    not those of all micro-batches. Then the same when it ends, if it makes the first gradients of a stage, which take
+    the place of what its micro-batch held, or that of the embedding; else once more what is held at its beginning."""
     actions = schedule.ranks[rank]
     stage = np.array([action.stage for action in actions], dtype=np.int64)
     op = np.array([action.op for action in actions])
     forward, back, weight = op == "F", (op == "B") | (op == "I"), op == "W"
     last = stage == schedule.n_stages - 1
-    kinds = np.select([back & last, back, forward & last], [BACKWARD_LAST, BACKWARD, LOSS], OTHER)
+    kinds = np.select([back & last, back, forward & last], [BACKWARD_LAST, BACKWARD, LOSS], OTHER)[:, None]
     here = stage[:, None] == np.array(schedule.stages_of(rank))
     sent_back = here & back[:, None]
     in_flight = np.cumsum(here & forward[:, None], axis=0) - np.cumsum(sent_back, axis=0) + sent_back
-    waits = (here & (op == "I")[:, None]).astype(np.int64) - (here & weight[:, None])
+    weighed = here & weight[:, None]
+    deferred = here & (op == "I")[:, None]
+    waits = deferred.astype(np.int64) - weighed
     waiting = np.cumsum(waits, axis=0) - waits
-    return np.concatenate([kinds[:, None], in_flight, waiting], axis=1)
+    completing = here & ((op == "B") | weight)[:, None]
+    after = np.cumsum(completing, axis=0)
+    before, all_of_them = after - completing, after[-1]
+    begin = np.concatenate([kinds, in_flight, waiting, before > 0, (before > 0) & (before < all_of_them)], axis=1)
+    embedded = ((op == "I") & (stage == 0))[:, None]
+    ending = np.where(embedded, EMBEDDING, np.where(kinds == BACKWARD_LAST, BACKWARD, kinds))
+    end = [ending, in_flight - sent_back, waiting + waits, after > 0, (after > 0) & (after < all_of_them)]
+    counts = embedded | (completing & (after == 1)).any(1, keepdims=True)
+    return begin, np.where(counts, np.concatenate(end, axis=1), begin)
 
 
 def _largest(rows: Ints) -> Ints:

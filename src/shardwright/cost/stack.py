@@ -21,16 +21,19 @@ class Stack:
     `gathers_master`: with ZeRO-3 working weights exist only while gathered from the shards of the master weights.
     `weight_gradient_bytes`: of the weight gradient of one matmul before it is added to that buffer. Megatron-LM's
     matmuls accumulate into the buffer themselves, but still allocate an empty gradient for autograd.
+    `keeps_gradients`: that buffer is there for the whole step, else from the first backward pass to the update.
+    `gathers_in_loss`: ZeRO-3 holds a gathered block and the next one while the loss is computed, too.
     `step_bytes`: temporary buffers of the optimizer.
     `reduced_bytes`: of a block's gradients in the reduce-scatter, with ZeRO-2 and ZeRO-3.
 
     Activations of a micro-batch:
     `flash_attention`: attention does not store its scores. `dropout_masks`: masks for activations, and for scores if
     stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to gate. `keeps_gathered`: the
-    inputs of matmuls are kept as gathered over tp, not as token shards. `keeps_outputs`: a pipeline stage keeps its
-    output until its backward pass. `selective`: activations that selective recomputation does not keep: "scores" of
-    attention; or all but the outputs of the "products" (matmuls) in torchtitan's list, or all but those of them that
-    the backward pass reads; or the "parts" that a layout names (cost/recompute.py).
+    inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`: what weight gradients need is
+    kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output until its backward pass. `selective`:
+    activations that selective recomputation does not keep: "scores" of attention; or all but the outputs of the
+    "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads; or the "parts"
+    that a layout names (cost/recompute.py).
     `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's weights; otherwise the
     inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
     them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
@@ -53,12 +56,15 @@ class Stack:
     gathers_master: bool = False
     weight_gradient_bytes: float = 2.0
     reduced_bytes: float = 4.0
+    keeps_gradients: bool = True
+    gathers_in_loss: bool = True
     step_bytes: float = 0.0
     flash_attention: bool = True
     dropout_masks: bool = False
     fused_gate: bool = True
     keeps_gathered: bool = False
     keeps_outputs: bool = False
+    waits_gathered: bool = False
     selective: Literal["scores", "products", "read products", "parts"] = "scores"
     weighs_outputs: bool = False
     wide_router: bool = False
@@ -79,8 +85,11 @@ SHARDWRIGHT = Stack(
     name="shardwright",
     about="this system: FSDP2, explicit collectives, fused attention, other kernels eager",
     gathers_master=True,
+    keeps_gradients=False,
+    gathers_in_loss=False,
     fused_gate=False,
     keeps_outputs=True,
+    waits_gathered=True,
     weighs_outputs=True,
     wide_router=True,
     pads_values=True,

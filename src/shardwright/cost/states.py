@@ -11,6 +11,9 @@ m `state_bytes` for each optimizer state:
 | 2    | e P     | g P / N   | (w + m) P / N      |
 | 3    | e P / N | g P / N   | (w + m) P / N      |
 
+Where a stack keeps no buffer for gradients (`Stack.keeps_gradients`), those of a stage exist from its first backward
+pass of a step on; after its last one they are sharded with zero 1 too (`of_stages`).
+
 Source: ZeRO, arXiv 1910.02054, section 5, with 2, 2 and 12 bytes; Megatron-LM's distributed optimizer is stage 1 with
 2, 4 and 12. If a stack gathers from the master weights, zero 3 has no working weights except the gathered ones. With a
 pipeline that gathers once a step (`Layout.zero_pp_gather`) it holds unsharded weights and gradients until the end of
@@ -39,6 +42,8 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         "fp8_weight_bytes": stack.fp8_weight_bytes * (job.precision == "fp8"),
         "gathers": sharded[:, None] + 0,
         "gathers_all": _holds_stage(candidates)[:, None] + 0,
+        "always_two": int(stack.gathers_in_loss),
+        "always": keeps_gradients(job, candidates)[:, None] + 0,
         "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
         "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
         "T_shard": (candidates.tokens(job.seq_len) / candidates.token_shards)[:, None],
@@ -54,12 +59,16 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
         "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
         "gradients": _with_errors(
-            candidates, stages, formulas, spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes)
+            candidates,
+            stages,
+            formulas,
+            spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes, ") * always"),
         ),
         "optimizer": _optimizer(job, candidates, stages, formulas),
-        # The current block, the next one, and the parameters outside of blocks; or with one gather a step all.
+        # The parameters outside of blocks, and the current block and the next one; or with one gather a step all.
         "gathered": formulas(
-            "gathered", "e * gathers * max(gathers_all * (P + Q), min(min(layers, 2) * largest_layer + ends, P + Q))"
+            "gathered kept",
+            "e * gathers * max(gathers_all * (P + Q), min(always_two * min(layers, 2) * largest_layer + ends, P + Q))",
         ),
         # One message in each direction.
         "buffers": formulas("buffers", "messages * T_shard * h * e"),
@@ -200,6 +209,32 @@ def moving_gradients(job: Job, candidates: Candidates, held: Parameters) -> Floa
         matrix = of_gradients("gradient of a matmul", "weight_gradient_bytes * largest_matmul")
         found = np.where(shared, found, matrix[:, None])
     return found
+
+
+def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, Floats, Floats]:
+    """What a stage has for a part of the step, in bytes, each (n, S): its gradients while they accumulate, and once
+    they are complete; and the current block and the next one, as ZeRO-3 gathers them for a pass."""
+    each = job.stack.gradient_bytes * ~keeps_gradients(job, candidates)[:, None]
+    found = []
+    for sharded in (shares_gradients(candidates), candidates.zero >= 1):
+        ranks, expert_ranks = (
+            np.where(sharded, over, 1)[:, None] for over in (candidates.shards, candidates.expert_shards)
+        )
+        found.append(each * (held.dense / ranks + held.expert / expert_ranks))
+    largest = np.max([(dense + expert)[:, None] * (stages.of_kind[block] > 0)
+                      for block, (dense, expert) in held.of_block.items()], axis=0)  # fmt: skip
+    gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
+    two = np.minimum([len(layers) for layers in stages.layers], 2)
+    return found[0], found[1], job.element_bytes * gathers[:, None] * largest * two
+
+
+def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
+    """Whether gradients have memory for the whole step: in a stack whose buffers for them do, or, without FSDP, in
+    buckets that are all-reduced (parallel/data.py)."""
+    if job.stack.keeps_gradients or candidates.shared.offload_parameters == "cpu" or powersgd_rank(candidates.shared):
+        return np.full(len(candidates), True)
+    bucketed = (candidates.zero == 0) | (candidates.shards == 1)
+    return bucketed & (candidates.gradient_ranks > 1) & (job.precision == "fp32")
 
 
 def shares_gradients(candidates: Candidates) -> NDArray[np.bool_]:

@@ -38,7 +38,8 @@ def of_step(job: Job, candidates: Candidates, rank: int) -> list[Message]:
                 for message in data_parallel.data_messages(job, candidates.shared, what, group)
             ]
             found += [replace(message, calls=message.calls * times[often]) for message in messages]
-    found += [*data_parallel.replica_messages(job, candidates, held), *products.messages(candidates, held)]
+    end = (held.end_groups == 1).astype(np.int64)
+    found += [*data_parallel.replica_messages(job, candidates, held, end), *products.messages(candidates, held)]
     return [
         message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
     ]

@@ -1,4 +1,4 @@
-"""Alternatives to the best layout: the best of each other kind, evaluated as all are."""
+"""Alternatives to the recommended layout: the best of each other kind, evaluated as all are."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import SAME_TIME
 from shardwright.planner.pool import Condition, Mask
-from shardwright.planner.search import Plan, Priced, survey
+from shardwright.planner.priced import Priced
+from shardwright.planner.search import Plan, survey
 from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
 
 _SIDES = [name for name, key in KEYS.items() if key.runner_up]
@@ -52,28 +53,30 @@ class Alternative:
 
 def runners_up(plan: Plan) -> list[Alternative]:
     """For each choice, the best layout with another value of it: another tp, another pp, ..."""
-    return list(_evaluated(plan, _sides(plan.best[0].choice.candidates)))
+    assert plan.recommended is not None
+    return list(_evaluated(plan, _sides(plan.recommended.choice.candidates)))
 
 
 def well_known(plan: Plan) -> list[Alternative]:
-    """The best layout of each well-known kind (DDP, FSDP, HSDP, Megatron-LM), where the best is not one of them."""
-    node = plan.job.cluster.node_size
-    best = plan.best[0].choice.candidates
-    kinds = {name: meant for name, meant in _recipes(node) if not meant(best)[0]}
+    """The best layout of each well-known kind (DDP, FSDP, HSDP, Megatron-LM), where the recommended layout is not one
+    of them."""
+    assert plan.recommended is not None
+    taken = plan.recommended.choice.candidates
+    kinds = {name: meant for name, meant in _recipes(plan.job.cluster.node_size) if not meant(taken)[0]}
     return list(_evaluated(plan, kinds.items()))
 
 
 def reasons(best: Priced, other: Priced, most: int = 3) -> list[tuple[str, float]]:
     """What another layout spends more time on than the best: kinds of work with seconds, the largest first; only those
     that make up a tenth of the difference."""
-    worth = max(0.1 * (other.step_s - best.step_s), 1e-9)
+    worth = max(0.1 * abs(other.step_s - best.step_s), 1e-9)
     return [(kind, seconds) for kind, seconds in _changes(best, other) if seconds > worth][:most]
 
 
 def savings(best: Priced, other: Priced) -> list[tuple[str, float]]:
     """What another layout spends less time on than the best: kinds of work with seconds below 0, the largest first;
     only those of more than a fifth of the difference, without which what it spends more seems not to add up."""
-    worth = max(0.2 * (other.step_s - best.step_s), 1e-9)
+    worth = max(0.2 * abs(other.step_s - best.step_s), 1e-9)
     return [(kind, seconds) for kind, seconds in reversed(_changes(best, other)) if -seconds > worth]
 
 

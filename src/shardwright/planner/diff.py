@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.cost import ledger
 from shardwright.cost.ledger import Entry
 from shardwright.planner.explain import explain, number
-from shardwright.planner.search import Priced
+from shardwright.planner.priced import Priced
 
 ROUNDING = 1e-9
 """Terms that differ by less than this share of the longer step are equal."""

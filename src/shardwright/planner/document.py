@@ -8,8 +8,8 @@ from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
-from shardwright.planner.search import Plan, Priced
-from shardwright.planner.tie import simplest
+from shardwright.planner.priced import Priced
+from shardwright.planner.search import Plan
 from shardwright.planner.warnings import warnings
 
 
@@ -54,9 +54,10 @@ def plan_document(
     plan: Plan, name: str, alternatives: list[Alternative], remedies: list[Remedy], budget_tokens: float | None
 ) -> dict[str, Any]:
     """All that was found. `best` are the fastest layouts that fit, each with those that cost the same (`equals`);
-    `simplest` is a simpler one that the prediction cannot tell from the first; `alternatives` are the best of other
-    kinds, with `slower` as a share of the best layout's time; where nothing fits, `nearest` and `remedies` say what
-    would."""
+    `recommended` is the simplest that the prediction cannot tell from the first, which may be that one; `alternatives`
+    are the best of other kinds, with `slower` as a share of the recommended layout's time; where nothing fits,
+    `nearest` and `remedies` say what would."""
+    taken = plan.recommended
     found = {
         **job_document(plan.job, name, plan.limit_bytes),
         "fixed": None if plan.fixed is None else dict(plan.fixed.values),
@@ -67,14 +68,10 @@ def plan_document(
             layout_document(each, plan.limit_bytes, budget_tokens) | {"equals": [str(choice) for choice in equals]}
             for each, equals in zip(plan.best, plan.equals, strict=True)
         ],
-        "alternatives": [_alternative(plan.best[0], each) for each in alternatives],
-        "simplest": None,
+        "recommended": None if taken is None else layout_document(taken, plan.limit_bytes, budget_tokens),
+        "alternatives": [] if taken is None else [_alternative(taken, each) for each in alternatives],
     }
-    if plan.best:
-        others = [*plan.best, *(each.priced for each in alternatives if each.priced is not None)]
-        if (simple := simplest(plan.best[0], others)) is not None:
-            found["simplest"] = layout_document(simple, plan.limit_bytes, budget_tokens)
-    if not plan.best:
+    if taken is None:
         nearest = plan.survey.nearest
         assert nearest is not None
         found["nearest"] = {"text": str(nearest), "peak_bytes": plan.survey.nearest_bytes}
@@ -82,15 +79,15 @@ def plan_document(
     return found
 
 
-def _alternative(best: Priced, each: Alternative) -> dict[str, Any]:
+def _alternative(taken: Priced, each: Alternative) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": each.name, "text": str(each.choice), "fits": each.priced is not None}
     if each.priced is not None:
         found |= {
             "step_s": each.priced.step_s,
-            "slower": each.slower(best),
+            "slower": each.slower(taken),
             "peak_bytes": each.priced.peak_bytes,
-            "slower_in_s": dict(reasons(best, each.priced)),
-            "faster_in_s": dict(savings(best, each.priced)),
+            "slower_in_s": dict(reasons(taken, each.priced)),
+            "faster_in_s": dict(savings(taken, each.priced)),
         }
     elif each.nearest is not None:
         found["peak_bytes"] = each.nearest[1]

@@ -10,7 +10,7 @@ from shardwright.cost.notation import NOTATION
 from shardwright.cost.step import step_time
 from shardwright.model.modules import end_rows
 from shardwright.planner.headline import headline
-from shardwright.planner.search import Priced
+from shardwright.planner.priced import Priced
 from shardwright.units import MiB, format_bytes
 
 

@@ -6,44 +6,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.cost import memory
-from shardwright.cost.estimate import Estimate
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError, LayoutError
-from shardwright.layout import Layout
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Condition, Pool
+from shardwright.planner.priced import Priced
 from shardwright.planner.space import groups
+from shardwright.planner.tie import simplest
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
 TOP = 10
 CELLS = 2**17
 """Layouts x ranks of `pp` that are evaluated at once: as many as keep the arrays of a formula in the cache."""
-
-
-@dataclass(frozen=True)
-class Priced(Estimate):
-    """One layout of the space with what it costs."""
-
-    choice: Choice
-
-    @property
-    def layout(self) -> Layout:
-        """Degrees and what goes with them."""
-        return self.choice.layout
-
-    @property
-    def micro_batch(self) -> int:
-        """Sequences a rank runs at a time."""
-        return self.choice.micro_batch
-
-    @staticmethod
-    def of(job: Job, choice: Choice) -> "Priced":
-        """Not checked: every layout of the space is valid."""
-        return Priced(job, choice.candidates, choice)
 
 
 @dataclass(frozen=True)
@@ -60,13 +38,15 @@ class Survey:
 class Plan:
     """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
     for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`).
-    `fixed`: the values that all of them have."""
+    `recommended`: the simplest layout that the prediction cannot tell from the fastest (`planner.tie`), which may be
+    that one; None where none fits. `fixed`: the values that all of them have."""
 
     job: Job
     limit_bytes: float
     survey: Survey
     best: list[Priced]
     equals: list[list[Choice]]
+    recommended: Priced | None
     fixed: Fixed | None = None
 
     @property
@@ -108,7 +88,8 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fi
         raise none_searched(job, fixed)
     listed = distinct(found.pool, top)
     best = [Priced.of(job, each.members[each.simplest]) for each in listed]
-    return Plan(job, limit, found, best, [each.others for each in listed], fixed)
+    recommended = simplest(best[0], found.pool) if best else None
+    return Plan(job, limit, found, best, [each.others for each in listed], recommended, fixed)
 
 
 def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:

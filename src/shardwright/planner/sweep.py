@@ -7,7 +7,8 @@ import numpy as np
 from shardwright.cost.job import Candidates
 from shardwright.errors import LayoutError
 from shardwright.planner.pool import Mask
-from shardwright.planner.search import Plan, Priced, survey
+from shardwright.planner.priced import Priced
+from shardwright.planner.search import Plan, survey
 from shardwright.split.rules import problems
 
 NEAR = 2

@@ -1,11 +1,15 @@
-"""Layouts that the prediction cannot tell from the fastest one, and the simplest of them."""
+"""Layouts that the prediction cannot tell from the fastest one, and the simplest of them, which is recommended."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
+import numpy as np
+
+from shardwright.cost.job import Candidates, Ints
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 from shardwright.planner.headline import headline
-from shardwright.planner.search import Priced
+from shardwright.planner.pool import Pool
+from shardwright.planner.priced import Priced
 
 MODEL_AXES = ("tp", "pp", "cp", "ep")
 """Degrees that divide the work on one sequence; data ranks divide only the batch."""
@@ -24,9 +28,37 @@ def complexity(layout: Layout) -> tuple[int, int]:
     return axes, len(other)
 
 
-def simplest(best: Priced, others: Iterable[Priced]) -> Priced | None:
-    """The simplest of `others` whose step is not longer than the interval of the best one reaches, of equally simple
-    ones the fastest; None where none is simpler than the best."""
+def ties(one: Priced, other: Priced) -> bool:
+    """Whether the step of each is inside the interval of the other."""
+    (low, high), (other_low, other_high) = headline(one).interval_s, headline(other).interval_s
+    return low <= other.step_s <= high and other_low <= one.step_s <= other_high
+
+
+def simplest(best: Priced, pool: Pool) -> Priced:
+    """The simplest layout of a pool that ties with its fastest one, `best`; of equally simple ones the fastest. It is
+    `best` itself where no simpler one does."""
     longest = headline(best).interval_s[1]
-    tied = [other for other in others if other.step_s <= longest and complexity(other.layout) < complexity(best.layout)]
-    return min(tied, key=lambda other: (complexity(other.layout), other.step_s), default=None)
+    near = np.nonzero(pool.bound_s <= longest)[0]
+    for numbers in _by_complexity(pool, near, complexity(best.layout)):
+        among = np.zeros(len(pool), dtype=bool)
+        among[numbers] = True
+        found = Priced.of(best.job, pool.choice(pool.fastest(1, among)[0]))
+        if ties(best, found):
+            return found
+    return best
+
+
+def _by_complexity(pool: Pool, near: Ints, most: tuple[int, int]) -> Iterator[list[int]]:
+    """Those of the numbered layouts that are less complex than `most`, the simplest first, with their equals."""
+    axes = np.concatenate([_axes(group) for group in pool.groups])[near]
+    for n_axes in range(most[0] + 1):
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number in near[axes == n_axes].tolist():
+            alike.setdefault(complexity(pool.choice(number).layout), []).append(number)
+        yield from (alike[key] for key in sorted(alike) if key < most)
+
+
+def _axes(group: Candidates) -> Ints:
+    """The first number of `complexity` of each candidate, (n,)."""
+    shape = len(group)
+    return np.sum([np.broadcast_to(getattr(group, axis), shape) > 1 for axis in MODEL_AXES], axis=0, dtype=np.int64)

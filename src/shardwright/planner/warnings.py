@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shardwright.cost.job import Job
 from shardwright.planner.choice import Choice
-from shardwright.planner.search import Priced
+from shardwright.planner.priced import Priced
 
 LONG = 4096
 """Tokens of a sequence from which the square of scores outgrows the rest of a layer."""

@@ -9,7 +9,7 @@ from shardwright.layout_keys import KEYS
 from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
-from shardwright.planner.search import Priced
+from shardwright.planner.priced import Priced
 from shardwright.units import format_bytes, format_seconds
 
 
@@ -52,10 +52,11 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
-    """How much slower an alternative is, or by how much it does not fit: `+38 %`."""
+    """How much slower an alternative is, or by how much it does not fit: `+38 %`. One that is faster is a tie with the
+    recommended layout, which is the simplest of those that are."""
     slower = other.slower(best)
     if slower is not None:
-        return f"{slower:+.1%}"
+        return f"{slower:+.1%}, a tie" if slower < 0 else f"{slower:+.1%}"
     assert other.nearest is not None
     return f"does not fit: {format_bytes(other.nearest[1])} of {format_bytes(limit_bytes)}"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from shardwright.files import write_whole
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
-from shardwright.planner.search import Plan, Priced
+from shardwright.planner.priced import Priced
+from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.warnings import warnings
 from shardwright.planner.words import choices_in_words, merged, verdict, why
@@ -30,7 +31,7 @@ def write_page(
 
 
 def _page(plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tokens: float | None) -> str:
-    best, job = plan.best[0], plan.job
+    best, job = _taken(plan), plan.job
     title = f"{name} on {job.cluster.name}"
     body = f"""<header>
 <h1>{escape(title)}: the layout</h1>
@@ -38,7 +39,7 @@ def _page(plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tok
 {format_count(job.model.n_parameters)} parameters; {plan.survey.n_layouts:,} layouts, {len(plan.pool):,} fit</p>
 </header>
 {facts(_numbers(plan, budget_tokens))}
-{_warnings(best)}<h2>The best layout</h2>
+{_warnings(best)}<h2>The recommended layout</h2>
 <pre>{escape(str(best.choice))}</pre>
 {table((), _escaped(choices_in_words(job, best.choice)), "words")}
 <figure>
@@ -63,7 +64,8 @@ within a factor of two of those above.</figcaption>
 {_picture(length_svg(by_length(best), job.seq_len, plan.limit_bytes), "length", "Memory against sequence length")}
 <figcaption>The layout above with shorter and longer sequences, as many of them a step.</figcaption>
 </figure>
-<h2>The best {len(plan.best)}</h2>
+<h2>The fastest {len(plan.best)}</h2>
+{_tie(plan)}
 {table(("", "layout", "step", "slower", "MFU", "memory"), _top(plan), "top")}
 <p class="quiet">MFU counts the full square of attention (PaLM, arXiv 2204.02311); memory is that of the fullest rank,
 with what the allocator cannot use.</p>"""
@@ -84,7 +86,7 @@ def _picture(svg: str, name: str, title: str) -> str:
 
 
 def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, str]]:
-    best = plan.best[0]
+    best = _taken(plan)
     told = headline(best)
     rows = [
         ("step", format_seconds(told.step_s), f"{plan.job.tokens:,} tokens"),
@@ -103,6 +105,18 @@ def _numbers(plan: Plan, budget_tokens: float | None) -> list[tuple[str, str, st
     return rows
 
 
+def _taken(plan: Plan) -> Priced:
+    assert plan.recommended is not None
+    return plan.recommended
+
+
+def _tie(plan: Plan) -> str:
+    if _taken(plan).choice == plan.best[0].choice:
+        return ""
+    return """<p class="quiet">The first cannot be told from the recommended layout: the step of each is inside the
+interval of the other. Of such layouts the simplest is recommended.</p>"""
+
+
 def _warnings(best: Priced) -> str:
     return "".join(f'<p class="bad">{escape(warning)}</p>\n' for warning in warnings(best))
 
@@ -112,8 +126,8 @@ def _escaped(rows: Iterable[Iterable[str]]) -> list[list[str]]:
 
 
 def _bars(plan: Plan, alternatives: Sequence[Alternative]) -> list[tuple[str, Priced]]:
-    """The best layout and the best of other kinds, those that fit."""
-    found = [("best", plan.best[0])]
+    """The recommended layout and the best of other kinds, those that fit."""
+    found = [("recommended", _taken(plan))]
     found += [(_short(name), each.priced) for name, each in merged(alternatives) if each.priced is not None]
     return found[:ROWS]
 
@@ -124,7 +138,7 @@ def _short(name: str, most: int = 44) -> str:
 
 
 def _others(plan: Plan, alternatives: Sequence[Alternative]) -> list[list[str]]:
-    best, rows = plan.best[0], []
+    best, rows = _taken(plan), []
     for name, each in merged(alternatives):
         told = name, str(each.choice), verdict(best, each, plan.limit_bytes), why(best, each)
         kind, layout, slower, reason = map(escape, told)
@@ -138,7 +152,7 @@ def _top(plan: Plan) -> list[list[str]]:
             str(number),
             f"<code>{escape(str(each.choice))}</code>",
             f"{each.step_s:.4g} s",
-            f"{each.step_s / plan.best[0].step_s - 1:+.2%}" if number > 1 else "",
+            f"{each.step_s / _taken(plan).step_s - 1:+.2%}" if each.choice != _taken(plan).choice else "",
             f"{headline(each).mfu_full:.1%}",
             format_bytes(each.peak_bytes),
         ]

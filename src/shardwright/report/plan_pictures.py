@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwright.planner.headline import headline
-from shardwright.planner.search import Priced
+from shardwright.planner.priced import Priced
 from shardwright.planner.sweep import Point
 from shardwright.report.style import COLOURS, rendered
 from shardwright.units import GiB, format_bytes, format_count

@@ -1,0 +1,112 @@
+"""shardwright plan --compare: the same job on several clusters, a line for each."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from shardwright.cli.common import columns, console, error_console, print_json, print_table, say
+from shardwright.cli.plan_asked import Asked, Options, changed_cluster, no_peak
+from shardwright.errors import InputError, LayoutError, nearest
+from shardwright.units import GiB, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shardwright.cost.hardware import Cluster
+    from shardwright.planner.search import Plan
+
+CHANGES = ("link", "network")
+
+
+def compare(asked: Asked, options: Options) -> None:
+    """Search on the cluster that was asked for and on those of --compare, and print what is recommended for each.
+
+    Raises InputError for clusters that are not known, and typer.Exit(1) where nothing fits on any.
+    """
+    from shardwright.cost.measured import on_machine
+    from shardwright.planner.search import search
+
+    wrong: list[str] = []
+    clusters = [asked.job.cluster, *(_cluster(text, options, asked.job.precision, wrong) for text in _others(options))]
+    if wrong:
+        raise InputError(*wrong)
+    found: list[Plan] = []
+    with error_console.status("evaluating every layout") as status:
+        for cluster in clusters:
+            status.update(f"evaluating every layout of {cluster.name}")
+            try:
+                job = on_machine(replace(asked.anywhere, cluster=cluster))
+                found.append(search(job, memory_margin=options.memory_margin, top=1, fixed=asked.fixed))
+            except LayoutError as error:
+                raise LayoutError(*(f"{cluster.name}: {problem}" for problem in error.problems)) from None
+    if options.json:
+        _print_document(asked, found)
+    else:
+        _print(asked, found)
+    if not any(plan.recommended for plan in found):
+        raise typer.Exit(1)
+
+
+def _others(options: Options) -> list[str]:
+    return options.compare or []
+
+
+def _cluster(text: str, options: Options, precision: str, wrong: list[str]) -> "Cluster":
+    """A cluster by its name, or the one of --cluster with other links; problems are added to `wrong`."""
+    changes = dict(pair.split("=", 1) for pair in text.replace(" ", "").split(",") if "=" in pair)
+    unknown = [name for name in changes if name not in CHANGES]
+    wrong += [f"--compare {text}: there is no {name} to change; {nearest(name, CHANGES)}" for name in unknown]
+    assert options.cluster is not None
+    try:
+        if "=" not in text:
+            found = changed_cluster(text, options, None, None)
+        else:
+            link, network = changes.get("link", options.link), changes.get("network", options.network)
+            found = changed_cluster(options.cluster, options, link, network)
+    except InputError as error:
+        wrong += [f"--compare {problem}" for problem in error.problems]
+        return changed_cluster(options.cluster, options, None, None)
+    wrong += [f"--compare {text}: {problem}" for problem in no_peak(found, precision)]
+    return found
+
+
+def _print_document(asked: Asked, found: "list[Plan]") -> None:
+    from shardwright.planner.document import job_document, layout_document
+
+    compared = []
+    for plan in found:
+        taken = plan.recommended
+        told = None if taken is None else layout_document(taken, plan.limit_bytes)
+        compared.append(job_document(plan.job, asked.name, plan.limit_bytes) | {"recommended": told})
+    print_json({"compared": compared})
+
+
+def _print(asked: Asked, found: "list[Plan]") -> None:
+    from shardwright.planner.headline import headline
+
+    job, first = asked.job, found[0].recommended
+    console.print(
+        f"[bold]{asked.name}[/]: {job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision}",
+        soft_wrap=True,
+    )
+    table = columns("cluster", "step s", "", "tokens/s each", "MFU", "GiB", "recommended", left=1)
+    table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
+    for plan in found:
+        taken = plan.recommended
+        if taken is None:
+            least = f"nothing fits: {format_bytes(plan.survey.nearest_bytes)} of {format_bytes(plan.limit_bytes)}"
+            table.add_row(plan.job.cluster.name, "", "", "", "", "", least)
+            continue
+        told = headline(taken)
+        table.add_row(
+            plan.job.cluster.name,
+            f"{taken.step_s:.4g}",
+            f"{taken.step_s / first.step_s - 1:+.1%}" if first is not None and taken is not first else "",
+            format_count(told.tokens_per_s_per_accelerator),
+            f"{told.mfu_full:.1%}",
+            f"{taken.peak_bytes / GiB:.1f}",
+            str(taken.choice),
+        )
+    print_table(table)
+    if first is not None:
+        low, high = (bound / first.step_s for bound in headline(first).interval_s)
+        say(f"four of five measured runs lie between {low:.0%} and {high:.0%} of what is predicted for the first")

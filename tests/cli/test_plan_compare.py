@@ -1,0 +1,44 @@
+"""Proves that `shardwright plan --compare` searches on each cluster, and that links and networks can be others."""
+
+import pytest
+
+from tests.cli.test_plan import document, plan
+
+JOB = ("--model", "llama-3.2-1b", "--cluster", "h100:16", "--global-batch", 64, "--seq-len", 2048, "--fix", "tp=8,pp=1")
+
+
+def test_each_cluster_has_its_line_with_its_recommended_layout():
+    asked = (*JOB, "--compare", "link=h100-pcie", "--compare", "network=ethernet", "--compare", "h200:16")
+    compared = document(*asked)["compared"]
+    names = ["h100:16", "h100:16, link=h100-pcie", "h100:16, network=ethernet", "h200:16"]
+    assert [each["cluster"] for each in compared] == names
+    steps = [each["recommended"]["step_s"] for each in compared]
+    assert steps[3] <= steps[0] < min(steps[1:3])
+    assert all(each["recommended"]["layout"]["tp"] == 8 for each in compared)
+    result = plan(*asked)
+    assert result.exit_code == 0, result.output
+    for name in names:
+        assert name in result.output
+
+
+def test_links_and_networks_are_those_of_the_options_without_a_comparison_too():
+    plain, slow = document(*JOB), document(*JOB, "--link", "h100-pcie", "--network", "ethernet")
+    assert slow["cluster"] == "h100:16, link=h100-pcie, network=ethernet"
+    assert slow["best"][0]["step_s"] > plain["best"][0]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--compare", "link=h101"), "--compare cluster 'h101' is not known; did you mean"),
+        (("--compare", "wire=h100"), "--compare wire=h100: there is no wire to change; "),
+        (("--compare", "h200:7"), "--compare cluster 'h200:7': 7 accelerators are less than a node of 8"),
+        (("--compare", "a100:16", "--precision", "fp8"), "--compare a100:16: --precision fp8: the peak of a100"),
+        (("--network", "infinband"), "network 'infinband' is not known; did you mean 'infiniband'"),
+        (("--compare", "h200:16", "--html", "x.html"), "--compare prints a line for each cluster; leave out --html"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(options: tuple[str, ...], told: str):
+    result = plan(*JOB, *options, columns=400)
+    assert result.exit_code == 2
+    assert told in result.output

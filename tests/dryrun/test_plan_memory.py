@@ -1,0 +1,37 @@
+"""Proves that the plan is the dry run: peak memory, calls, bytes and FLOPs of a few of the pairs of
+`benchmarks/plan_memory.py`, in a short form, and of what these showed to be wrong once."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WITHIN = 0.05
+"""Four layers beside the embedding and the head of a large model, whose reduction is a large part of the peak."""
+SHORT: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
+    "one micro-batch a step, zero 3": ("llama-3.1-8b", (2048, 8, 1), {"dp_shard": 8, "zero": 3}),
+    "as many micro-batches as stages": (
+        "llama-3.1-8b",
+        (2048, 2, 1),
+        {"pp": 2, "tp": 2, "zero": 0, "pp_schedule": "interleaved-1f1b", "virtual_stages": 2},
+    ),
+    "mixture": ("mixtral-8x7b", (2048, 16, 1), {"dp_shard": 8, "ep": 8, "zero": 1}),
+    "tied, between two ranks of a pipeline": ("gpt-7.5b", (2048, 8, 1), {"pp": 4, "zero": 0}),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", SHORT)
+def test_the_plan_is_the_dry_run(name: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        import plan_memory
+    preset, batch, layout = SHORT[name]
+    each = plan_memory.pair(preset, batch, n_layers=4, **layout)
+    found = plan_memory.Compared.of(each.config, plan_memory.dry_of(each))
+    assert abs(found.difference) < WITHIN, "\n".join(found.parts)
+    assert not found.unequal, "\n".join(found.parts)
+    if found.flops is not None and each.config.model.spec().moe is None:
+        assert found.flops[0] == pytest.approx(found.flops[1], rel=1e-6)
+    sys.modules.pop("plan_memory")

@@ -1,0 +1,78 @@
+"""Which layouts are a tie, and that the simplest of them is recommended; with intervals set by hand."""
+
+from dataclasses import replace
+from math import log
+
+import numpy as np
+
+from shardwright.cost.calibration import CALIBRATED
+from shardwright.cost.job import Job
+from shardwright.planner.choice import read
+from shardwright.planner.interval import TERMS, features
+from shardwright.planner.pool import Pool
+from shardwright.planner.priced import Priced
+from shardwright.planner.tie import complexity, simplest, ties
+from tests.cost.jobs import job
+
+PIPED = "pp=2,pp_schedule=interleaved-1f1b,virtual_stages=4,dp_shard=4,zero=1,recompute=selective"
+PLAIN = "dp_shard=8,zero=2,recompute=selective"
+SLOW = "dp_shard=8,zero=2,recompute=full"
+
+
+def within(share: float, **others: float) -> Job:
+    """A job whose predictions hold within this share of the step, as a logarithm."""
+    by = dict.fromkeys(TERMS, 0.0) | {"base": share} | others
+    return replace(job(on="h100:8", global_batch=128), calibration=replace(CALIBRATED, interval=by))
+
+
+def priced(the_job: Job, text: str) -> Priced:
+    return Priced.of(the_job, read(text))
+
+
+def pool(the_job: Job, *texts: str) -> Pool:
+    every = [priced(the_job, text) for text in texts]
+    steps = np.array([each.step_s for each in every])
+    return Pool(the_job, [each.choice.candidates for each in every], steps, np.zeros(len(every)))
+
+
+def apart(one: str, other: str) -> float:
+    """By how much the second takes longer, as a logarithm."""
+    the_job = within(0.1)
+    return log(priced(the_job, other).step_s / priced(the_job, one).step_s)
+
+
+def recommended(share: float, best: str, *others: str) -> str:
+    the_job = within(share)
+    taken = simplest(priced(the_job, best), pool(the_job, best, *others))
+    return next(text for text in (best, *others) if read(text) == taken.choice)
+
+
+def test_fewer_axes_are_simpler_and_then_fewer_keys():
+    found = [complexity(read(text).layout) for text in ("dp_shard=8", PLAIN, "pp=2,dp_shard=4", PIPED, "pp=2,cp=2")]
+    assert found == [(0, 0), (0, 1), (1, 0), (1, 3), (2, 0)]
+
+
+def test_the_simplest_layout_is_recommended_where_the_prediction_cannot_tell_it_from_the_fastest():
+    assert 0 < (share := apart(PIPED, PLAIN)) < apart(PIPED, SLOW)
+    assert recommended(1.01 * share, PIPED, SLOW, PLAIN) == PLAIN
+    assert recommended(0.99 * share, PIPED, SLOW, PLAIN) == PIPED
+
+
+def test_of_equally_simple_layouts_the_fastest_is_recommended():
+    share = apart(PIPED, SLOW)
+    assert recommended(1.01 * share, PIPED, SLOW, PLAIN) == PLAIN
+    assert recommended(1.01 * share, PIPED, SLOW) == SLOW
+
+
+def test_the_fastest_layout_is_recommended_where_it_is_the_simplest():
+    assert recommended(1.0, PLAIN, SLOW, PIPED) == PLAIN
+
+
+def test_a_tie_needs_each_step_to_be_inside_the_interval_of_the_other():
+    the_job, share = within(0.0), apart(PIPED, PLAIN)
+    outside = [features(the_job, priced(the_job, text).time)[0, 1] for text in (PIPED, PLAIN)]
+    assert min(outside) < max(outside)
+    for width, tie in ((1.01 * share / min(outside), True), (2 * share / sum(outside), False)):
+        wide = within(0.0, outside=width)
+        assert ties(priced(wide, PIPED), priced(wide, PLAIN)) is tie
+        assert ties(priced(wide, PLAIN), priced(wide, PIPED)) is tie
