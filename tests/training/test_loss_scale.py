@@ -18,7 +18,8 @@ from shardwright.config import load as load_run_file
 from shardwright.layout import Layout
 from shardwright.model.sections import MoESpec
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.loss_scale import LossScaler, LossScaleState
 from shardwright.training.schedule import learning_rate

@@ -20,7 +20,8 @@ from shardwright.data.batches import Batches, merged
 from shardwright.layout import Layout
 from shardwright.run_folder import read_events
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.spikes import SpikeGuard, SpikeState, in_words
 from shardwright.verification import rank as verify_rank

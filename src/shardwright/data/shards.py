@@ -14,7 +14,6 @@ shard, and only a longer one may continue in the next.
 """
 
 import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwright.data.chat import TEMPLATE
 from shardwright.errors import DataError, near_path, nearest
+from shardwright.files import parse_json
 
 FORMAT = "shardwright.tokens"
 FORMAT_VERSION = 2
@@ -328,7 +328,7 @@ def _read_json(folder: Path) -> Any:
         found = f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"
         raise DataError(f"{folder}: the folder {found} {MANIFEST}; token shards are made by `{PREPARE}`")
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
