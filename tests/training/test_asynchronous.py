@@ -61,8 +61,8 @@ def save_both_ways(folder: Path, mutations: Sequence[Mutation] = ()) -> str | No
             trainer.spikes = None
             if dist.get_rank() == 0:  # its shards are complete, and the checkpoint is not
                 go.set()
-                until = time.monotonic() + 60
-                while not (store.partial_of(1) / "written/rank-00000.json").exists() and time.monotonic() < until:
+                partial = store.partial_of(1)
+                while partial.exists() and not (partial / "written/rank-00000.json").exists():
                     time.sleep(0.01)
                 time.sleep(0.1)
             early = store.path_of(1).exists()
@@ -100,18 +100,19 @@ def test_a_checkpoint_written_beside_training_is_the_one_that_standing_still_wri
 @prove
 @pytest.mark.parametrize("name", STALE)
 def test_a_bug_of_saving_beside_training_is_seen(name, tmp_path):
-    assert different(tmp_path, STALE[name].mutations)
+    try:
+        assert different(tmp_path, STALE[name].mutations)
+    except WorkerError as error:  # rank 0 finds a gap as it publishes
+        assert "would be saved with a gap" in str(error)
 
 
 def save_each_step_until_killed(folder: Path, after_s: float, killed: int) -> None:
     """To be run on 2 ranks, of which one dies in the middle of whatever it does."""
     trainer = build(ZERO_3, torch.float32)
     saver = Saver(CheckpointStore(folder, keep_last=2), trainer, asynchronous=True)
-    saver.prepare()
-    dist.barrier()
-    if dist.get_rank() == killed:
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     for step in range(1, 10_000):
+        if step == 2 and dist.get_rank() == killed:
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         take_step(trainer, ZERO_3, step - 1)
         saver.settle()
         if dist.get_rank() == 0:
@@ -127,7 +128,7 @@ def test_killed_at_any_moment_the_last_or_the_last_but_one_checkpoint_is_whole(t
     for trial in range(20):
         folder = tmp_path / f"trial-{trial}"
         with pytest.raises(WorkerError, match="SIGKILL"):
-            run_ranks(save_each_step_until_killed, 2, folder, draw.uniform(0.05, 0.5), trial % 2)
+            run_ranks(save_each_step_until_killed, 2, folder, draw.uniform(0.0, 0.5), trial % 2)
         begun = [int(line) for line in (tmp_path / f"trial-{trial}.begun").read_text().split()]
         saved = published(folder)
         newest = int(saved[-1].name.removeprefix("step-")) if saved else 0
