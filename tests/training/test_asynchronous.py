@@ -101,9 +101,10 @@ def test_a_checkpoint_written_beside_training_is_the_one_that_standing_still_wri
 @pytest.mark.parametrize("name", STALE)
 def test_a_bug_of_saving_beside_training_is_seen(name, tmp_path):
     try:
-        assert different(tmp_path, STALE[name].mutations)
+        seen = different(tmp_path, STALE[name].mutations)
     except WorkerError as error:  # rank 0 finds a gap as it publishes
-        assert "would be saved with a gap" in str(error)
+        seen = [line for line in str(error).splitlines() if "would be saved with a gap" in line]
+    assert seen
 
 
 def save_each_step_until_killed(folder: Path, after_s: float, killed: int) -> None:

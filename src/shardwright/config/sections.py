@@ -210,7 +210,9 @@ Scope = Literal["sequence", "document"]
 class DataSection(Section):
     """Where the tokens are and how sequences are made of them."""
 
-    path: str | None = Field(None, description="a folder written by `shardwright data prepare`; or give sources")
+    path: str | None = Field(
+        None, min_length=1, description="a folder written by `shardwright data prepare`; or give sources"
+    )
     sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
     stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
     sequences: Literal["packed", "documents"] = Field(
