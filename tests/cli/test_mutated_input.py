@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwright.cli.main import app
-from tests.marks import prove
 
 CPU_S = 20
 """CPU-seconds that a verb may take, however loaded the machine is."""
@@ -164,10 +163,3 @@ def test_numbers_that_are_none_or_too_large_are_answered(folder):
 
 def test_damaged_run_files_are_answered(folder):
     damaged_run_files(folder, 20)
-
-
-@prove
-def test_every_number_of_every_verb_is_answered(folder):
-    for arguments in random.Random(4).sample(numbers(), 300):
-        answers(folder, arguments)
-    damaged_run_files(folder, 300)
