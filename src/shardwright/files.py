@@ -2,8 +2,11 @@
 complete, so that a reader sees a complete one or none. Also locks a folder for one process at a time."""
 
 import contextlib
+import csv
 import errno
 import fcntl
+import io
+import json
 import os
 import re
 import shutil
@@ -19,6 +22,8 @@ from shardwright.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
 """The longest file that is read whole as text: a run file, a table of hardware."""
+DEEPEST = 32
+"""How deep tables and lists of a TOML document may be nested."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The folders this process is writing. The pid in a folder's name alone may be that of an earlier process.
 _in_use: set[Path] = set()
@@ -38,15 +43,47 @@ def read_text(path: Path) -> str:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A TOML document. Raises ValueError with a reason for what is none."""
+    """A TOML document, whose tables and lists are nested at most `DEEPEST` deep. Raises ValueError with a reason for
+    what is none."""
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
         raise ValueError("tables or lists are nested too deeply") from None
     except ValueError:
         raise ValueError(f"an integer has more than {sys.get_int_max_str_digits()} digits") from None
+    level: list[Any] = [table]
+    for _ in range(DEEPEST):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+    if level:  # dotted keys reach any depth without recursion
+        raise ValueError("tables or lists are nested too deeply")
+    return table
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON document. Raises ValueError with a reason for what is none."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_csv(path: Path) -> list[tuple[int, list[str]]]:
+    """The rows of a CSV file, each with its line (the last one of a row that has several). Raises OSError, and
+    ValueError with a reason for what is no such file."""
+    text = read_text(path).removeprefix("\ufeff")  # spreadsheets begin a file with a byte order mark
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        return [(reader.line_num, cells) for cells in reader]
+    except csv.Error as error:
+        raise ValueError(f"not a CSV file: {error}") from None
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why a file cannot be read, in a few words."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def write_whole(path: Path, content: bytes) -> None:

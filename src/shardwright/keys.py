@@ -6,6 +6,12 @@ from typing import Any, NamedTuple
 
 from shardwright.errors import nearest
 
+MOST_RANKS = 2**22
+"""The most ranks of a world. A larger degree is a mistake of typing, and the work of a search grows with it."""
+
+MOST_LAYERS = 2**14
+"""The most layers of a model, each of which has rows in tables of parameters."""
+
 
 class Sizes(NamedTuple):
     """What `Key.words` mentions of a job; `seq_len` in tokens, `node_size` in ranks."""
@@ -21,7 +27,7 @@ class Key:
     """All that is known of a key of the layout. The run file, the planner, verify and the docs read it from `KEYS`.
 
     `help`: what it sets, for the reference of the run file. `words(layout, sizes)`: what its value means, for the page
-    and the printed plan. `choices()`: the valid values; None: a degree or count, `least` or more, or a list of them.
+    and the printed plan. `choices()`: the valid values; None: a degree or count, `least` to `most`, or a list of them.
     `members()`: the valid words of a list of words, each at most once.
     `derived(layout)`: its default, where that depends on other keys.
     `used(layout)`: whether it has a meaning in a layout; also asked of `cost.job.Candidates`, with arrays. `needs`:
@@ -45,6 +51,7 @@ class Key:
     words: Callable[[Any, Sizes], str]
     choices: Callable[[], Sequence[Any]] | None = None
     least: int = 1
+    most: int = MOST_RANKS
     members: Callable[[], Sequence[str]] | None = None
     derived: Callable[[Any], Any] | None = None
     used: Callable[[Any], Any] = lambda layout: True
@@ -79,6 +86,8 @@ class Key:
             ranks = value == -1 and self.least == 1
             rest = ": the number itself, there is no -1 for the ranks that are left" if ranks else ""
             return f"{self.least} or more is needed{rest}"
+        elif self.type in (int, int | None) and value > self.most:
+            return f"at most {self.most:,} is possible"
         return None
 
     def searched(self, layout: Any) -> Sequence[Any]:

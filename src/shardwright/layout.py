@@ -28,7 +28,7 @@ from typing import Any
 from shardwright import compression
 from shardwright.box import DENSE_AXES, NumberedRanks
 from shardwright.errors import LayoutError
-from shardwright.keys import written
+from shardwright.keys import MOST_RANKS, written
 from shardwright.layout_keys import KEYS, LayoutKeys
 from shardwright.schedule import build
 from shardwright.schedule.placement import Ways, stages_of_rank
@@ -58,6 +58,9 @@ class Layout(LayoutKeys, NumberedRanks):
         for name, key in KEYS.items():
             if rule := key.problem(getattr(self, name)):
                 found.append(f"layout.{name}={getattr(self, name)!r}: {rule}")
+        if not found and self.world_size > MOST_RANKS:
+            degrees = " x ".join(f"{axis} {self.degree(axis)}" for axis in DENSE_AXES if self.degree(axis) > 1)
+            found.append(f"layout: {degrees} = {self.world_size:,} ranks; at most {MOST_RANKS:,} are possible")
         if found:
             return found
         for name, key in KEYS.items():

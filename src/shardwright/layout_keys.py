@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
 from shardwright import compression
-from shardwright.keys import Key, Sizes
+from shardwright.keys import MOST_LAYERS, Key, Sizes
 from shardwright.schedule.named import ONE_F_ONE_B
 from shardwright.schedule.registry import find, names
 
@@ -64,6 +64,7 @@ class LayoutKeys:
         "pp",
         "ranks that hold different layers, in stages; each micro-batch goes through all",
         lambda layout, sizes: f"ranks hold {sizes.n_layers} layers in {layout.n_stages} stages",
+        most=MOST_LAYERS,  # each rank holds a layer
         runner_up=True,
     )
     pp_schedule: str = _key(
@@ -82,6 +83,7 @@ class LayoutKeys:
         help="pp only: stages of each rank, where the schedule leaves that open; if not given, the schedule's own "
         "number",
         words=lambda layout, sizes: "stages of each rank",
+        most=MOST_LAYERS,
         derived=lambda layout: layout.kind.virtual_stages,
         used=lambda layout: layout.pp > 1 and bool(layout.kind.virtual_stages_tried),
         needs="pp above 1 and a schedule that leaves it open",
@@ -207,6 +209,7 @@ class LayoutKeys:
             "tokens at a time have logits" if layout.loss_chunk_tokens else "the logits of a micro-batch are whole"
         ),
         least=0,
+        most=2**31,
         in_turn=(5,),
         planned=lambda layout: (0, 4096),  # with fewer the sum of the head's gradients is moved more often
         runner_up=True,

@@ -1,8 +1,8 @@
 """The folder of a run, `out` in its run file: the names of its files, and how their records are written and read.
 
 run.toml                    the run file with every default filled in
-metrics.jsonl               a JSON object for each start (`Started`), each logged step (`Logged`) and each evaluation
-                            (`Evaluated`)
+metrics.jsonl               a JSON object for each start (`Started`), each logged step (`Logged`), each evaluation
+                            (`Evaluated`) and each checkpoint (`Saved`)
 events.jsonl                a JSON object for each thing that happened besides steps (`Event`)
 timeline/rank-R.jsonl       of rank R of `pp`: a JSON object for each of its last few logged steps (`PipelineStep`)
 checkpoints/step-00000100/  a checkpoint, there under this name when it is complete; see `train/checkpoint`
@@ -149,8 +149,20 @@ class Evaluated:
     mtp_loss: float | None = None
 
 
-AnyRecord = Started | Logged | Evaluated
-_KINDS: dict[str, type[AnyRecord]] = {"run": Started, "train": Logged, "evaluation": Evaluated}
+@dataclass(frozen=True)
+class Saved:
+    """A `checkpoint` record: that after `step` steps was published. `blocked_s`: how long training stood still for it;
+    `took_s`: from its begin until it was published; `n_bytes`: of its tensors."""
+
+    step: int
+    blocked_s: float
+    took_s: float
+    n_bytes: int
+    time: str | None = None
+
+
+AnyRecord = Started | Logged | Evaluated | Saved
+_KINDS: dict[str, type[AnyRecord]] = {"run": Started, "train": Logged, "evaluation": Evaluated, "checkpoint": Saved}
 _READERS: dict[str, TypeAdapter[AnyRecord]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 

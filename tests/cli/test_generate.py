@@ -141,7 +141,8 @@ def test_a_draft_proposes_tokens(folder: Path):
 
 def test_perplexity_is_that_of_the_last_evaluation_of_the_run(folder: Path):
     """The run evaluates the same 8 sequences of 16 tokens after its last step."""
-    logged = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [record for record in records if record["kind"] == "evaluation"][-1]
     arguments = ("--data", folder / "tokens", "--seq-len", 16, "--samples", 8, "--json")
     found = json.loads(run("eval", folder / "run", *arguments))
     assert found["loss"] == pytest.approx(logged["loss"], rel=1e-6)

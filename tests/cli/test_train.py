@@ -32,7 +32,7 @@ def test_a_misspelt_key_names_the_one_that_was_meant(run_file: Path):
     [
         (["model.n_heads=3"], ["n_heads=3"]),
         (["model.vocab_size=100"], ["vocab"]),
-        (["device=cpu", "model.d_ffn=100000000000"], ["16 bytes a parameter", "this machine has", "on a cluster"]),
+        (["device=cpu", "model.d_ffn=1000000000"], ["16 bytes a parameter", "this machine has", "on a cluster"]),
         (["batch.seq_len=5000", "model.max_seq_len=8192"], ["train split has", "fewer than seq_len + 1 = 5001"]),
         (["batch.global_batch=9", "batch.micro_batch=2"], ["nearest: 8 or 10"]),
         (["layout.dp_shard=2", "layout.zero=0"], ["set zero to 1, 2 or 3"]),

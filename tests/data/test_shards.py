@@ -1,6 +1,7 @@
 """Proves that a split reads as one row of tokens across its shards, and a wrong folder is a clear error."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,13 @@ def test_one_flipped_bit_is_found_by_the_checksums(copy: Path) -> None:
 def test_a_misspelt_split_is_an_error(prepared: Path) -> None:
     with pytest.raises(DataError, match="no split 'valid'; did you mean 'validation'"):
         open_split(prepared, "valid")
+
+
+@pytest.mark.parametrize("pattern", ["train-*.bin", "train-*.idx"])
+def test_a_file_that_is_cut_short_after_it_was_opened_is_named(copy: Path, pattern: str) -> None:
+    """Read behind its end, a mapped file would end the process by SIGBUS."""
+    split = open_split(copy, "train")
+    path = sorted(copy.glob(pattern))[-1]
+    os.truncate(path, 0)
+    with pytest.raises(DataError, match=f"{path.name} has 0 bytes, and had [0-9]+ when it was opened"):
+        split.document(split.n_documents - 1)

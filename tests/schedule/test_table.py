@@ -77,7 +77,7 @@ def test_a_file_that_is_not_there_or_not_text_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(ScheduleError, match=r"none.csv: cannot be read as a schedule \(No such file or directory\)"):
         read_table(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ScheduleError, match="not a CSV file"):
+    with pytest.raises(ScheduleError, match="not UTF-8 text"):
         read_table(tmp_path / "binary.csv")
     with pytest.raises(InputError, match="cannot be written"):
         write_table(build("1f1b", 2, 2), tmp_path / "binary.csv" / "mine.csv")

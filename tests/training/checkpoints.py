@@ -15,7 +15,8 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.norm import as_part
 from shardwright.training.checkpoint.manifest import DataRecord, Progress
-from shardwright.training.checkpoint.state import load, named_tensors, save, stored_tensors
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load, named_tensors, stored_tensors
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.offload.states import StoredTensor
 from shardwright.training.step import Trainer

@@ -122,7 +122,7 @@ def train(run_file: Path, *arguments: str, fault: Fault | None = None, expect: i
 
 def records(run_file: Path, out: str = "out") -> list[dict[str, Any]]:
     """The logged steps and evaluations of a run's metrics."""
-    return [record for record in lines(run_file, out) if record["kind"] != "run"]
+    return [record for record in lines(run_file, out) if record["kind"] in ("train", "evaluation")]
 
 
 def lines(run_file: Path, out: str = "out") -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.training.checkpoint import state
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import save
+from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import build_optimizer
 from tests.distributed import run_ranks

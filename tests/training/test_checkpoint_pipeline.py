@@ -15,7 +15,8 @@ from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from tests.distributed import run_ranks
 from tests.marks import prove

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
-from shardwright.training.checkpoint import state, storage
+from shardwright.training.checkpoint import shards, state
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import save
+from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.store import CheckpointStore
 from tests.distributed import run_ranks
 from tests.training.checkpoints import DATA, ONE, ZERO_3, load_ranks, take_step
@@ -29,7 +29,7 @@ def save_on_a_full_disk(folder: Path, free_bytes: int | None) -> str:
     if free_bytes is not None:
         shutil.disk_usage = lambda path: types.SimpleNamespace(free=free_bytes)  # type: ignore[assignment]
     elif dist.get_rank() == 1:
-        storage.write_safetensors = write_half
+        shards.write_safetensors = write_half
     with pytest.raises(CheckpointError) as caught:
         save(store, trainer, Progress(2, 24, SEED), DATA, "")
     dist.barrier()

@@ -15,7 +15,8 @@ from shardwright.data.samples import IGNORE
 from shardwright.errors import CheckpointError
 from shardwright.layout import Layout
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.exporting import export
 from shardwright.training.importing import import_weights

@@ -139,12 +139,12 @@ def test_every_line_has_the_time_and_each_start_says_where_and_with_what(tmp_pat
     done = train(run_file, "--resume", "--set", "steps=3", "--set", "layout.dp_shard=1")
     found = lines(run_file)
     assert [(line["kind"], line["step"]) for line in found] == [
-        *(("run", 0), ("train", 1), ("train", 2), ("run", 2), ("train", 3)),
+        *(("run", 0), ("train", 1), ("train", 2), ("checkpoint", 2), ("run", 2), ("train", 3), ("checkpoint", 3)),
     ]
     times = [datetime.fromisoformat(line["time"]) for line in found]
     assert times == sorted(times)
     assert all(time.tzinfo == UTC for time in times)
-    first, second = found[0], found[3]
+    first, second = found[0], found[4]
     assert (first["world_size"], first["layout"], second["layout"]) == (2, "2 ranks with ZeRO-3", "1 rank")
     assert (first["device"], first["torch"]) == ("cpu", torch.__version__)
     assert second["checkpoint"].endswith("step-00000002")

@@ -18,7 +18,8 @@ from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import load, save
+from shardwright.training.checkpoint.saver import save
+from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.optimizer import build_optimizer, named_state, set_learning_rate
 from shardwright.verification import Verifier

@@ -60,9 +60,9 @@ def killed_in_step_13(rank: int) -> None:
 
 def killed_in_the_middle_of_a_shard(rank: int) -> None:
     """Rank 1 dies when half of its second file is written."""
-    from shardwright.training.checkpoint import storage
+    from shardwright.training.checkpoint import shards
 
-    write, calls = storage.write_safetensors, []
+    write, calls = shards.write_safetensors, []
 
     def write_half(path, entries, make):
         write(path, entries, make)
@@ -71,7 +71,7 @@ def killed_in_the_middle_of_a_shard(rank: int) -> None:
             os.truncate(path, path.stat().st_size // 2)
             kill_itself()
 
-    storage.write_safetensors = write_half
+    shards.write_safetensors = write_half
 
 
 def killed_between_shards_and_manifest(rank: int) -> None:

@@ -4,14 +4,15 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.segment import Segments
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment, Segments
 from rich.table import Table
 
 from shardwright import extensions
@@ -20,8 +21,29 @@ from shardwright.files import parse_toml
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 
-console = Console(highlight=False)
-error_console = Console(stderr=True, highlight=False, soft_wrap=True)
+MOST_PROBLEMS = 50
+"""Errors that are printed; a damaged table may have one a cell."""
+
+
+class PlainConsole(Console):
+    """A console that shows control characters of a text, which may be from any file, as `\\x1b` and obeys none."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            shown = segment.control or not _CONTROL.search(segment.text)
+            yield segment if shown else Segment(_CONTROL.sub(_as_escape, segment.text), segment.style)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but tab and newline."""
+
+
+def _as_escape(found: re.Match[str]) -> str:
+    return f"\\x{ord(found[0]):02x}"
+
+
+console = PlainConsole(highlight=False)
+error_console = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")]
 ModelArgument = Annotated[
@@ -44,6 +66,8 @@ Overrides = Annotated[
 def fail(error: ShardwrightError) -> None:
     """Print an error the way every verb does: one `error:` line a problem, on stderr, no traceback."""
     problems = error.problems if isinstance(error, InputError) else [str(error)]
+    if len(problems) > MOST_PROBLEMS:
+        problems = [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS:,} more"]
     for problem in problems:
         error_console.print("[bold red]error:[/] ", end="")
         error_console.print(problem, markup=False)
@@ -121,11 +145,19 @@ def print_table(table: Table) -> None:
     console.print(Segments(console.render(table, fitting)), soft_wrap=True, end="")
 
 
+MOST_COUNTED = 2**31
+_MOST = {"--micro-batch": 2**16, "--batch-size": 2**16, "--concurrency": 10**6}
+"""Options whose work or memory grows with their number: the largest that is taken."""
+
+
 def wrong_sizes(sizes: Mapping[str, int | None], needed: Iterable[str] = ()) -> list[str]:
     """What is wrong with options, by name, that count something; those of `needed` have to be given."""
     missing = [f"{option} is missing; give a number, 1 or more" for option in needed if sizes[option] is None]
     small = {option: n for option, n in sizes.items() if n is not None and n < 1}
-    return missing + [f"{option} {n}: a number of 1 or more is needed" for option, n in small.items()]
+    missing += [f"{option} {n}: a number of 1 or more is needed" for option, n in small.items()]
+    most = {option: _MOST.get(option, MOST_COUNTED) for option in sizes}
+    large = {option: n for option, n in sizes.items() if n is not None and n > most[option]}
+    return missing + [f"{option} {n:,}: at most {most[option]:,} is possible" for option, n in large.items()]
 
 
 def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None = None) -> list[str]:

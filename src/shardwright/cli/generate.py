@@ -1,7 +1,6 @@
 """shardwright generate: continue prompts with a trained model."""
 
 import dataclasses
-import json as json_text
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from shardwright.cli.common import (
     wrong_sizes,
 )
 from shardwright.errors import InputError
+from shardwright.files import parse_json, read_text, reason
 from shardwright.units import format_bytes, percent
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "cp_method", "ulysses_degree", "ep", "dp_replicate", "dp_shard")
@@ -135,13 +135,13 @@ def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
         return tuple(given), [] if given else ["nothing to continue; give --prompt TEXT or --prompts FILE"]
     path = options.prompts
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except FileNotFoundError:
         return (), [f"--prompts {path}: there is no such file"]
     except IsADirectoryError:
         return (), [f"--prompts {path}: that is a folder; name a file of prompts, one a line"]
-    except (OSError, UnicodeDecodeError) as error:
-        return (), [f"--prompts {path}: cannot be read as text: {error}"]
+    except (OSError, ValueError) as error:
+        return (), [f"--prompts {path}: cannot be read as text: {reason(error)}"]
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         return (), [f"--prompts {path}: the file is empty; write one prompt a line"]
@@ -150,7 +150,7 @@ def _prompts(options: Options) -> tuple[tuple[str, ...], list[str]]:
     problems = []
     for number, line in numbered:
         try:
-            found = json_text.loads(line)
+            found = parse_json(line)
         except ValueError as error:
             problems.append(f"--prompts {path}, line {number}: not JSON ({error}): {line[:60]!r}")
             continue

@@ -62,6 +62,7 @@ class Options:
         int | None,
         typer.Option(
             metavar="N",
+            max=100_000,
             help="instead of a run file, N random settings: models at test size with every choice of [model], and "
             "layouts of 2 to 8 ranks; what fails is made smaller and written as verify-fuzz-SEED-NUMBER.toml",
         ),

@@ -129,6 +129,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += section.kind.offload_problems(layout.offload_optimizer)
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
+    if layout and (checkpoint := valid.get("checkpoint")):
+        found += _saving_problems(checkpoint, layout)
     found += _fault_problems(valid.get("faults") or FaultsSection(), layout, data, valid.get("checkpoint"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
@@ -163,6 +165,15 @@ def _compression_problems(layout: Layout, precision: PrecisionSection) -> Iterat
         yield (
             f"layout.compress_gradients={how!r} needs matmuls in the type of the parameters, which are fp32, and here "
             f"precision.compute={precision.compute!r}; set precision.compute='fp32', or compress_gradients='bf16'"
+        )
+
+
+def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[str]:
+    if checkpoint.async_mode != "disabled" and layout.offload_optimizer == "disk":
+        yield (
+            f"checkpoint.async_mode={checkpoint.async_mode!r} copies the optimizer's states to memory, and "
+            f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; set async_mode='disabled', "
+            f"or offload_optimizer to 'cpu' or 'none'"
         )
 
 

@@ -50,6 +50,8 @@ RENAMED = {
 
 
 Positive = Annotated[int, Field(ge=1)]
+Counted = Annotated[int, Field(ge=1, le=2**31)]
+"""What work and memory grow with."""
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -208,7 +210,9 @@ Scope = Literal["sequence", "document"]
 class DataSection(Section):
     """Where the tokens are and how sequences are made of them."""
 
-    path: str | None = Field(None, description="a folder written by `shardwright data prepare`; or give sources")
+    path: str | None = Field(
+        None, min_length=1, description="a folder written by `shardwright data prepare`; or give sources"
+    )
     sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
     stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
     sequences: Literal["packed", "documents"] = Field(
@@ -225,15 +229,15 @@ class DataSection(Section):
     positions: Scope = Field(
         "sequence", description="where positions restart: with each sequence, or with document also with each document"
     )
-    prefetch: Positive = Field(2, description="steps of data that are read ahead")
+    prefetch: Annotated[int, Field(ge=1, le=4096)] = Field(2, description="steps of data that are read ahead")
 
 
 class BatchSection(Section):
     """The batch of one step. Gradient accumulation: global_batch / (micro_batch x data ranks) micro-batches a rank."""
 
-    seq_len: Positive = Field(description="tokens of a sequence")
-    global_batch: Positive = Field(description="sequences of a step, over all ranks")
-    micro_batch: Positive = Field(1, description="sequences a rank runs at a time; sets the activation memory")
+    seq_len: Counted = Field(description="tokens of a sequence")
+    global_batch: Counted = Field(description="sequences of a step, over all ranks")
+    micro_batch: Counted = Field(1, description="sequences a rank runs at a time; sets the activation memory")
 
 
 def _layout_key(key: LayoutKey) -> Any:
@@ -296,6 +300,19 @@ class CheckpointSection(Section):
         "no",
         description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
         "if there is one; or the path of a checkpoint, of this or another run",
+    )
+    async_mode: Literal["disabled", "async"] = Field(
+        "disabled",
+        description="async: steps wait only until their states are copied to memory of the host, kept for that, and a "
+        "thread of each rank writes the copy beside them; disabled: steps wait until the checkpoint is published",
+    )
+    on_error: Literal["stop", "continue"] = Field(
+        "stop",
+        description="what a run does when a checkpoint cannot be written: stop, or continue with a message and an "
+        "event; the last checkpoint of a run always has to be written",
+    )
+    retries: Annotated[int, Field(ge=0, le=10)] = Field(
+        2, description="times that a rank tries again to write its shards, after 1 s, 2 s, 4 s, ..."
     )
 
 

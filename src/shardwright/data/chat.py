@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwright.errors import DataError, nearest
+from shardwright.files import parse_json, read_text, reason
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWER = "assistant"
@@ -161,7 +162,12 @@ def read_chat_format(tokenizer: Path | None, template: Path | None, special_toke
     text = None
     if tokenizer is not None:
         if (beside := tokenizer.with_name(CONFIG)).is_file():
-            config = json.loads(_read(beside))
+            try:
+                config = parse_json(_read(beside))
+            except ValueError as error:
+                raise DataError(f"{beside}: not JSON: {error}") from None
+            if not isinstance(config, dict):
+                raise DataError(f"{beside}: not the settings of a tokenizer: no JSON object")
             text = _default_template(config.get("chat_template"))
         if (beside := tokenizer.with_name(TEMPLATE)).is_file():
             text = _read(beside)
@@ -186,9 +192,9 @@ def _tokens(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from None
 
 
 def _kind(value: Any) -> str:

@@ -14,7 +14,6 @@ shard, and only a longer one may continue in the next.
 """
 
 import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwright.data.chat import TEMPLATE
 from shardwright.errors import DataError, near_path, nearest
+from shardwright.files import parse_json
 
 FORMAT = "shardwright.tokens"
 FORMAT_VERSION = 2
@@ -208,6 +208,8 @@ class TokenSplit:
         self._shards = [
             np.memmap(folder / shard.file, dtype=f"<u{manifest.itemsize}", mode="r") for shard in split.shards
         ]
+        self._index_files = [shard.index_file for shard in split.shards]
+        self._trained_files = [shard.trained_file for shard in split.shards if shard.trained_file]
         self._indices = [
             np.memmap(folder / shard.index_file, dtype="<u8", mode="r") if shard.documents else np.empty(0, "<u8")
             for shard in split.shards
@@ -222,7 +224,7 @@ class TokenSplit:
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
-        return self._row(self._shards, np.dtype(f"<u{self.manifest.itemsize}"), start, length)
+        return self._row(self._shards, self._files, np.dtype(f"<u{self.manifest.itemsize}"), start, length)
 
     @property
     def masked(self) -> bool:
@@ -233,9 +235,9 @@ class TokenSplit:
         """Which of the tokens [length] from token `start` of the split on are trained on; bool."""
         if not self._trained:
             return np.ones(length, bool)
-        return self._row(self._trained, np.dtype(np.uint8), start, length).astype(bool)
+        return self._row(self._trained, self._trained_files, np.dtype(np.uint8), start, length).astype(bool)
 
-    def _row(self, shards: list[Any], dtype: np.dtype, start: int, length: int) -> np.ndarray:
+    def _row(self, shards: list[Any], files: list[str], dtype: np.dtype, start: int, length: int) -> np.ndarray:
         if start < 0 or length < 0 or start + length > self.n_tokens:
             raise IndexError(f"tokens {start} to {start + length} of a split of {self.n_tokens}")
         pieces: list[np.ndarray] = []
@@ -244,10 +246,24 @@ class TokenSplit:
             if shard < 0:
                 return np.empty(0, dtype)
             offset = start - self._shard_start(shard)
+            self._require_whole(files[shard], shards[shard].nbytes)
             piece = shards[shard][offset : offset + length]
             pieces.append(piece)
             start, length = start + len(piece), length - len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _require_whole(self, file: str, n_bytes: int) -> None:
+        """Raises DataError for a file that is shorter than when it was mapped: to read behind its end would end the
+        process by SIGBUS, without a word. One that is gone by name can still be read."""
+        try:
+            size = (self.folder / file).stat().st_size
+        except OSError:
+            return
+        if size < n_bytes:
+            raise DataError(
+                f"{self.folder / file} has {size} bytes, and had {n_bytes} when it was opened: it was cut short since; "
+                f"copy it again, or prepare the data again, and go on with --resume"
+            )
 
     def document(self, i: int) -> np.ndarray:
         """The ids of document i, its separator last."""
@@ -262,6 +278,7 @@ class TokenSplit:
             return self.n_tokens
         shard = bisect_right(self._document_ends, i)
         first = self._document_ends[shard] - len(self._indices[shard])
+        self._require_whole(self._index_files[shard], self._indices[shard].nbytes)
         return self._shard_start(shard) + int(self._indices[shard][i - first])
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
@@ -271,6 +288,7 @@ class TokenSplit:
             first, index = self._shard_start(shard) - start, self._indices[shard]
             if first >= length:
                 break
+            self._require_whole(self._index_files[shard], index.nbytes)
             low, high = np.searchsorted(index, np.array([max(0, -first), max(0, length - first)], index.dtype))
             found.append(index[low:high].astype(np.int64) + first)
         return np.concatenate(found)
@@ -328,7 +346,7 @@ def _read_json(folder: Path) -> Any:
         found = f"holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, but no" if names else "is empty: no"
         raise DataError(f"{folder}: the folder {found} {MANIFEST}; token shards are made by `{PREPARE}`")
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -90,6 +90,8 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokeni
     if path.is_dir():
         raise DataError(f"{path}: a folder, not a tokenizer; pass the file, {path / 'tokenizer.json'}")
     try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: not a file of a tokenizer but a device or a pipe")
         json_bytes = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read: {error.strerror}") from error

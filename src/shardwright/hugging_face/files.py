@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import CheckpointError, ConfigError, DamagedError, InputError
+from shardwright.files import parse_json
 from shardwright.hugging_face import deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
 from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
 from shardwright.model.spec import ModelSpec
@@ -131,7 +132,7 @@ def read_header(path: Path) -> dict[str, Held]:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = LENGTH.unpack(file.read(LENGTH.size))
-            header = json.loads(file.read(length)) if length < size else None
+            header = parse_json(file.read(length)) if length < size else None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (struct.error, ValueError):
@@ -158,7 +159,7 @@ def read_header(path: Path) -> dict[str, Held]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} is no folder of transformers: it has no {path.name}; supported architectures: "

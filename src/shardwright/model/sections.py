@@ -8,6 +8,17 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from math import ceil, log
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
+from shardwright.keys import MOST_LAYERS
+
+MOST_HEADS = 2**16
+MOST_WIDE = 2**31 - 1
+"""The largest size that has no bound of its own: what an index of 32 bits counts."""
+_MOST = {
+    "n_layers": MOST_LAYERS,
+    "mtp_modules": MOST_LAYERS,
+    "n_heads": MOST_HEADS,
+    "n_kv_heads": MOST_HEADS,
+} | dict.fromkeys(("n_experts", "n_groups"), MOST_HEADS)
 Score = Literal["softmax", "sigmoid"]
 AuxScope = Literal["sequence", "batch"]
 Scaling = Literal["llama3", "linear", "yarn"]
@@ -22,6 +33,15 @@ class Described(Protocol):
 def descriptions(section: type[Described]) -> dict[str, str]:
     """Field name -> what it means, in the order of definition; the run-file reference is made from it."""
     return {each.name: each.metadata["help"] for each in fields(section)}
+
+
+def too_large(section: Described, prefix: str = "") -> Iterator[str]:
+    """A sentence for each size that is beyond what any model has; rules that go through all numbers below it, and
+    tables of all layers, would not end."""
+    for each in fields(section):
+        most, value = _MOST.get(each.name, MOST_WIDE), getattr(section, each.name)
+        if each.type is int and value > most:
+            yield f"{prefix}{each.name}={value} is more than any model has; valid: at most {most}"
 
 
 @dataclass(frozen=True, kw_only=True)

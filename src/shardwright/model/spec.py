@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from shardwright.errors import nearest
 from shardwright.model.modules import FAMILIES, Row, layer_rows, rows
-from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling
+from shardwright.model.sections import LatentAttentionSpec, MoESpec, RopeScaling, too_large
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu_tanh"]
@@ -103,6 +103,9 @@ class ModelSpec:
         broken = [name for name in sizes if getattr(self, name) < 1]
         for name in broken:
             yield f"{name}={getattr(self, name)} is not positive; valid: 1 or more"
+        if beyond := [*too_large(self), *(() if self.moe is None else too_large(self.moe, "moe."))]:
+            yield from beyond
+            return  # the rules below list divisors
         for name, literal in (("norm", Norm), ("activation", Activation), ("positions", Positions)):
             if getattr(self, name) not in get_args(literal):
                 yield f"{name}={getattr(self, name)!r} is not known; valid: {', '.join(get_args(literal))}"

@@ -1,11 +1,11 @@
 """Reads a table of measured runs: a CSV with exactly the columns of `planner.run_columns`."""
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import InputError, nearest
+from shardwright.files import read_csv, reason
 from shardwright.planner.measured_run import Run, Skipped, prepared
 from shardwright.planner.run_columns import Measured, columns
 from shardwright.schedule.named import ONE_F_ONE_B
@@ -27,12 +27,9 @@ def read_runs(path: Path) -> list[Run | Skipped]:
 def read_table(path: Path) -> list[tuple[int, Measured]]:
     """Every row with its line in the file (the last one of a row that has several). Raises InputError as above."""
     try:
-        # Spreadsheets begin a file with a byte order mark.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(cells)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: cannot be read as a CSV: {getattr(error, 'strerror', None) or error}") from None
+        lines = [(line, [cell.strip() for cell in cells]) for line, cells in read_csv(path) if any(cells)]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as a CSV: {reason(error)}") from None
     header = lines[0][1] if lines else []
     if found := list(_header_problems(header)):
         raise InputError(*(f"{path}: {problem}" for problem in found))

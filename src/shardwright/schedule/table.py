@@ -5,17 +5,16 @@ slots and are ignored. Two actions that PyTorch overlaps share a cell, `(0F8;7B0
 after the other.
 """
 
-import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 from shardwright.errors import ScheduleError
-from shardwright.files import write_whole
+from shardwright.files import read_csv, reason, write_whole
 from shardwright.schedule.actions import OPS, Action, Op, Schedule, make
 
-_ACTION = re.compile(r"(\d+)([A-Z])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,7})([A-Z])([0-9]{1,7})")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -36,11 +35,9 @@ def read_table(path: str | Path) -> Schedule:
     """
     path = Path(path)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"not a CSV file: {error}"
-        raise ScheduleError(f"{path}: cannot be read as a schedule ({reason})") from error
+        rows = [row for _, row in read_csv(path)]
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{path}: cannot be read as a schedule ({reason(error)})") from error
     found: list[str] = []
     ranks = [list(_row(row, f"{path}, row {at + 1} (rank {at})", found)) for at, row in enumerate(rows)]
     if not rows:

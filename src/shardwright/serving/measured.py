@@ -3,7 +3,6 @@
 `docs/serving.md` explains the columns. An empty cell was not stated by the source.
 """
 
-import csv
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -12,6 +11,7 @@ from typing import Any
 
 from shardwright.cost.hardware import Cluster, accelerator, cluster
 from shardwright.errors import InputError, nearest
+from shardwright.files import read_csv, reason
 from shardwright.model.spec import ModelSpec
 from shardwright.serving.engines import ENGINES, Engine, engine_of
 from shardwright.serving.models import named
@@ -87,10 +87,9 @@ COLUMNS = tuple(each.name for each in fields(Line))
 def read(path: Path) -> list[Case | Skipped]:
     """Every row of a table. Raises InputError with every column and cell that is not valid."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            found = list(csv.reader(file, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        found = [cells for _, cells in read_csv(path)]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {reason(error)}") from None
     if not found or not any(found[0]):
         raise InputError(f"{path}: the file is empty; its first line names the columns")
     head, body = found[0], [row for row in found[1:] if row]

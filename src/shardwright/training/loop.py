@@ -32,7 +32,7 @@ from shardwright.run_folder import (
 )
 from shardwright.training.build import DTYPES, build_model, build_trainer
 from shardwright.training.checkpoint.manifest import Progress
-from shardwright.training.checkpoint.state import checkpoint_bytes, load, save
+from shardwright.training.checkpoint.state import checkpoint_bytes, load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.copies import differing_copies
 from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
@@ -43,6 +43,7 @@ from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.monitor import AnyMonitor, monitored, record_collectives
 from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
+from shardwright.training.saving import Saving
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
@@ -117,6 +118,7 @@ class _Run:
         self.trainer = build_trainer(config, model, device, compiled=config.precision.compile)
         self.timeline = timeline_file(config, model.runner, place.rank)
         self.store = CheckpointStore(Path(config.out) / CHECKPOINTS, config.checkpoint.keep_last)
+        self.saving = Saving(config, self.store, self.trainer, self._happened)
         self.monitor = self.trainer.monitor = monitor
         monitor.name_modules(model.parts)
         self.remarks = [*remarks]
@@ -151,7 +153,8 @@ class _Run:
                 for writer in writers:
                     writer.write(record)
             try:
-                done = self._train(start, stop, writers, screen)
+                with self.saving.told_to(screen, writers):
+                    done = self._train(start, stop, writers, screen)
             finally:
                 for writer in writers:
                     writer.close()
@@ -259,14 +262,16 @@ class _Run:
                 self._evaluate(step, writers)
             if _due(step, config.faults.check_copies_every):
                 self._check_copies(step)
-            if _due(step, config.checkpoint.every) or last:
-                self._save(step, batches.next_sample)
+            self.saving.tell()
+            if last or self.saving.due(step):
+                self._save(step, batches.next_sample, last)
             self.monitor.enter("agreement", step)
         if start.step < step < config.steps:
             if logged < step:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers)
-            if not _due(step, config.checkpoint.every):
-                self._save(step, batches.next_sample)
+            if not self.saving.due(step):
+                self._save(step, batches.next_sample, last=True)
+            self.saving.settle(required=True)
         return step
 
     def _after_spike(self, spike: Spike, step: int, samples: tuple[int, int], screen: Screen) -> Start | None:
@@ -389,13 +394,12 @@ class _Run:
                 f"checkpoint of that step or an earlier one"
             )
 
-    def _save(self, step: int, samples: int) -> None:
+    def _save(self, step: int, samples: int, last: bool) -> None:
         self.monitor.enter("checkpoint", step)
         progress = Progress(step, samples, self.config.seed, tuple(self.left_out))
         begun = [stage for stage in self.order.stages if stage.from_step < step]
-        save(self.store, self.trainer, progress, self.sources.described(begun), kept_run_file(self.config))
+        self.saving.save(progress, self.sources.described(begun), last)
         self.trainer.clock.mark("checkpoint")
-        self._happened("save", step, f"saved {self.store.path_of(step)}")
 
     def _start(self) -> Start:
         """Load the checkpoint the run is to go on from, if any; a damaged one is passed over under `auto`."""
@@ -410,6 +414,7 @@ class _Run:
         """Load the newest checkpoint that is whole, if there is any; every rank calls this.
 
         Raises CheckpointError where all are damaged."""
+        self.saving.settle()
         # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
         published: list[Path] = gathered(self.store.published() if self.place.rank == 0 else [], list[Path])[0]
         damage: list[str] = []

@@ -61,7 +61,7 @@ class Screen(Progress):
 
     def write(self, record: Record) -> None:
         """One record as a line, above the bar where there is one."""
-        if record["kind"] == "run":
+        if record["kind"] not in ("train", "evaluation"):
             return
         told = line(record, self.steps)
         if record["kind"] == "train" and record["step"] < self.steps:

@@ -30,7 +30,8 @@ from shardwright.run_folder import (
     CHECKPOINTS,
     LOGS,
     METRICS,
-    Started,
+    Evaluated,
+    Logged,
     checkpoint_name,
     published,
     read_metrics,
@@ -50,6 +51,8 @@ FOUND_BY_ALL = (SpikeError, CopiesError)
 """Errors in training that every rank raises at once, with the same text."""
 RANKS_PER_CORE = 16
 """Processes a core that are started on a machine without GPUs."""
+TOKEN_BYTES = 16
+"""Of a token and its target on the host, 64 bits each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +211,8 @@ def _machine_problems(config: RunConfig) -> list[str]:
     states = 0 if offloads else optimizer.kind.n_bytes(rows(spec).values(), state_element, optimizer.options)
     held = 2 * element + states / n_parameters  # weights, gradients and the optimizer's states
     held += element * (where == "cpu")  # a second copy of the weights
+    if config.checkpoint.async_mode != "disabled":
+        held += element + states / n_parameters  # the copies that are written beside training
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_bytes()
     if needed <= there:
@@ -221,10 +226,25 @@ def _machine_problems(config: RunConfig) -> list[str]:
     ]
 
 
+def _batch_problems(config: RunConfig) -> list[str]:
+    """Why the memory of this machine cannot hold the batches that one rank reads ahead."""
+    layout, batch = config.layout.layout(), config.batch
+    sequences, batches = batch.global_batch // layout.data_ranks, config.data.prefetch + 2
+    needed = sequences * batch.seq_len * batches * TOKEN_BYTES
+    if needed <= (there := machine_bytes()):
+        return []
+    return [
+        f"a rank reads {sequences:,} sequences of batch.seq_len={batch.seq_len:,} tokens for a step and holds "
+        f"{batches} such batches (data.prefetch={config.data.prefetch}), with {TOKEN_BYTES} bytes a token "
+        f"{format_bytes(needed)}; this machine has {format_bytes(there)}; lower batch.global_batch, or raise "
+        f"layout.dp_shard or dp_replicate"
+    ]
+
+
 def _check(config: RunConfig, alone: bool) -> None:
     """Raises InputError for data that does not fit the model, for a folder that already holds a run, and if `alone`
     is to start every rank, for a machine that cannot hold them."""
-    problems = missing_extras(config) + (_machine_problems(config) if alone else [])
+    problems = missing_extras(config) + _batch_problems(config) + (_machine_problems(config) if alone else [])
     try:
         Sources(config)
     except InputError as error:
@@ -264,6 +284,6 @@ def summary(out: Path) -> dict[str, Any]:
     """The results of a run from its folder: the headline numbers of its report, and its newest checkpoint."""
     saved = published(out / CHECKPOINTS)
     # A run that was complete when it was resumed, or was stopped before its first logged step, has logged nothing.
-    logged = any(not isinstance(record, Started) for record in read_metrics(out / METRICS))
+    logged = any(isinstance(record, Logged | Evaluated) for record in read_metrics(out / METRICS))
     numbers = dataclasses.asdict(headline(read_run(out))) if logged else {}
     return {"out": str(out), **numbers, "checkpoint": str(saved[-1]) if saved else None}

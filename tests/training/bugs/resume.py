@@ -64,9 +64,9 @@ RESUME: dict[str, AnyBug] = {
     ),
     "a checkpoint is written in bf16": ResumeBug(
         Mutation(
-            f"{STORAGE}:SafetensorsWriter.write_data",
-            "resolved.detach().cpu().contiguous()",
-            "resolved.detach().cpu().bfloat16().to(resolved.dtype).contiguous()",
+            "shardwright.training.checkpoint.saver:write_shards",
+            "take(piece).detach().cpu().contiguous()",
+            "take(piece).detach().cpu().bfloat16().to(getattr(torch, entry.dtype)).contiguous()",
         ),
         (ONE, ONE),
     ),

@@ -1,4 +1,4 @@
-"""Saving and loading the state of training: every tensor under a global name, whatever layout holds it."""
+"""The state of training, every tensor under a global name, whatever layout holds it, and loading it."""
 
 import dataclasses
 import warnings
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
@@ -14,17 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright.errors import CheckpointError, DamagedError, ShardwrightError
 from shardwright.parallel.objects import gathered
-from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import (
     DataRecord,
     Manifest,
-    Progress,
-    TensorRecord,
     read_manifest,
-    sha256_of_text,
 )
-from shardwright.training.checkpoint.storage import IntoPlace, SafetensorsReader, SafetensorsWriter
-from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.checkpoint.storage import IntoPlace, SafetensorsReader
 from shardwright.training.offload.states import StoredTensor
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.sources import past_problems
@@ -55,45 +49,6 @@ def checkpoint_bytes(trainer: Trainer) -> int:
     return held * trainer.model.spec.n_parameters // here
 
 
-def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: DataRecord, run_toml: str) -> Path:
-    """Write and publish a checkpoint; every rank calls this, and it is there once this returns.
-
-    Raises CheckpointError on every rank if any rank could not write; what was published before stays.
-    """
-    tensors = named_tensors(trainer)
-    partial = store.partial_of(progress.step)
-
-    def publish(records: dict[str, TensorRecord]) -> None:
-        manifest = Manifest(
-            progress=progress,
-            model=dataclasses.asdict(trainer.model.spec),
-            data=data,
-            world_size=dist.get_world_size(),
-            tensors=records,
-            files={RUN_FILE: sha256_of_text(run_toml)},
-            loss_scale=None if trainer.scaler is None else trainer.scaler.state,
-            spikes=None if trainer.spikes is None else trainer.spikes.state,
-        )
-        manifest.write(partial)
-        (partial / RUN_FILE).write_text(run_toml, encoding="utf-8")
-        store.publish(progress.step)
-
-    writer = SafetensorsWriter(
-        partial,
-        dist.get_rank(),
-        prepare=lambda: store.begin(progress.step, checkpoint_bytes(trainer)),
-        publish=publish,
-        stored=stored_tensors(trainer),
-    )
-    try:
-        dcp.save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:
-        if dist.get_rank() == 0:
-            store.sweep()
-        raise _first_cause(error, f"writing {partial} (earlier checkpoints are untouched)") from None
-    return store.path_of(progress.step)
-
-
 def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
     """Read a checkpoint, of any layout, into the tensors of this one; every rank calls this. Returns its manifest.
 
@@ -109,7 +64,7 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
             refusal = CheckpointError(*(f"{folder}: {problem}" for problem in [*problems, _A_NEW_RUN]))
     except CheckpointError as error:
         refusal = error
-    _raise_first(refusal)
+    raise_first(refusal)
     assert manifest is not None
     read_into(folder, manifest, tensors, stored_tensors(trainer))
     trainer.model.after_change()
@@ -120,7 +75,7 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
     return manifest
 
 
-def _raise_first(error: CheckpointError | None) -> None:
+def raise_first(error: CheckpointError | None) -> None:
     """Raise on every rank what any has to complain of: one that went on alone would hang in a collective."""
     mine = None if error is None else (isinstance(error, DamagedError), error.problems)
     everyone = gathered(mine, tuple[bool, list[str]] | None)
@@ -210,8 +165,6 @@ def _first_cause(error: CheckpointException, doing: str) -> BaseException:
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if isinstance(cause, ShardwrightError):
         return cause
-    if "No space left" in str(cause):
-        return CheckpointError(f"{doing}: the disk is full; free some of it, or choose another `out` ({cause})")
     if isinstance(cause, OSError | SafetensorError):
         return CheckpointError(f"{doing}: rank {rank}: {cause}")
     return error

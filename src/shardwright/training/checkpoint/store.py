@@ -9,6 +9,8 @@ from shardwright.run_folder import checkpoint_name, published
 from shardwright.units import format_bytes
 
 _PARTIAL = ".partial"
+WRITTEN = "written"
+"""The folder in one that is being written, by which rank 0 knows which ranks are done (`shards`)."""
 _REPLACED = f".replaced{_PARTIAL}"
 _SLACK = 1.02  # headers and the manifest, beyond the tensors themselves
 
@@ -37,7 +39,7 @@ class CheckpointStore:
         self.require_space(tensor_bytes)
         partial = self.partial_of(step)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        (partial / WRITTEN).mkdir(parents=True)
 
     def publish(self, step: int) -> None:
         """Give a finished checkpoint its name, by one rename, then delete those that are no longer kept.
@@ -46,6 +48,7 @@ class CheckpointStore:
         counted as the last ones this good one would be deleted in their place.
         """
         final = self.path_of(step)
+        shutil.rmtree(self.partial_of(step) / WRITTEN, ignore_errors=True)
         publish_folder(self.partial_of(step), final, final.with_name(final.name + _REPLACED))
         published = self.published()
         here = published.index(final)

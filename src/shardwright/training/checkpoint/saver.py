@@ -1,0 +1,250 @@
+"""Saving the state of training, while it stands still or beside it.
+
+Synchronous: every rank writes its shards, rank 0 publishes, and then training goes on. Asynchronous: every rank copies
+its shards into memory of the host, kept from one checkpoint to the next, and training goes on; a thread of each rank
+writes the copies, and that of rank 0 publishes when the records of all are there (CheckFreq, Mohan et al., FAST '21:
+snapshot and persist are separate phases, and at most one checkpoint is under way).
+"""
+
+import copy
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from shardwright.errors import CheckpointError
+from shardwright.run_folder import RUN_FILE, Saved, now
+from shardwright.training.checkpoint.manifest import DataRecord, Manifest, Progress, TensorRecord, sha256_of_text
+from shardwright.training.checkpoint.plan import Piece, Plan, plan_of
+from shardwright.training.checkpoint.shards import gathered, host_copy, tell_failure, tensor_records, write_shards
+from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, raise_first, stored_tensors
+from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.step import Trainer
+
+RETRY_AFTER_S = 1.0
+"""Before writing is tried again; twice as long each time."""
+
+
+@dataclass
+class _UnderWay:
+    """A checkpoint that is being written. `error`: why it failed; `ended_s`: on the monotonic clock."""
+
+    head: Manifest
+    run_toml: str
+    began_s: float
+    blocked_s: float = 0.0
+    error: CheckpointError | None = None
+    ended_s: float | None = None
+    told: bool = False
+
+    @property
+    def step(self) -> int:
+        """Steps that it is after."""
+        return self.head.progress.step
+
+
+class Saver:
+    """Saves checkpoints of a run; every method but `news` and `abandon` is called by all ranks together.
+
+    Raises CheckpointError on every rank if any could not write; what was published before stays.
+    """
+
+    def __init__(self, store: CheckpointStore, trainer: Trainer, asynchronous: bool = False, retries: int = 0) -> None:
+        self.store, self.trainer = store, trainer
+        self.asynchronous, self.retries = asynchronous, retries
+        self._plan: Plan | None = None
+        self._host: list[Tensor] = []
+        self._under_way: _UnderWay | None = None
+        self._thread: threading.Thread | None = None
+        self._abandoned = threading.Event()
+        self._news: list[Saved] = []
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint that is under way; 0 if none is."""
+        return 0 if self._under_way is None else self._under_way.step
+
+    def prepare(self) -> Plan:
+        """Plan who writes what, and where saving is asynchronous take the memory for the copies."""
+        if self._plan is None:
+            self._plan = plan_of(named_tensors(self.trainer))
+            if self.asynchronous:
+                self._host = host_copy(self._plan, pinned=self.trainer.device.type == "cuda")
+        return self._plan
+
+    def save(self, progress: Progress, data: DataRecord, run_toml: str) -> Path:
+        """Save a checkpoint after the one before it, if that is still under way. It is published once this returns, or
+        where saving is asynchronous once `settle` does."""
+        self.settle()
+        began_s = time.monotonic()
+        plan, partial = self.prepare(), self.store.partial_of(progress.step)
+        save = _UnderWay(self._head(progress, data, run_toml), run_toml, began_s)
+        self._together(partial, lambda: self._begin(progress.step), rank=0)
+        tensors = named_tensors(self.trainer)
+        if not self.asynchronous:
+            stored = stored_tensors(self.trainer)
+            self._together(
+                partial,
+                lambda: self._written(
+                    partial, plan, lambda piece: s.read() if (s := stored.get(piece.name)) else piece.of(tensors)
+                ),
+            )
+            self._together(partial, lambda: self._publish(save, plan), rank=0)
+            save.blocked_s = time.monotonic() - began_s
+            self._took(save)
+            return self.store.path_of(progress.step)
+        copies = self._copied(plan, tensors)
+        save.blocked_s = time.monotonic() - began_s
+        self._under_way = save
+        self._thread = threading.Thread(target=self._beside, args=(save, plan, copies), name="checkpoint", daemon=True)
+        self._thread.start()
+        return self.store.path_of(progress.step)
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is under way, if any, is published."""
+        if self._thread is None or self._under_way is None:
+            return
+        save, thread = self._under_way, self._thread
+        self._under_way = self._thread = None
+        first = dist.get_rank() == 0
+        if not first:
+            thread.join()
+        try:
+            raise_first(None if first else save.error)
+        except CheckpointError:
+            self._abandoned.set()  # records that rank 0 waits for will not come
+            raise
+        finally:
+            thread.join()
+            self._abandoned.clear()
+        raise_first(save.error)
+        self._took(save)
+
+    def news(self) -> list[Saved]:
+        """What has been published since the last call."""
+        if (save := self._under_way) is not None and save.ended_s is not None and save.error is None:
+            self._took(save)
+        told, self._news = self._news, []
+        return told
+
+    def abandon(self) -> None:
+        """Leave what is under way: other ranks may be gone."""
+        self._abandoned.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def _head(self, progress: Progress, data: DataRecord, run_toml: str) -> Manifest:
+        """The manifest without tensors, of what is so now: training changes its own states while they are written."""
+        trainer = self.trainer
+        return Manifest(
+            progress=progress,
+            model=dataclasses.asdict(trainer.model.spec),
+            data=data,
+            world_size=dist.get_world_size(),
+            tensors={},
+            files={RUN_FILE: sha256_of_text(run_toml)},
+            loss_scale=None if trainer.scaler is None else copy.deepcopy(trainer.scaler.state),
+            spikes=None if trainer.spikes is None else copy.deepcopy(trainer.spikes.state),
+        )
+
+    def _copied(self, plan: Plan, tensors: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
+        """Every piece of this rank, in memory that training does not change."""
+        copies = {}
+        for piece, host in zip(plan.pieces, self._host, strict=True):
+            copies[piece] = host.copy_(piece.of(tensors), non_blocking=True)
+        if self.trainer.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.device)
+        return copies
+
+    def _beside(self, save: _UnderWay, plan: Plan, copies: Mapping[Piece, Tensor]) -> None:
+        """The thread: write the copies, publish. What goes wrong is kept for `settle`."""
+        partial = self.store.partial_of(save.step)
+        try:
+            self._written(partial, plan, copies.__getitem__)
+            if dist.get_rank() == 0:
+                self._publish(save, plan)
+        except Exception as error:  # a thread has no one to raise it to
+            save.error = as_checkpoint_error(error, partial)
+            tell_failure(partial, dist.get_rank(), str(save.error))
+            if dist.get_rank() == 0:
+                self.store.sweep()
+        save.ended_s = time.monotonic()
+
+    def _begin(self, step: int) -> None:
+        self.store.begin(step, checkpoint_bytes(self.trainer))
+
+    def _written(self, partial: Path, plan: Plan, take: Callable[[Piece], Tensor]) -> None:
+        """Write the shards of this rank, again where the disk has failed. Raises OSError where it fails each time."""
+        for left in reversed(range(self.retries + 1)):
+            try:
+                _require_seen(partial)
+                write_shards(partial, dist.get_rank(), plan.pieces, take)
+                return
+            except OSError:
+                if not left or self._abandoned.wait(RETRY_AFTER_S * 2 ** (self.retries - left)):
+                    raise
+
+    def _publish(self, save: _UnderWay, plan: Plan) -> None:
+        """Rank 0: give the checkpoint its name, once all ranks have written."""
+        partial = self.store.partial_of(save.step)
+        shards = gathered(partial, dist.get_world_size(), self._abandoned.is_set)
+        if shards is None:
+            return
+        records: dict[str, TensorRecord] = tensor_records(plan, shards)
+        dataclasses.replace(save.head, tensors=records).write(partial)
+        (partial / RUN_FILE).write_text(save.run_toml, encoding="utf-8")
+        self.store.publish(save.step)
+
+    def _together(self, partial: Path, act: Callable[[], None], rank: int | None = None) -> None:
+        """Do something on every rank, or on one; raises on every rank what any has met."""
+        error = None
+        if rank is None or rank == dist.get_rank():
+            try:
+                act()
+            except (OSError, SafetensorError, CheckpointError) as caught:
+                error = as_checkpoint_error(caught, partial)
+        try:
+            raise_first(error)
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                self.store.sweep()
+            raise
+
+    def _took(self, save: _UnderWay) -> None:
+        """Note what a checkpoint has cost, once."""
+        if not save.told:
+            took_s = (save.ended_s or time.monotonic()) - save.began_s
+            self._news.append(Saved(save.step, save.blocked_s, took_s, checkpoint_bytes(self.trainer), now()))
+            save.told = True
+
+
+def save(store: CheckpointStore, trainer: Trainer, progress: Progress, data: DataRecord, run_toml: str) -> Path:
+    """Write and publish a checkpoint; every rank calls this, and it is there once this returns. Raises as `Saver`."""
+    return Saver(store, trainer).save(progress, data, run_toml)
+
+
+def as_checkpoint_error(error: Exception, partial: Path) -> CheckpointError:
+    """What went wrong as a checkpoint was written, with the rank it went wrong on."""
+    if isinstance(error, CheckpointError):
+        return error
+    doing = f"writing {partial} (earlier checkpoints are untouched)"
+    if "No space left" in str(error):
+        return CheckpointError(f"{doing}: the disk is full; free some of it, or choose another `out` ({error})")
+    what = str(error) if isinstance(error, OSError | SafetensorError) else f"{type(error).__name__}: {error}"
+    return CheckpointError(f"{doing}: rank {dist.get_rank()}: {what}")
+
+
+def _require_seen(partial: Path) -> None:
+    if not partial.is_dir():
+        raise CheckpointError(
+            f"{partial}, which rank 0 has made, cannot be seen from {socket.gethostname()}; `out` must be on a file "
+            f"system that all machines of the run share"
+        )
