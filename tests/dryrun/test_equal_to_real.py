@@ -5,6 +5,7 @@ Both are recorded by the same code, which sees what PyTorch dispatches. Numbers 
 cannot read, are those of the real run.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pipeline of experts": ("mixture", "bf16", {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 1}),
     "pipeline on token shards": ("dense", "bf16", {"pp": 2, "tp": 2}),
     "pipeline and ring": ("dense", "bf16", {"pp": 2, "cp": 2}),
+    "states on the host": ("dense", "bf16", {"tp": 2, "offload_optimizer": "cpu"}),
+    "states on a disk, shards on the host": (
+        "dense",
+        "fp32",
+        {"dp_replicate": 2, "dp_shard": 2, "offload_optimizer": "disk", "offload_parameters": "cpu"},
+    ),
+    "states on a disk": ("dense", "bf16", {"dp_shard": 2, "zero": 1, "offload_optimizer": "disk"}),
+    "gradients and weights as integers": (
+        "dense",
+        "bf16",
+        {"dp_shard": 2, "compress_gradients": "int8", "compress_weights": "int8"},
+    ),
+    "gradients as products": ("dense", "fp32", {"dp_replicate": 2, "compress_gradients": "powersgd-2"}),
     "four stages": ("dense", "fp32", {"pp": 4, "pp_schedule": "zb-h1"}),
 } | {
     f"schedule {name}": ("dense", "fp32", {"pp": 2, "pp_schedule": name})
@@ -59,9 +73,11 @@ def lines(record: RankRecord) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("name", rest_prove(LAYOUTS, *QUICK))
-def test_messages_and_live_bytes_are_those_of_the_real_run(name: str):
+def test_messages_and_live_bytes_are_those_of_the_real_run(name: str, tmp_path: Path):
     model, compute, layout = LAYOUTS[name]
     table = run_file(model, layout, compute)
+    if layout.get("offload_optimizer") == "disk":
+        table["offload_path"] = str(tmp_path)
     matmul_flops = 0
     for real, dry in both(table):
         matmul_flops += sum(count for op, count in dry.flops.items() if "attention" not in op)

@@ -28,6 +28,7 @@ from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
@@ -73,6 +74,7 @@ def apply(
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
     compression = Compression.of(layout, mesh, expert_mesh)
     shards: list[Sharded] = []
+    stores: list[ActivationsOnHost] = []
     for part in parts:
         blocks = list(part.layers.values())
         part.applies_head = not layout.loss_chunk_tokens
@@ -92,11 +94,18 @@ def apply(
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep, read)
+        store = None
+        if layout.offload_activations == "cpu":
+            store = ActivationsOnHost(device, layout.offload_min_bytes)
+            stores.append(store)
         for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
             if layout.recompute == "full":
                 _recompute(block)
             else:
-                recompute_parts(block, layout.recompute_modules)
+                keeps = store is None or (block is blocks[-1] and layout.pp == 1)
+                recompute_parts(block, layout.recompute_modules, None if keeps or store is None else store.keep)
+        for block in blocks if store is not None else ():
+            store.wrap(block, first=block is blocks[0], keeps=block is blocks[-1] and layout.pp == 1)
         if compile_blocks:
             for block in blocks:
                 block.compile()
@@ -119,6 +128,7 @@ def apply(
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0])
     model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model.on_host = stores
     model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
     return model
 
