@@ -16,6 +16,7 @@ from shardwright.schedule.registry import names
 from tests.dryrun.worlds import DENSE, both, run_file
 from tests.marks import rest_prove
 
+ON_HOST = {"offload_activations": "cpu", "offload_min_bytes": 1}
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "one rank": ("dense", "bf16", {}),
     "zero 0": ("dense", "fp32", {"dp_replicate": 2}),
@@ -50,6 +51,8 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"dp_replicate": 2, "dp_shard": 2, "offload_optimizer": "disk", "offload_parameters": "cpu"},
     ),
     "states on a disk": ("dense", "bf16", {"dp_shard": 2, "zero": 1, "offload_optimizer": "disk"}),
+    "activations on the host": ("dense", "bf16", {"dp_shard": 2, "recompute": "selective", **ON_HOST}),
+    "activations of a pipeline on the host": ("mixture", "fp32", {"pp": 2, "pp_schedule": "zb-h1", **ON_HOST}),
     "gradients and weights as integers": (
         "dense",
         "bf16",

@@ -134,6 +134,19 @@ def test_states_on_a_disk_are_on_a_gpu_a_chunk_at_a_time_which_is_copied_there_a
     assert found.host_bytes == 3 * found.sent[DISK, READ].n_bytes
 
 
+@pytest.mark.prove
+def test_a_gpu_has_the_activations_of_two_layers_and_the_host_all_others_which_are_copied_there_and_back():
+    on_device, on_host = (
+        run_ranks(dry, 1, run_file("dense", more), 0, True)[0]
+        for more in ({}, {"offload_activations": "cpu", "offload_min_bytes": 1024})
+    )
+    # Three micro-batches of four layers, of which the last keeps its own.
+    assert on_host.sent[LINK, TO_HOST] == on_host.sent[LINK, TO_DEVICE]
+    assert on_host.sent[LINK, TO_HOST].n_bytes == 3 * on_host.host_bytes, "those of one micro-batch at a time"
+    less = on_device.peak_of_kinds["activations"] - on_host.peak_of_kinds["activations"]
+    assert 0.6 * on_host.host_bytes < less
+
+
 def test_a_rank_outside_of_the_world_is_refused():
     with pytest.raises(LayoutError, match="rank 2 is not in the world of the layout; valid: 0 to 1"):
         dry_run(parse(run_file("dense", {"tp": 2})), How(GiB), rank=2)

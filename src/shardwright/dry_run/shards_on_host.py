@@ -18,7 +18,8 @@ def copies_of_shards(recorder: Recorder) -> Iterator[None]:
     """In the block, each gather and each reduction of a group of parameters is recorded with its copies. Where the
     recorder counts as on a GPU, the copies are made, since without one device and host are the same and nothing is
     copied."""
-    gather, reduce, inputs = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce, _inputs()
+    theirs: Any = _fsdp_param_group
+    gather, reduce, inputs = theirs.foreach_all_gather, theirs.foreach_reduce, _inputs()
 
     def gathered(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
         recorder.copied(TO_DEVICE, sum(each._sharded_param_data.nbytes for each in parameters if _comes(each)))
@@ -41,13 +42,13 @@ def copies_of_shards(recorder: Recorder) -> Iterator[None]:
             recorder.copied(TO_HOST, sum(_put_gradient(each, recorder) for each in offloaded))
         return found
 
-    _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce = gathered, reduced
+    theirs.foreach_all_gather, theirs.foreach_reduce = gathered, reduced
     FSDPParam.all_gather_inputs = property(inputs_on_device)  # type: ignore[assignment]
     try:
         yield
     finally:
-        _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce = gather, reduce
-        FSDPParam.all_gather_inputs = inputs
+        theirs.foreach_all_gather, theirs.foreach_reduce = gather, reduce
+        FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
 
 
 def _inputs() -> Any:
@@ -68,5 +69,5 @@ def _put_gradient(parameter: FSDPParam, recorder: Recorder) -> int:
         with recorder.on_host():
             local = torch.empty_like(local)
         recorder.put_on_host(local, "gradients")
-        parameter.sharded_param.grad = parameter.to_sharded_dtensor(local)  # type: ignore[assignment]
+        parameter.sharded_param.grad = parameter.to_sharded_dtensor(local)
     return int(local.nbytes)

@@ -98,14 +98,7 @@ def apply(
         if layout.offload_activations == "cpu":
             store = ActivationsOnHost(device, layout.offload_min_bytes)
             stores.append(store)
-        for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
-            if layout.recompute == "full":
-                _recompute(block)
-            else:
-                keeps = store is None or (block is blocks[-1] and layout.pp == 1)
-                recompute_parts(block, layout.recompute_modules, None if keeps or store is None else store.keep)
-        for block in blocks if store is not None else ():
-            store.wrap(block, first=block is blocks[0], keeps=block is blocks[-1] and layout.pp == 1)
+        _save_activations(blocks, layout, store)
         if compile_blocks:
             for block in blocks:
                 block.compile()
@@ -204,6 +197,21 @@ def _pipeline(
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
     return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
+
+
+def _save_activations(blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None) -> None:
+    """Have blocks recompute what the layout says, and `store`, if there is one, keep what they save."""
+    # Without a pipeline the backward pass of the last block comes next, so it keeps its own.
+    last = blocks[-1] if layout.pp == 1 else None
+    for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
+        if layout.recompute == "full":
+            _recompute(block)
+        else:
+            keep = None if store is None or block is last else store.keep
+            recompute_parts(block, layout.recompute_modules, keep)
+    if store is not None:
+        for block in blocks:
+            store.wrap(block, first=block is blocks[0], keeps=block is last)
 
 
 def _recompute(block: nn.Module) -> None:
