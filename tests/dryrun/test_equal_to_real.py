@@ -94,6 +94,8 @@ def test_messages_and_live_bytes_are_those_of_the_real_run(name: str, tmp_path: 
             within = max(0.01 * real.peak_of_kinds[kind], 0.002 * real.peak.n_bytes)
             is_held(dry.peak_of_kinds[kind], real.peak_of_kinds[kind], within, late if kind in OF_MESSAGES else 0)
         assert dry.flops == real.flops
+    if "powersgd" in layout.get("compress_gradients", ""):
+        return  # it multiplies matrices of its own
     if model == "dense" and "recompute" not in layout and layout.get("tp", 1) <= DENSE["n_kv_heads"]:
         config = parse(table)
         tokens = config.batch.global_batch * config.batch.seq_len

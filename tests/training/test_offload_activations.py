@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwright.config import parse
+from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
+from shardwright.training.offload import room
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.training.checkpoints import equal
@@ -103,7 +106,7 @@ def test_a_tensor_that_several_operations_save_is_copied_once_and_weights_are_no
 
 
 def test_a_view_comes_back_as_the_view_that_was_saved():
-    same(lambda x, w: x.view(8, 8).T.contiguous().view(64)[8:40].repeat(2) * w + x.view(8, 8).T.flatten() * x.flip(0))
+    same(lambda x, w: torch.cat([x[32:] * w[:32], x.view(8, 8).T[:4].flatten() * x[:32]]))
 
 
 def test_a_tensor_that_is_changed_in_place_comes_back_as_it_was_when_it_was_saved():
@@ -153,3 +156,24 @@ def test_the_device_has_the_activations_of_two_layers_at_a_time():
     found.sum().backward()
     assert n_back == [2, 2, 2, 2, 2, 1], "a layer and the one before it"
     assert store.out == store.back + [512] * 2
+
+
+def refused(machine_bytes: int) -> list[str]:
+    """What a rank says of a machine with so much memory."""
+    room.machine_bytes = lambda: machine_bytes
+    run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
+    try:
+        room.require_host_memory(parse(run | {"layout": {"dp_shard": 2, "offload_optimizer": "cpu", **ON_HOST}}))
+    except InputError as error:
+        return error.problems
+    return []
+
+
+def test_a_machine_without_room_for_what_its_ranks_keep_there_is_refused_with_the_sums_and_the_way_out():
+    assert run_ranks(refused, 2, 2**40) == [[], []]
+    for problems in run_ranks(refused, 2, 2**10):
+        (problem,) = problems
+        assert "2 ranks on" in problem
+        for part in ("of copies of weights", "of optimizer states", "of activations", "the machine has 1"):
+            assert part in problem
+        assert "layout.offload_optimizer='none' or 'disk'" in problem

@@ -64,7 +64,7 @@ def recompute_parts(block: nn.Module, names: Collection[str], keep: Keep | None 
 
 
 @contextmanager
-def _recomputing(names: frozenset[str], keep: Keep | None) -> Iterator[None]:
+def _recomputing(names: frozenset[str], keep: Keep | None = None) -> Iterator[None]:
     global _names, _outputs, _keep_elsewhere
     before = _names, _outputs, _keep_elsewhere
     _names, _outputs, _keep_elsewhere = names, {}, keep

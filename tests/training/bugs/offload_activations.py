@@ -7,7 +7,6 @@ from tests.training.bugs.bug import ONE, PP, SP, AnyBug, Bug, UnitBug
 
 _STORE = "shardwright.parallel.offload:ActivationsOnHost"
 _TESTS = "tests/training/test_offload_activations.py:"
-_ONCE = _TESTS + "test_a_tensor_that_several_operations_save_is_copied_once_and_weights_are_not"
 _IN_PLACE = _TESTS + "test_a_tensor_that_is_changed_in_place_comes_back_as_it_was_when_it_was_saved"
 _TWO = _TESTS + "test_the_device_has_the_activations_of_two_layers_at_a_time"
 _ONE, _PP, _SP = (replace(layout, offload_activations="cpu") for layout in (ONE, PP, SP))
@@ -21,10 +20,6 @@ SHARD: dict[str, AnyBug] = {
             "copy.on_device.view(self.dtype).as_strided(*self.view[:2], 0)",
         ),
         _TESTS + "test_a_view_comes_back_as_the_view_that_was_saved",
-    ),
-    "weights go to the host with the activations": UnitBug(
-        Mutation(f"{_STORE}.keep", "number in self._inputs or number in layer.parameters()", "number in self._inputs"),
-        _ONCE,
     ),
     "the input of a stage goes to the host, which the pipeline keeps anyway": UnitBug(
         Mutation(
