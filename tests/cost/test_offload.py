@@ -92,7 +92,7 @@ def test_host_and_disk_are_offered_where_nothing_fits_and_found_where_they_are_a
         assert {each.layout.offload_optimizer for each in found} == {where}
         steps_s.append(found[0].time.total_s[0])
     assert steps_s[0] < steps_s[1]
-    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "offload" in each.what]
+    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "offload_optimizer" in each.what]
 
 
 def test_a_disk_or_host_of_which_nothing_is_known_has_no_price():
