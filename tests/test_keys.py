@@ -40,6 +40,8 @@ LARGE = Layout(
     loss_chunk_tokens=64,
     offload_optimizer="disk",
     offload_parameters="cpu",
+    offload_activations="cpu",
+    offload_min_bytes=4096,
     zero_pp_gather="microbatch",
     compress_gradients="int8",
     compress_weights="int8",
@@ -133,8 +135,8 @@ def test_a_changed_layout_drops_what_lost_its_meaning_and_keeps_the_rest():
     assert LARGE.changed(pp=1) == Layout(
         tp=2, cp=4, cp_method="usp", ulysses_degree=2, ep=2, dp_replicate=2, dp_shard=2, zero=3,
         sequence_parallel=False, recompute="selective", recompute_modules=("norms", "attention"), recompute_layers=1,
-        loss_chunk_tokens=64, offload_optimizer="disk", offload_parameters="cpu", compress_gradients="int8",
-        compress_weights="int8", node_ranks=2,
+        loss_chunk_tokens=64, offload_optimizer="disk", offload_parameters="cpu", offload_activations="cpu",
+        offload_min_bytes=4096, compress_gradients="int8", compress_weights="int8", node_ranks=2,
     )  # fmt: skip
     assert Layout(dp_shard=2, cp=2, tp=2, ep=8).changed(tp=1) == Layout(dp_shard=2, cp=2, ep=4)
     assert Layout(dp_shard=2, zero=2).changed(dp_shard=1) == Layout()

@@ -235,6 +235,25 @@ class LayoutKeys:
         in_turn=("cpu",),
         planned=lambda layout: (layout.offload_parameters,),
     )
+    offload_activations: str = _key(
+        "none",
+        help="where the activations of layers are between forward and backward pass: none: in the memory of the "
+        "device; cpu: in that of the host, to which they are copied while the next layer runs, and from which they "
+        "come back while the backward pass of the layer after runs",
+        words=lambda layout, sizes: f"activations of layers are {_OFFLOADED_WORDS[layout.offload_activations]}",
+        choices=lambda: ("none", "cpu"),
+        in_turn=("cpu", "none"),
+        planned=lambda layout: (layout.offload_activations,),
+    )
+    offload_min_bytes: int = _key(
+        2**20,
+        help="offload_activations='cpu' only: tensors of fewer bytes stay on the device",
+        words=lambda layout, sizes: "bytes or more a tensor has that is copied to the host",
+        used=lambda layout: layout.offload_activations == "cpu",
+        needs="offload_activations='cpu'",
+        group="offload_activations",
+        unverified="verify copies tensors of any size",
+    )
     zero_pp_gather: str = _key(
         "step",
         help="zero 3 with pp: a stage's parameters are gathered once a step and held until its last backward pass, or "

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from shardwright.cost.activations import layer
+from shardwright.cost.blocks import blocks
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
+from shardwright.cost.host import host_bytes
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
@@ -89,7 +92,7 @@ def test_host_and_disk_are_offered_where_nothing_fits_and_found_where_they_are_a
         assert {each.layout.offload_optimizer for each in found} == {where}
         steps_s.append(found[0].time.total_s[0])
     assert steps_s[0] < steps_s[1]
-    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "offload" in each.what]
+    assert not [each for each in remedies(replace(JOB, optimizer="muon"), 0.1) if "offload_optimizer" in each.what]
 
 
 def test_a_disk_or_host_of_which_nothing_is_known_has_no_price():
@@ -101,3 +104,42 @@ def test_a_disk_or_host_of_which_nothing_is_known_has_no_price():
         estimate(job, SHARDED.changed(offload_optimizer="cpu"))
     with pytest.raises(LayoutError, match=r"optimizer\.name='muon': it updates whole matrices"):
         estimate(replace(JOB, optimizer="muon"), SHARDED.changed(offload_optimizer="disk"))
+
+
+def test_activations_on_the_host_leave_two_layers_on_the_device_and_take_what_their_copies_are_longer_than_a_pass():
+    job = replace(JOB, cluster=cluster("h100:8"))
+    layout = Layout(dp_shard=8, zero=3)
+    here, there = (estimate(job, layout.changed(offload_activations=where)) for where in ("none", "cpu"))
+    kept = layer(job, here.candidates, next(iter(blocks(MODEL)))).kept[0]
+    assert here.memory.kinds["activations"][0, 0] >= MODEL.n_layers * kept
+    ends = here.memory.kinds["activations"][0, 0] - MODEL.n_layers * kept
+    assert there.memory.kinds["activations"][0, 0] == pytest.approx(ends)
+    at_loss = here.memory.rank_bytes[0, 0] - there.memory.rank_bytes[0, 0]
+    assert at_loss == pytest.approx((MODEL.n_layers - 1) * kept, rel=0.1)
+    assert host_bytes(job, layout.changed(offload_activations="cpu"), 1, 0) == {
+        "activations": here.memory.kinds["activations"][0, 0]
+    }
+    # With a link that is slow enough nothing is hidden, and each pass of a layer takes as long as its copies.
+    slow = replace(job.cluster.accelerator, host_bytes_per_s=1e7)
+    slowed = replace(job, cluster=replace(job.cluster, accelerator=slow))
+    parts = estimate(slowed, layout.changed(offload_activations="cpu")).parts_s
+    copies_s = 8 * MODEL.n_layers * 2 * kept / 1e7
+    passes_s = sum(here.parts_s[kind] for kind in ("matmuls", "attention", "element-wise"))
+    assert copies_s - passes_s <= parts["copies to and from the host"] <= copies_s
+    fast = replace(job.cluster.accelerator, host_bytes_per_s=1e15)
+    hidden = replace(job, cluster=replace(job.cluster, accelerator=fast))
+    assert estimate(hidden, layout.changed(offload_activations="cpu")).step_s == pytest.approx(here.step_s)
+
+
+def test_activations_on_the_host_are_offered_where_they_make_a_layout_fit():
+    job = replace(JOB, cluster=cluster("h100:8"), seq_len=16384)
+    chosen = {"recompute": "none", "dp_shard": 8, "zero": 3}
+    assert not search(job, fixed=fixed_values(chosen)).best
+    what = "activations of layers in the memory of the host: "
+    offered = [each.what for each in remedies(job, 0.1, fixed_values(chosen)) if each.what.startswith(what)]
+    assert offered == [f"{what}--fix recompute=none,dp_shard=8,zero=3,offload_activations=cpu"]
+    assert search(job, fixed=fixed_values({**chosen, "offload_activations": "cpu"})).best
+    unknown = replace(job.cluster.accelerator, host_bytes_per_s=0.0)
+    job = replace(job, cluster=replace(job.cluster, accelerator=unknown))
+    with pytest.raises(LayoutError, match=r"layout\.offload_activations='cpu': there is no price for it"):
+        estimate(job, Layout(dp_shard=8, offload_activations="cpu"))

@@ -6,9 +6,10 @@ import pytest
 
 from shardwright.config import parse
 from shardwright.dry_run.program import dry_rank
-from shardwright.dry_run.record import RankRecord
+from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WRITE, RankRecord
 from shardwright.dry_run.run import DryRun, How, dry_run, how_of
 from shardwright.errors import InputError, LayoutError
+from shardwright.model.modules import rows
 from shardwright.units import GiB
 from tests.distributed import run_ranks
 from tests.dryrun.worlds import Table, run_file
@@ -97,6 +98,53 @@ def test_states_on_the_host_are_no_bytes_of_a_gpu_and_are_told_apart():
     assert on_host.peak.n_bytes + 2 * n_bytes == pytest.approx(on_device.peak.n_bytes, rel=0.01)
     temporaries = [record.curve[-2].kinds["temporaries"] for record in (on_host, on_device)]
     assert temporaries[0] <= temporaries[1], "the host's update allocates nothing on the device"
+
+
+@pytest.mark.prove
+def test_shards_on_the_host_are_no_bytes_of_a_gpu_and_each_gather_and_reduction_copies_them():
+    shared = {"dp_shard": 2, "zero": 3}
+    on_host = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    on_device, shards, disk = (
+        run_ranks(dry, 1, run_file("dense", shared | more, "bf16"), 0, True)[0]
+        for more in ({}, on_host, on_host | {"offload_optimizer": "disk"})
+    )
+    spec = parse(run_file("dense", {})).model.spec()
+    layers = spec.n_parameters - 2 * spec.vocab_size * spec.d_model - spec.d_model
+    shard_bytes, layers_bytes = spec.n_parameters * 4 // 2, layers * 4 // 2
+    for found in (shards, disk):
+        assert [found.peak_of_kinds[kind] for kind in ("parameters", "states")] == [0, 0]
+        assert found.peak_of_kinds["gathered"] == on_device.peak_of_kinds["gathered"]
+        assert found.sent[LINK, TO_DEVICE].n_bytes == 3 * (shard_bytes + layers_bytes)
+        assert found.sent[LINK, TO_HOST].n_bytes == 3 * shard_bytes
+        assert found.curve[-2].action == "optimizer"
+        assert found.curve[-2].n_bytes < 0.1 * on_device.curve[-2].n_bytes, "nothing is left on the device"
+    counters = 4 * len(list(rows(spec)))
+    assert 4 * shard_bytes <= shards.host_bytes <= 4.02 * shard_bytes + counters
+    assert disk.sent[DISK, READ] == disk.sent[DISK, WRITE]
+    assert 2 * shard_bytes <= disk.sent[DISK, READ].n_bytes <= 2.02 * shard_bytes + 8192
+
+
+@pytest.mark.prove
+def test_states_on_a_disk_are_on_a_gpu_a_chunk_at_a_time_which_is_copied_there_and_back():
+    (found,) = run_ranks(dry, 1, run_file("dense", {"offload_optimizer": "disk"}, "bf16"), 0, True)
+    n_bytes = 2 * 4 * parse(run_file("dense", {})).model.spec().n_parameters
+    for op in (TO_DEVICE, TO_HOST):
+        assert n_bytes <= found.sent[LINK, op].n_bytes <= 1.01 * n_bytes
+    assert n_bytes <= found.peak_of_kinds["states"] <= 1.05 * n_bytes, "this model has one chunk"
+    assert found.host_bytes == 3 * found.sent[DISK, READ].n_bytes
+
+
+@pytest.mark.prove
+def test_a_gpu_has_the_activations_of_two_layers_and_the_host_all_others_which_are_copied_there_and_back():
+    on_device, on_host = (
+        run_ranks(dry, 1, run_file("dense", more), 0, True)[0]
+        for more in ({}, {"offload_activations": "cpu", "offload_min_bytes": 1024})
+    )
+    # Three micro-batches of four layers, of which the last keeps its own.
+    assert on_host.sent[LINK, TO_HOST] == on_host.sent[LINK, TO_DEVICE]
+    assert on_host.sent[LINK, TO_HOST].n_bytes == 3 * on_host.host_bytes, "those of one micro-batch at a time"
+    less = on_device.peak_of_kinds["activations"] - on_host.peak_of_kinds["activations"]
+    assert 0.6 * on_host.host_bytes < less
 
 
 def test_a_rank_outside_of_the_world_is_refused():

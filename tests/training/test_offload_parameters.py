@@ -1,5 +1,5 @@
 """Proves that with the shards of parameters in the memory of the host a run computes the same bits, that nothing but
-trained parameters is there, and how many bytes of them a step copies to the device."""
+trained parameters is there, how many bytes of them a step copies to the device, and that known bugs of it are seen."""
 
 from dataclasses import replace
 
@@ -17,7 +17,9 @@ from shardwright.parallel.initialise import allocate
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
+from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS
+from tests.training.bugs.offload_parameters import ON_RANKS
 from tests.training.checkpoints import equal
 from tests.training.test_offload_host import trained
 from tests.training.worlds import CASE, OPTIMIZER
@@ -43,9 +45,15 @@ def test_shards_on_the_host_give_the_bits_of_shards_on_the_device(name: str):
     assert all(equal(*each) for each in zip(found, expected, strict=True))
 
 
-def devices() -> dict[str, set[str]]:
-    """By device the kinds of the tensors of a model, where `meta` stands for a GPU."""
-    found: dict[str, set[str]] = {"cpu": set(), "meta": set()}
+def devices(*bugs: Mutation) -> dict[str, set[str]]:
+    """By device the kinds of the tensors of a model, where `meta` stands for a GPU; `gathered from`: whether shards are
+    copied from the host to where they are gathered."""
+    with mutated(*bugs):
+        return _devices()
+
+
+def _devices() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {"cpu": set(), "meta": set(), "gathered from": set()}
 
     def fill(part: nn.Module, spec: ModelSpec, seed: int, device: torch.device, shards_on: torch.device) -> None:
         allocate(part, torch.device("meta"), shards_on)
@@ -59,15 +67,36 @@ def devices() -> dict[str, set[str]]:
             found[buffer.device.type].add("buffer")
     for group in model.runner.engine.groups:  # type: ignore[attr-defined]
         for parameters in group._get_fsdp_state()._fsdp_param_groups:
-            assert all(each.offload_to_cpu for each in parameters.fsdp_params), "it is copied to where it is gathered"
+            found["gathered from"] |= {"host" if each.offload_to_cpu else "device" for each in parameters.fsdp_params}
     return found
 
 
-def test_trained_parameters_are_on_the_host_and_nothing_else_is():
-    for found in run_ranks(devices, 2):
+def test_trained_parameters_are_on_the_host_and_nothing_else_is(*bugs: Mutation):
+    for found in run_ranks(devices, 2, *bugs):
         assert found["cpu"] == {"trained"}
         assert "trained" not in found["meta"]
         assert "untrained" in found["meta"]
+        assert found["gathered from"] == {"host"}
+
+
+def optimizer(*bugs: Mutation) -> str:
+    """What updates the shards on the host."""
+    with mutated(*bugs):
+        trainer = verify_rank.build_trainer(replace(CASE, spec=EVEN), Layout(dp_shard=2, zero=3, **ON_HOST), "adamw")
+        return type(trainer.optimizer).__name__
+
+
+def test_the_optimizer_updates_them_where_they_are(*bugs: Mutation):
+    assert run_ranks(optimizer, 2, *bugs) == ["OnShards"] * 2
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_ranks_show_the_bug(name: str):
+    what, bug = ON_RANKS[name]
+    test = globals()["test_" + what.replace(" ", "_")]
+    with pytest.raises(AssertionError):
+        test(bug)
 
 
 def copied() -> int:

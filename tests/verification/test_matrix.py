@@ -68,6 +68,9 @@ def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size
     assert {layout.loss_chunk_tokens for layout in again} == {5}, "and with a chunked loss in the same one"
     offloaded = {layout.offload_optimizer for layout in again}
     assert offloaded == {"disk", "cpu"}, "and with optimizer states on a disk or the host"
+    assert {layout.offload_activations for layout in again} == {"cpu", "none"}, (
+        "and half of them with activations there"
+    )
 
 
 def test_the_layouts_of_two_ranks_are_these():

@@ -1,9 +1,14 @@
 """Decides what a run file leaves to the memory of the devices: `layout.recompute = "auto"`."""
 
+from typing import TYPE_CHECKING
+
 from shardwright.config.run_config import RunConfig
 from shardwright.errors import LayoutError
 from shardwright.layout_keys import AUTO
 from shardwright.units import GiB
+
+if TYPE_CHECKING:
+    from shardwright.cost.job import Job
 
 MARGIN = 0.1
 """Share of the memory that is kept free, as in a plan."""
@@ -20,8 +25,6 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
     `memory_bytes`: of a rank's device, unless the run file says `memory_gib`; a share of `margin` is kept free. The
     same arguments give the same choice. Raises LayoutError where nothing fits, and where the plan has no formulas.
     """
-    from shardwright.cost.hardware import cluster
-    from shardwright.cost.job import Job
     from shardwright.planner.recomputation import least_recomputation
 
     if config.precision.compute == "fp64":
@@ -30,18 +33,28 @@ def settled(config: RunConfig, memory_bytes: float, margin: float = MARGIN) -> t
             f"precision.compute='fp64'; set recompute to none, selective or full"
         )
     layout = config.layout.layout()
-    job = Job(
+    limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)
+    chosen = least_recomputation(job_of(config), layout, config.batch.micro_batch, limit)
+    found = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
+    return with_recomputation(config, **found), str(chosen)
+
+
+def job_of(config: RunConfig) -> "Job":
+    """The job of a run file, for formulas of memory, which do not read what kind of accelerator it is."""
+    from shardwright.cost.hardware import cluster
+    from shardwright.cost.job import Job
+
+    size = config.layout.layout().world_size
+    return Job(
         model=config.model.spec(),
-        cluster=cluster(f"h100:{layout.world_size}/{layout.world_size}"),  # memory formulas do not read what kind
+        cluster=cluster(f"h100:{size}/{size}"),
         seq_len=config.batch.seq_len,
         global_batch=config.batch.global_batch,
         precision=config.precision.planned,
         optimizer=config.optimizer.name,
+        narrow_states=config.optimizer.state_dtype == "bf16",
+        optimizer_options=tuple(config.optimizer.options.items()),
     )
-    limit = (1 - margin) * (memory_bytes if config.memory_gib is None else config.memory_gib * GiB)
-    chosen = least_recomputation(job, layout, config.batch.micro_batch, limit)
-    found = {name: getattr(chosen.layout, name) for name in ("recompute", "recompute_layers")}
-    return with_recomputation(config, **found), str(chosen)
 
 
 def with_recomputation(config: RunConfig, recompute: str, recompute_layers: int | None) -> RunConfig:

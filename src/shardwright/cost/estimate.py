@@ -65,7 +65,7 @@ def estimate(job: Job, layout: Layout, micro_batch: int = 1, recompute: str | No
         raise LayoutError(*wrong)
     wrong = [
         *problems(job.model, layout, job.seq_len),
-        *job.offload_problems(layout.offload_optimizer, layout.offload_parameters),
+        *job.offload_problems(layout.offload_optimizer, layout.offload_parameters, layout.offload_activations),
     ]
     wrong += products.problems(job, layout)
     if layout.world_size != job.cluster.size:

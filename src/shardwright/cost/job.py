@@ -83,15 +83,20 @@ class Job:
             return 1 + self.stack.state_bytes / self.options_of_optimizer["block_size"]
         return 2.0 if self.narrow_states else self.stack.state_bytes
 
-    def offload_problems(self, where: str, parameters: str = "none") -> Iterator[str]:
+    def offload_problems(self, where: str, parameters: str = "none", activations: str = "none") -> Iterator[str]:
         """Why optimizer states cannot be where `layout.offload_optimizer` says, or what that costs is not known;
-        `parameters`: `layout.offload_parameters`."""
+        `parameters`, `activations`: `layout.offload_parameters`, `layout.offload_activations`."""
         yield from self.optimizer_kind.offload_problems(where)
         chip = self.cluster.accelerator
         if where == "disk" and not chip.disk_bytes_per_s:
             yield (
                 f"layout.offload_optimizer='disk': there is no price for it, accelerators.{chip.name} has no "
                 f"disk_gb_per_s; say it in a hardware file"
+            )
+        if activations == "cpu" and not chip.host_bytes_per_s:
+            yield (
+                f"layout.offload_activations='cpu': there is no price for it, accelerators.{chip.name} has no "
+                f"host_gb_per_s, the link to a memory of the host that is not its own; say it in a hardware file"
             )
         missing = [name for name in ("host", "host_memory") if not getattr(chip, f"{name}_bytes_per_s")]
         if "cpu" in (where, parameters) and missing:

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from shardwright.cost import ledger, recompute
+from shardwright.cost import activations, ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
-from shardwright.cost.passes import ELEMENTWISE, MATMULS, TENSOR, Passes, reached_bytes_per_s
+from shardwright.cost.passes import ELEMENTWISE, HOST, MATMULS, TENSOR, Passes, reached_bytes_per_s
 
 CASTS = "casts of inputs"
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -38,8 +38,23 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
             dispatch(passes, job, candidates, tokens)
         _recompute(passes, job, candidates, block)
         _launch(passes, job, candidates, block)
+        if candidates.shared.offload_activations == "cpu":
+            _copy_activations(passes, job, candidates, block)
         passes.note()
     return passes
+
+
+def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
+    """What copies of activations to the host, and back, take longer than the pass of a layer beside which they run.
+    Ignored: tensors of few bytes, which stay, and the memory bandwidth that copies take from kernels."""
+    kept = activations.layer(job, candidates, block, passes.of).kept
+    forward, backward_input, weight = passes.totals
+    for name, beside in (("F", forward), ("I", backward_input + weight)):
+        longer = ledger.compute(
+            f"{HOST}, {name}", "max(0 * kept, kept / host_rate - pass_beside_it)", "s", "parallel/offload.py",
+            kept=kept, host_rate=job.cluster.accelerator.host_bytes_per_s, pass_beside_it=beside,
+        )  # fmt: skip
+        passes.add(HOST, *((longer, 0.0) if name == "F" else (0.0, longer)))
 
 
 def head(job: Job, candidates: Candidates) -> Passes:

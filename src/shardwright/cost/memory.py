@@ -282,7 +282,7 @@ def _few_microbatches(job: Job, candidates: Candidates) -> Ints:
 
 def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> StageBytes:
     zeros = np.zeros((len(candidates), len(stages.layers)))
-    kept, experts, waiting, working = (zeros.copy() for _ in range(4))
+    kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, Layer]] = []
     for alike in pipeline.layers_alike(job, candidates):
         layer, counts = activations.layer(job, alike.candidates, alike.block, alike.name), alike.counts
@@ -291,6 +291,9 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
         experts += layer.experts[:, None] * counts
         waiting += layer.waiting[:, None] * counts
         working = np.maximum(working, layer.working[:, None] * (counts > 0))
+        largest = np.maximum(largest, layer.kept[:, None] * (counts > 0))
+    if candidates.shared.offload_activations == "cpu":
+        kept, experts = zeros.copy(), zeros.copy()
     around = activations.ends(job, candidates)
     kept[:, 0] += around.first
     kept[:, :-1] += around.sent[:, None]
@@ -301,6 +304,11 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
     # The head's backward pass has the gradients of the logits and of its matrix.
     head = held.head * job.stack.weight_gradient_bytes
     loss[:, -1] = np.maximum(around.loss, head - around.freed)
+    if candidates.shared.offload_activations == "cpu":
+        # The layer that runs, and the one whose activations are on their way.
+        n_layers = np.array([len(each) for each in stages.layers])
+        working = working + np.minimum(n_layers, 2) * largest
+        loss[:, -1] += largest[:, -1]
     gradients = states.moving_gradients(job, candidates, held)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)

@@ -9,12 +9,13 @@ from shardwright.cost import ledger
 from shardwright.cost.job import Floats, Job
 from shardwright.cost.message import Message
 
-MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT = (
+MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT, HOST = (
     "matmuls",
     "element-wise",
     "tensor parallel",
     "context parallel",
     "expert parallel",
+    "copies to and from the host",
 )
 """Kinds of work, which are the parts of the step time."""
 

@@ -2,8 +2,9 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardwright.data.batches import Batch
 from shardwright.dry_run.places import Places
 from shardwright.dry_run.record import RankRecord
 from shardwright.dry_run.recorder import Recorder
+from shardwright.dry_run.shards_on_host import copies_of_shards
 from shardwright.dry_run.watch import watch
 from shardwright.model.device_type import assumed
 from shardwright.model.spec import ModelSpec
@@ -63,10 +65,23 @@ def dry_rank(
     with assumed("cuda") if gpu else nullcontext(), _few_empty_shards():
         model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
-            trainer = build_trainer(config, model, CPU, compiled=False)
+            trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
             if gpu:
                 _fuse_norms(trainer.model.parts)
             return record_steps(trainer, config, rank, lambda _, n: empty_batch(config, n), steps, gpu, history)
+
+
+class _NoFile:
+    """A file of optimizer states without bytes; a recorder counts the requests."""
+
+    def __init__(self, folder: Path, n_bytes: int) -> None:
+        pass
+
+    def read(self, at: int, into: memoryview, direct: bool = False) -> None:
+        pass
+
+    def write(self, at: int, data: memoryview, direct: bool = False) -> None:
+        pass
 
 
 @contextmanager
@@ -135,7 +150,9 @@ def record_steps(
     last = batch(steps - 1, some)
     left_out = n_microbatches - len(last.tokens_ABT)
     repeats = {str(Action(0, op, 1)): 1 + left_out for op in ("F", "B") if left_out}
-    with Places(trainer.model.parts) as places, Recorder(layout, rank, places, gpu) as recorder:
+    with Places(trainer.model.parts) as places, Recorder(layout, rank, places, gpu) as recorder, ExitStack() as stack:
+        if layout.offload_parameters != "none":
+            stack.enter_context(copies_of_shards(recorder))
         tensors = last.tokens_ABT, last.targets_ABT, last.sample_ids_AB
         for tensor in tensors:
             recorder.mark(tensor, "activations")

@@ -25,8 +25,14 @@ WAIT = "wait"
 """The operation of an entry that is no message: the rank waits for a message whose receive it has started."""
 
 
+TO_HOST, TO_DEVICE, LINK = "copy to the host", "copy to the device", "link"
+READ, WRITE, DISK = "read", "write", "disk"
+"""What a rank copies between its device and the memory of the host, and reads from and writes to a disk: operations of
+messages, and the axes that these have."""
+
+
 class Message(NamedTuple):
-    """A collective, or a send or receive of a message.
+    """A collective, a send or receive of a message, or a copy to or from the host or a disk.
 
     `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
     `n_bytes`: of the larger of the tensors given to it; `shapes`: of all of them; `splits`: rows to and from each rank
@@ -111,8 +117,8 @@ class RankRecord:
     `largest`: the tensors of most bytes that are alive at the peak; `flops`: of matmuls and attention, by operation;
     `peak_of_kinds`: of each kind its own largest sum, which may be at another moment. `repeats`: how many micro-batches
     an action stands for, where it is not 1: without a pipeline all between the first and the last do the same, and one
-    of them is run; `flops` counts all. `history`: where it was asked for. `host_bytes`: in the memory of the host,
-    where that is not the memory of the device; no kind includes them."""
+    of them is run; `flops` counts all. `history`: where it was asked for. `host_bytes`: the most that is at once in the
+    memory of the host, where that is not the memory of the device; no kind includes them."""
 
     rank: int
     curve: tuple[Moment, ...]

@@ -18,7 +18,19 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardwright.dry_run.axes import axes_of
 from shardwright.dry_run.places import Places, running_line
-from shardwright.dry_run.record import KINDS, WAIT, Allocation, History, Message, RankRecord, summed
+from shardwright.dry_run.record import (
+    DISK,
+    KINDS,
+    LINK,
+    TO_DEVICE,
+    TO_HOST,
+    WAIT,
+    Allocation,
+    History,
+    Message,
+    RankRecord,
+    summed,
+)
 from shardwright.layout import Layout
 
 BLOCK_BYTES = 512
@@ -48,9 +60,12 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}
         """Address of a storage -> its number in `allocations`."""
         self._of_action: list[int] = []
-        self._on_host = False
-        self.host_bytes = 0
-        """Of tensors in the memory of the host, which are not in `allocations`."""
+        self._unseen = False
+        self._on_host: dict[int, int] = {}
+        """Number of a storage that is in the memory of the host -> its bytes, which are not in `allocations`."""
+        self._host_bytes = 0
+        self.most_host_bytes = 0
+        """Of `_host_bytes`, what is in the memory of the host at a time."""
         self._in_messages: set[int] = set()
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -111,19 +126,61 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """What is made in the block is in the memory of the host. With `gpu` alone; else all memory is one."""
-        before, self._on_host = self._on_host, self.gpu
+        before, self._unseen = self._unseen, self.gpu
         try:
             yield
         finally:
-            self._on_host = before
+            self._unseen = before
 
-    def hold_on_host(self, tensor: Tensor) -> None:
-        """A tensor is held in the memory of the host for the whole step. Without `gpu` it is one of the states."""
-        self.mark(tensor, "states")
+    @contextmanager
+    def held(self, n_bytes: int, kind: str) -> Iterator[None]:
+        """For the length of the block the device has so many bytes more. With `gpu` alone."""
+        self._now += 1
+        sizes = [(self._now, self._rounded(n_bytes))]
         if self.gpu:
+            self.allocations.append(Allocation("", "", self._action, (n_bytes,), "uint8", sizes, kind, running_line()))
+        try:
+            yield
+        finally:
+            self._now += 1
+            sizes.append((self._now, 0))
+
+    def put_on_host(self, tensor: Tensor | None, kind: str) -> None:
+        """A tensor is in the memory of the host. Without `gpu` it is one of this kind."""
+        self.mark(tensor, kind)
+        if self.gpu and tensor is not None:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self.host_bytes += local.nbytes
-            self.allocations[self._number(local)].sizes = [(0, 0)]
+            number = self._number(local)
+            if number not in self._on_host:
+                self.allocations[number].sizes = [(0, 0)]
+                self._on_host[number] = local.untyped_storage().nbytes()
+                self._add_on_host(self._on_host[number])
+
+    def hold_on_host(self, n_bytes: int, kind: str) -> None:
+        """Bytes are held in the memory of the host for the whole step, which no tensor has. Without `gpu` they are of
+        this kind."""
+        if self.gpu:
+            self._add_on_host(n_bytes)
+        else:
+            self.hold(n_bytes, kind)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor was put into the memory of the host."""
+        return self._live.get(tensor.untyped_storage()._cdata, -1) in self._on_host
+
+    def copied(self, op: str, n_bytes: int) -> None:
+        """The rank copies bytes to the host or the device (TO_HOST, TO_DEVICE), or from or to a disk (READ, WRITE).
+        Also without `gpu`, where device and host are one and there may be nothing to copy."""
+        if n_bytes:
+            self._times.append(self._now)
+            axis = LINK if op in (TO_HOST, TO_DEVICE) else DISK
+            self.messages.append(
+                Message(op, axis, (self.rank,), n_bytes, "uint8", ((n_bytes,),), self._action, self.places.module)
+            )
+
+    def _add_on_host(self, n_bytes: int) -> None:
+        self._host_bytes += n_bytes
+        self.most_host_bytes = max(self.most_host_bytes, self._host_bytes)
 
     def mark(self, tensor: Tensor | None, kind: str) -> None:
         """The storage of a tensor is of this kind; of two that it is told to be the one that comes first in KINDS."""
@@ -162,7 +219,7 @@ class Recorder(TorchDispatchMode):
             dict(flops),
             dict(repeats),
             everything if history else None,
-            self.host_bytes,
+            self.most_host_bytes,
         )
 
     # What PyTorch dispatches
@@ -176,15 +233,16 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor runs first; its operations on shards come back here
         kwargs = kwargs or {}
-        if self._asked or self._on_host or func.namespace == "prim":  # the last asks a fake tensor for its device
+        if self._asked or self._unseen or func.namespace == "prim":  # the last asks a fake tensor for its device
             return func(*args, **kwargs)
         self._now += 1
         if func.namespace == "c10d":
             self._message(func, args)
         out = func(*args, **kwargs)
+        there = bool(self._on_host) and self._computes_on_host(args)
         for each in out if isinstance(out, list | tuple) else (out,):
             if isinstance(each, Tensor):
-                self._made(each, func)
+                self._made(each, func, there)
         count, inside = _formulas(func)
         if count is not None:
             self.flops[self._action, _name(func)] += count(*args, **kwargs, out_val=out)
@@ -192,11 +250,18 @@ class Recorder(TorchDispatchMode):
             self._passing(inside(*args), func)
         return out
 
-    def _made(self, tensor: Tensor, func: Any) -> None:
+    def _computes_on_host(self, args: Any) -> bool:
+        """Whether all tensors that an operation is given are in the memory of the host, where its results are then."""
+        tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        return bool(tensors) and all(map(self.is_on_host, tensors))
+
+    def _made(self, tensor: Tensor, func: Any, on_host: bool) -> None:
         # A view of an unknown storage is of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
         if func.is_view or tensor.untyped_storage()._cdata in self._live:
             return
         self._of_action.append(self._number(tensor, _name(func), before=False))
+        if on_host:
+            self.put_on_host(tensor, "temporaries")
 
     def _number(self, tensor: Tensor, op: str = "", before: bool = True) -> int:
         """The number of the storage of a tensor; one that is not known yet is `before` this record, or is made now."""
@@ -219,6 +284,7 @@ class Recorder(TorchDispatchMode):
         if number is not None:
             self._now += 1
             self.allocations[number].sizes.append((self._now, 0))
+            self._host_bytes -= self._on_host.pop(number, 0)
 
     def _sized(self, storage: torch.UntypedStorage) -> None:
         number = self._live.get(storage._cdata)

@@ -18,7 +18,6 @@ from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.planned import Planned, grouped, job_of, planned
 from shardwright.dry_run.record import RankRecord, Traffic
 from shardwright.errors import InputError, LayoutError
-from shardwright.layout import Layout
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
 
@@ -128,16 +127,13 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
     """Run `rank` dry, or with None one rank of each class that can differ, whose messages then have to agree.
 
     `remedies`: where it does not fit, try changes. Raises LayoutError for a rank outside of the world, and where with
-    recompute='auto' nothing fits; InputError for what a run file cannot do, and for
-    optimizer states on a disk and compressed communication.
+    recompute='auto' nothing fits; InputError for what a run file cannot do.
     """
     if needs_memory(config):
         config, _ = settled(config, how.memory_bytes)
     layout = config.layout.layout()
     if rank is not None and not 0 <= rank < layout.world_size:
         raise LayoutError(f"rank {rank} is not in the world of the layout; valid: 0 to {layout.world_size - 1}")
-    if problems := list(_not_counted(layout)):
-        raise InputError(*problems)
     if config.precision.compile:
         config = config.model_copy(update={"precision": config.precision.model_copy(update={"compile": False})})
     ranks = one_of_each_class(layout, how.imbalance) if rank is None else [rank]
@@ -153,26 +149,6 @@ def dry_run(config: RunConfig, how: How, rank: int | None = 0, remedies: bool = 
         return found
     tried = tuple(_remedies(config, how, found.fullest.rank))
     return replace(found, remedies=tried)
-
-
-def _not_counted(layout: Layout) -> Iterator[str]:
-    """What a dry run has no count of, a sentence each."""
-    if layout.offload_optimizer == "disk":
-        yield (
-            f"layout.offload_optimizer={layout.offload_optimizer!r}: a dry run counts no files; set it to 'none' or "
-            f"'cpu', and see in `shardwright plan` what states on a disk save"
-        )
-    if layout.offload_parameters != "none":
-        yield (
-            f"layout.offload_parameters={layout.offload_parameters!r}: a dry run does not count what is copied to the "
-            f"host and back; set it to 'none', and see in `shardwright plan` what shards on the host save"
-        )
-    for name in ("compress_gradients", "compress_weights"):
-        if (value := getattr(layout, name)) != "none":
-            yield (
-                f"layout.{name}={value!r}: a dry run does not count what is sent compressed; set it to 'none', and see "
-                f"in `shardwright plan --explain` what it sends"
-            )
 
 
 def _run(config: RunConfig, how: How, ranks: Sequence[int]) -> list[RankRecord]:

@@ -9,15 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.dry_run.record import READ, TO_DEVICE, TO_HOST, WRITE
 from shardwright.dry_run.recorder import Recorder
 from shardwright.parallel.data import DataEngine, Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
+from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Messages, Need
 from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.parallel.pipeline.timeline import Timeline
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import Exchange
+from shardwright.training.offload.on_disk import OnDisk
 from shardwright.training.offload.on_host import OnHost
+from shardwright.training.offload.states import Chunk
 from shardwright.training.step import Trainer
 
 REDUCE, UPDATE, AFTER = "gradients", "optimizer", "after the step"
@@ -141,7 +145,16 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
         engines = [runner.engine]
         runner.model = _Model(runner.model, recorder)  # type: ignore[assignment]
         runner.engine = _Engine(runner.engine, recorder)
+    for store in model.on_host:
+        _activations_on_host(store, recorder)
     own = [*(model.named_parameters | model.plain_parameters).values(), *model.tied.duplicates]
+    if model.layout.offload_parameters != "none":
+        for parameter in model.named_parameters.values():
+            if parameter.requires_grad:
+                recorder.put_on_host(parameter.detach(), "parameters")
+                recorder.put_on_host(parameter.grad, "gradients")
+    for tensor in model.compression_state.values():
+        recorder.mark(tensor, "gradients")
     for parameter in own:
         recorder.mark(parameter.detach(), "parameters")
         recorder.mark(parameter.grad, "gradients")
@@ -156,8 +169,10 @@ def watch(trainer: Trainer, recorder: Recorder) -> None:
             parameter.register_hook(lambda gradient: recorder.mark(gradient, "gradients"))
     if isinstance(trainer.optimizer, OnHost):
         _on_host(trainer.optimizer, recorder)
+    elif isinstance(trainer.optimizer, OnDisk):
+        _on_disk(trainer.optimizer, recorder, beside_parameters=model.layout.offload_parameters != "none")
     else:
-        _states(trainer.optimizer.state, recorder)
+        _states(trainer.optimizer.state, recorder, on_host=model.layout.offload_parameters != "none")
 
 
 def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
@@ -181,18 +196,68 @@ def _mark_accumulated(engines: Iterable[DataEngine], recorder: Recorder) -> None
                     recorder.mark(each.unsharded_accumulated_grad, "gradients")
 
 
-def _states(states: Mapping[Any, Mapping[str, Any]], recorder: Recorder) -> None:
+def _states(states: Mapping[Any, Mapping[str, Any]], recorder: Recorder, on_host: bool) -> None:
     for of_parameter in states.values():
         for value in of_parameter.values():
             if isinstance(value, Tensor):
-                recorder.mark(value, "states")
+                (recorder.put_on_host if on_host else recorder.mark)(value, "states")
+
+
+def _on_disk(optimizer: OnDisk, recorder: Recorder, beside_parameters: bool) -> None:
+    """Mark what there is in memory of states on a disk, and have requests and copies of chunks recorded.
+    `beside_parameters`: chunks are updated on the host, where the parameters are."""
+    for counter in optimizer.counters:
+        (recorder.put_on_host if beside_parameters else recorder.mark)(counter, "states")
+    recorder.hold_on_host(optimizer.states_on_disk.buffer_bytes, "states")
+    update = optimizer._update
+
+    def recorded(chunk: Chunk, data: Tensor) -> None:
+        over_link = 0 if beside_parameters else chunk.used
+        recorder.copied(READ, chunk.n_bytes)
+        recorder.copied(TO_DEVICE, over_link)
+        with recorder.held(over_link, "states"):
+            update(chunk, data)
+        recorder.copied(TO_HOST, over_link)
+        recorder.copied(WRITE, chunk.n_bytes)
+
+    optimizer._update = recorded  # type: ignore[method-assign]
+
+
+def _activations_on_host(store: ActivationsOnHost, recorder: Recorder) -> None:
+    """Have the copies of activations recorded."""
+    copy_out, copy_in = store.copy_out, store.copy_in
+
+    def out(on_device: Tensor) -> Tensor:
+        recorder.copied(TO_HOST, on_device.nbytes)
+        on_host = copy_out(on_device)
+        recorder.put_on_host(on_host, "activations")
+        return on_host
+
+    def back(on_host: Tensor) -> Tensor:
+        recorder.copied(TO_DEVICE, on_host.nbytes)
+        on_device = copy_in(on_host)
+        recorder.mark(on_device, "activations")
+        return on_device
+
+    store.copy_out, store.copy_in = out, back  # type: ignore[method-assign]
 
 
 def _on_host(optimizer: OnHost, recorder: Recorder) -> None:
-    """Mark what the host holds, and have the update that it computes recorded as on the host."""
+    """Mark what the host holds, and have copies, and the update that the host computes, recorded."""
     for tensor in optimizer.tensors_on_host():
-        recorder.hold_on_host(tensor)
-    update = optimizer.on_host.step
+        recorder.put_on_host(tensor, "states")
+    link, update = optimizer.link, optimizer.on_host.step
+    fetch, send = link.fetch, link.send
+
+    def fetched(on_host: Sequence[Tensor], on_device: Sequence[Tensor]) -> Callable[[], None]:
+        recorder.copied(TO_HOST, sum(each.nbytes for each in on_device))
+        return fetch(on_host, on_device)
+
+    def sent(on_device: Sequence[Tensor], on_host: Sequence[Tensor]) -> None:
+        recorder.copied(TO_DEVICE, sum(each.nbytes for each in on_host))
+        send(on_device, on_host)
+
+    link.fetch, link.send = fetched, sent  # type: ignore[method-assign]
 
     def on_host() -> None:
         with recorder.on_host():

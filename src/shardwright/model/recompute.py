@@ -18,7 +18,7 @@ that stands before the last saved tensor. Megatron-LM has the same idea, as `--r
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,28 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes tensors; returns one or several, each in storage of its own or of one of the inputs."""
 
+
+class Kept(Protocol):
+    """What is kept in the place of a tensor that is saved for the backward pass."""
+
+    def read(self) -> Tensor:
+        """The tensor."""
+
+
+Keep = Callable[[Tensor], Tensor | Kept]
+"""What is kept of a tensor that no part computes again; itself, or something in another place."""
+
 _names: frozenset[str] = frozenset()
 """Names of the parts that are recomputed in the block that runs."""
+_keep_elsewhere: Keep | None = None
+"""What keeps the tensors of the block that runs; None: they are kept themselves."""
 _outputs: dict[int, "_Output"] = {}
 """In the block that runs, the outputs of its recomputed parts, by their storage."""
 
 
-def recompute_parts(block: nn.Module, names: Collection[str]) -> None:
-    """Let the parts of a block that have one of these names be recomputed in its backward pass."""
+def recompute_parts(block: nn.Module, names: Collection[str], keep: Keep | None = None) -> None:
+    """Let the parts of a block that have one of these names be recomputed in its backward pass, and `keep` say what is
+    kept of other tensors."""
     own = block.forward
 
     # The forward pass of the block itself may still be compiled; parts and what is saved around them are not.
@@ -43,22 +57,22 @@ def recompute_parts(block: nn.Module, names: Collection[str]) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
-        with _recomputing(frozenset(names)):
+        with _recomputing(frozenset(names), keep):
             return own(*args, **kwargs)
 
     block.forward = forward
 
 
 @contextmanager
-def _recomputing(names: frozenset[str]) -> Iterator[None]:
-    global _names, _outputs
-    before = _names, _outputs
-    _names, _outputs = names, {}
+def _recomputing(names: frozenset[str], keep: Keep | None = None) -> Iterator[None]:
+    global _names, _outputs, _keep_elsewhere
+    before = _names, _outputs, _keep_elsewhere
+    _names, _outputs, _keep_elsewhere = names, {}, keep
     try:
         with torch.autograd.graph.saved_tensors_hooks(_keep, _read):
             yield
     finally:
-        _names, _outputs = before
+        _names, _outputs, _keep_elsewhere = before
 
 
 def part(name: str, compute: Part, *inputs: Tensor, weights: Sequence[Tensor] = ()) -> Any:
@@ -103,25 +117,26 @@ class _View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    def read(self) -> Tensor:
+        """The view, of what the part computes again."""
+        y = self.again.outputs()[self.number].detach()
+        if y.dtype != self.dtype:
+            y = y.view(self.dtype)
+        return y.as_strided(self.size, self.stride, self.offset)
 
-def _keep(x: Tensor) -> Tensor | _View:
+
+def _keep(x: Tensor) -> Tensor | Kept:
     """What is kept of a tensor that is saved for the backward pass: a reference if a part can compute it again."""
-    if not _outputs or type(x) not in (Tensor, FakeTensor):
-        return x
-    found = _outputs.get(x.untyped_storage()._cdata)
-    # An output that was changed in place since is not what the part computes.
-    if found is None or found.version != x._version:
-        return x
-    return _View(found.again, found.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+    if type(x) in (Tensor, FakeTensor) and _outputs:
+        found = _outputs.get(x.untyped_storage()._cdata)
+        # An output that was changed in place since is not what the part computes.
+        if found is not None and found.version == x._version:
+            return _View(found.again, found.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
+    return x if _keep_elsewhere is None else _keep_elsewhere(x)
 
 
-def _read(kept: Tensor | _View) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    y = kept.again.outputs()[kept.number].detach()
-    if y.dtype != kept.dtype:
-        y = y.view(kept.dtype)
-    return y.as_strided(kept.size, kept.stride, kept.offset)
+def _read(kept: Tensor | Kept) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.read()
 
 
 class _Again:

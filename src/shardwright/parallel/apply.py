@@ -28,6 +28,7 @@ from shardwright.parallel.initialise import materialise
 from shardwright.parallel.mesh import Groups, build_expert_mesh, build_groups, build_mesh, build_stage_groups
 from shardwright.parallel.microbatch_runner import Runner, SequentialRunner
 from shardwright.parallel.model import ParallelModel
+from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.messages import Messages
 from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
@@ -73,6 +74,7 @@ def apply(
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
     compression = Compression.of(layout, mesh, expert_mesh)
     shards: list[Sharded] = []
+    stores: list[ActivationsOnHost] = []
     for part in parts:
         blocks = list(part.layers.values())
         part.applies_head = not layout.loss_chunk_tokens
@@ -92,11 +94,11 @@ def apply(
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep, read)
-        for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
-            if layout.recompute == "full":
-                _recompute(block)
-            else:
-                recompute_parts(block, layout.recompute_modules)
+        store = None
+        if layout.offload_activations == "cpu":
+            store = ActivationsOnHost(device, layout.offload_min_bytes)
+            stores.append(store)
+        _save_activations(blocks, layout, store)
         if compile_blocks:
             for block in blocks:
                 block.compile()
@@ -119,6 +121,7 @@ def apply(
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0])
     model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
+    model.on_host = stores
     model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
     return model
 
@@ -194,6 +197,21 @@ def _pipeline(
         return torch.empty(n_sequences, n_tokens // cuts, spec.d_model, dtype=dtype, device=device)
 
     return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
+
+
+def _save_activations(blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None) -> None:
+    """Have blocks recompute what the layout says, and `store`, if there is one, keep what they save."""
+    # Without a pipeline the backward pass of the last block comes next, so it keeps its own.
+    last = blocks[-1] if layout.pp == 1 else None
+    for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
+        if layout.recompute == "full":
+            _recompute(block)
+        else:
+            keep = None if store is None or block is last else store.keep
+            recompute_parts(block, layout.recompute_modules, keep)
+    if store is not None:
+        for block in blocks:
+            store.wrap(block, first=block is blocks[0], keeps=block is last)
 
 
 def _recompute(block: nn.Module) -> None:

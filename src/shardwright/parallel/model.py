@@ -16,6 +16,7 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.mesh import Groups
 from shardwright.parallel.microbatch_runner import Runner
 from shardwright.parallel.norm import as_part
+from shardwright.parallel.offload import ActivationsOnHost
 from shardwright.parallel.pipeline.tied import TiedParameters, first_of_each
 from shardwright.parallel.replicas import sum_replica_gradients
 from shardwright.parallel.routing import LossScale
@@ -70,6 +71,8 @@ class ParallelModel:
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
         self.compression_state: dict[str, Tensor] = {}
         """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
+        self.on_host: list[ActivationsOnHost] = []
+        """What keeps activations on the host, of each part, where the layout has them there."""
         self.losses = LossScale(parts)
         self.loss_scale = 1.0
         """What the losses of the step are multiplied by."""

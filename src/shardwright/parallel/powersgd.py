@@ -68,9 +68,10 @@ class PowerSGD:
             if factored(row, rank):
                 n_matrices = len(row.parts) * (row.shape[0] if len(row.shape) > 2 else 1)
                 shape = (n_matrices, row.shape[-1], rank)
-                bases = normal(
+                drawn = normal(
                     seed, f"powersgd/{name}", shape, (0, 0, 0), shape, 1.0, parameter.dtype, parameter.device
                 )
+                bases = parameter.detach().new_empty(shape).copy_(drawn)  # in a dry run without values, as it is
                 self._members[name] = _Member(parameter, row, torch.zeros_like(parameter).detach(), bases)
 
     def __contains__(self, name: str) -> bool:

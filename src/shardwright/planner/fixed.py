@@ -16,7 +16,7 @@ from shardwright.planner.pool import Mask
 from shardwright.planner.space import groups
 
 OPTION = "--fix"
-OFFLOADS = ("offload_optimizer", "offload_parameters")
+OFFLOADS = ("offload_optimizer", "offload_parameters", "offload_activations")
 
 
 @dataclass(frozen=True)

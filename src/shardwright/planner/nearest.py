@@ -7,12 +7,13 @@ from typing import Any
 
 from shardwright.cost.job import Job
 from shardwright.errors import LayoutError
-from shardwright.planner.fixed import OPTION, Fixed
+from shardwright.planner.fixed import OFFLOADS, OPTION, Fixed
 from shardwright.planner.search import fits, limit_bytes
 
 MOST_TIMES = 256
 """How many times as many accelerators are tried."""
 OFFLOADED: dict[str, dict[str, Any]] = {
+    "activations of layers in the memory of the host": {"offload_activations": "cpu"},
     "optimizer states in the memory of the host": {"offload_optimizer": "cpu"},
     "optimizer states on a disk": {"offload_optimizer": "disk"},
     "optimizer states and shards of parameters and gradients in the memory of the host": {
@@ -38,8 +39,9 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     """Single changes of the job with each of which some layout with the fixed values fits, the least of each kind;
     first, whether one fits without them.
 
-    Layout, micro-batch and recomputation are not among them: every choice of those has been searched, but for optimizer
-    states and shards of parameters in the memory of the host or on a disk, which make every step longer.
+    Layout, micro-batch and recomputation are not among them: every choice of those has been searched, but for
+    activations, optimizer states and shards of parameters in the memory of the host or on a disk, which make every step
+    longer.
     """
 
     def works(changed: Job, margin: float = memory_margin, condition: Fixed | None = fixed) -> bool:
@@ -56,7 +58,7 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
     chosen = fixed.values if fixed else {}
     for words, values in OFFLOADED.items():
         offloaded = Fixed({**chosen, **values})
-        priced = not [*job.offload_problems(values["offload_optimizer"])]
+        priced = not [*job.offload_problems(*(str(values.get(name, "none")) for name in OFFLOADS))]
         if offloaded.values != chosen and priced and works(job, condition=offloaded):
             remedies.append(Remedy(f"{words}: {OPTION} {offloaded}", job))
     if memory_margin and works(job, 0.0):

@@ -1,5 +1,6 @@
 """The model and the trainer of a run file, on this rank."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from shardwright.parallel.initialise import materialise
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import OFFLOADED
 from shardwright.training.loss_scale import loss_scaler
+from shardwright.training.offload.scratch import File, scratch_file
 from shardwright.training.offload.states import Where, where_of
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
@@ -45,11 +47,18 @@ def build_model(
     )
 
 
-def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device, *, compiled: bool) -> Trainer:
-    """What takes the steps of a run. `compiled`: the loss is."""
+def build_trainer(
+    config: RunConfig,
+    model: ParallelModel,
+    device: torch.device,
+    *,
+    compiled: bool,
+    opened: Callable[[Path, int], File] = scratch_file,
+) -> Trainer:
+    """What takes the steps of a run. `compiled`: the loss is. `opened`: as of a `training.offload.states.Disk`."""
     return Trainer(
         model,
-        build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config)),
+        build_optimizer(model.named_parameters, model.spec, config.optimizer, states_of(config, opened)),
         device=device,
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm,
@@ -59,6 +68,7 @@ def build_trainer(config: RunConfig, model: ParallelModel, device: torch.device,
     )
 
 
-def states_of(config: RunConfig) -> Where:
+def states_of(config: RunConfig, opened: Callable[[Path, int], File] = scratch_file) -> Where:
     """Where the optimizer states of a run are."""
-    return where_of(config.layout.layout(), Path(config.offload_path or Path(config.out) / OFFLOADED))
+    folder = Path(config.offload_path or Path(config.out) / OFFLOADED)
+    return where_of(config.layout.layout(), folder, opened=opened)

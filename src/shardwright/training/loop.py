@@ -42,6 +42,7 @@ from shardwright.training.load import expert_numbers
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.monitor import AnyMonitor, monitored, record_collectives
+from shardwright.training.offload.room import require_host_memory
 from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.saving import Saving
 from shardwright.training.schedule import learning_rate
@@ -79,8 +80,8 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
                 f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
                 f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
-                f"layout.offload_optimizer='cpu' or 'disk', with zero 3 layout.offload_parameters='cpu', or "
-                f"precision.compute='bf16'"
+                f"layout.offload_optimizer='cpu' or 'disk', with zero 3 layout.offload_parameters='cpu', "
+                f"layout.offload_activations='cpu', or precision.compute='bf16'"
             ) from None
 
 
@@ -114,6 +115,7 @@ class _Run:
         self.within_documents = config.data.attention == "document"
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         self.compute_dtype = DTYPES[config.precision.compute]
+        require_host_memory(config)
         model = build_model(config, device, compiled=config.precision.compile)
         self.trainer = build_trainer(config, model, device, compiled=config.precision.compile)
         self.timeline = timeline_file(config, model.runner, place.rank)

@@ -28,9 +28,9 @@ from shardwright.verification.matrix import divisors
 WORLDS = {2: 1, 3: 1, 4: 4, 5: 1, 6: 4, 7: 1, 8: 6}
 """Numbers of ranks, and how often each is drawn: more often where there are several axes in it."""
 INIT_STD = 0.2  # as of the models that `case.cut` reduces
-NOT_DRAWN = ("compress_gradients", "compress_weights", "node_ranks")
+NOT_DRAWN = ("compress_gradients", "compress_weights", "node_ranks", "offload_min_bytes")
 """Keys of the layout that stay at their default: the errors of what is rounded are bounded by what was measured of
-models as they are trained, which random ones exceed."""
+models as they are trained, which random ones exceed; and verify offloads tensors of any size."""
 _MOST_STAGES = 12
 _TRIES = 30
 """So many models are tried with the axes that were drawn, before others are."""

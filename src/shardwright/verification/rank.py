@@ -74,6 +74,8 @@ def build_trainer(case: Case, layout: Layout, training: str, folder: Path | None
     temporary files."""
     device = torch.device("cpu")
     kept, compute = DTYPES[case.dtype]
+    if layout.offload_activations != "none":
+        layout = layout.changed(offload_min_bytes=1)  # a model at test size has no large tensors
     model = apply(
         case.spec,
         layout,

@@ -13,7 +13,7 @@ STALE: dict[str, AnyBug] = {
     "weights that the host has updated are not sent to the device": Bug(
         Mutation(
             f"{_ON_HOST}:OnHost.step",
-            "self._link.send([each.shard for each in bucket], [each.weights for each in bucket])",
+            "self.link.send([each.shard for each in bucket], [each.weights for each in bucket])",
             "pass",
         ),
         [_ONE, _ZERO_3],

@@ -30,9 +30,9 @@ RECOMPUTATION: dict[str, AnyBug] = {
     ),
     "a view of what is computed again begins at its first element": Bug(
         Mutation(
-            f"{ROOM}:_read",
-            "y.as_strided(kept.size, kept.stride, kept.offset)",
-            "y.as_strided(kept.size, kept.stride, 0)",
+            f"{ROOM}:_View.read",
+            "y.as_strided(self.size, self.stride, self.offset)",
+            "y.as_strided(self.size, self.stride, 0)",
         ),
         [Layout(recompute="selective", recompute_modules=("rope",))],
         spec={"qk_norm": True},
@@ -56,7 +56,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
         [TP.changed(recompute="full")],
     ),
     "an output that was changed in place is computed again as it was": UnitBug(
-        Mutation(f"{ROOM}:_keep", "found is None or found.version != x._version", "found is None"),
+        Mutation(f"{ROOM}:_keep", "found is not None and found.version == x._version", "found is not None"),
         f"{TESTS}:test_a_view_of_an_output_is_computed_again_and_an_output_changed_in_place_is_kept",
     ),
     "every matmul computes its input again": UnitBug(
@@ -75,7 +75,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
         f"{TESTS}:test_matmuls_and_routing_run_once_and_each_part_once_more",
     ),
     "what can be computed again is kept": UnitBug(
-        Mutation(f"{ROOM}:_keep", "found is None or found.version != x._version", "True"),
+        Mutation(f"{ROOM}:_keep", "found is not None and found.version == x._version", "False"),
         f"{TESTS}:test_the_model_of_the_benchmark_keeps_at_most_55_percent",
     ),
 }

@@ -24,23 +24,25 @@ class OnDisk(Optimizer):
         """`members`: all parameters of `optimizer`."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._of_pieces = optimizer
-        self._states = StatesOnDisk(members, disk)
+        self.states_on_disk = StatesOnDisk(members, disk)
+        self.counters = [number for each in members for number in each.counters.values()]
+        """Which stay in memory."""
         for each in members:
             shapes = {name: _without_values(each.parameter, dtype) for name, dtype in each.dtypes.items()}
             self.state[each.parameter] = {**each.counters, **shapes}
 
     def stored(self, parameter: nn.Parameter) -> dict[str, StoredTensor]:
         """The states of this rank's shard of a parameter, by name."""
-        return self._states.of(parameter)
+        return self.states_on_disk.of(parameter)
 
     @property
     def chunks(self) -> Sequence[Chunk]:
         """The chunks of a step, in order."""
-        return self._states.chunks
+        return self.states_on_disk.chunks
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for chunk, data in self._states.in_turn():
+        for chunk, data in self.states_on_disk.in_turn():
             self._update(chunk, data)
 
     def _update(self, chunk: Chunk, data: Tensor) -> None:
@@ -69,7 +71,7 @@ class OnDisk(Optimizer):
             if name not in before:
                 if piece.last:
                     piece.member.counters[name].copy_(value)
-            elif value.data_ptr() != before[name].data_ptr():
+            elif value.untyped_storage()._cdata != before[name].untyped_storage()._cdata:
                 before[name].copy_(value)
 
 

@@ -69,7 +69,7 @@ class OnHost(Optimizer):
         n_held = sum(map(len, self.buckets))
         assert n_held == len(members), "`OptimizerKind.make` has to keep the groups that it is given"
         device = next((each.parameter.device for each in members), torch.device("cpu"))
-        self._link = Link(device)
+        self.link = Link(device)
         largest = max((sum(_room(each.weights) for each in bucket) for bucket in self.buckets), default=0)
         n_buffers = min(BUFFERS, len(self.buckets))
         self.buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=pins(device)) for _ in range(n_buffers)]
@@ -91,17 +91,17 @@ class OnHost(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        self._link.start()
+        self.link.start()
         arrived = self._fetch(0)
         for number, bucket in enumerate(self.buckets):
             following = self._fetch(number + 1)
             arrived()
             self._update(bucket)
-            self._link.send([each.shard for each in bucket], [each.weights for each in bucket])
+            self.link.send([each.shard for each in bucket], [each.weights for each in bucket])
             for each in bucket:
                 each.sent()
             arrived = following
-        self._link.join()
+        self.link.join()
 
     def _fetch(self, number: int) -> Callable[[], None]:
         """Copy the gradients of a bucket to the host, and weights that are not those of the last step. The bucket that
@@ -121,7 +121,7 @@ class OnHost(Optimizer):
             if each.changed:
                 into.append(weights)
                 of.append(each.shard)
-        return self._link.fetch(into, of)
+        return self.link.fetch(into, of)
 
     def _update(self, bucket: Sequence[_Held]) -> None:
         group, weights = bucket[0].member.group, [each.weights for each in bucket]

@@ -8,7 +8,7 @@ import tempfile
 from collections import defaultdict
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwright.errors import InputError, WorkerError
 from shardwright.parallel.objects import gathered
@@ -17,6 +17,22 @@ from shardwright.units import format_bytes
 BLOCK = 4096
 """Bytes of which offset, length and address of a request have to be multiples to bypass the page cache."""
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone
+
+
+class File(Protocol):
+    """Bytes that are read and written by offset; `direct`: past the page cache, for multiples of BLOCK."""
+
+    def read(self, at: int, into: memoryview, direct: bool = False) -> None:
+        """The bytes from offset `at` on."""
+
+    def write(self, at: int, data: memoryview, direct: bool = False) -> None:
+        """Write bytes from offset `at` on."""
+
+
+def scratch_file(folder: Path, n_bytes: int) -> File:
+    """A file of this rank, where there is room for those of all; a collective, which every rank calls."""
+    require_room(folder, n_bytes)
+    return ScratchFile(folder, n_bytes)
 
 
 class ScratchFile:
@@ -46,11 +62,11 @@ class ScratchFile:
             ) from None
 
     def read(self, at: int, into: memoryview, direct: bool = False) -> None:
-        """The bytes from offset `at` on; `direct`: past the page cache, for multiples of BLOCK."""
+        """As `File.read`."""
         self._all(os.preadv, at, into, direct, "read")
 
     def write(self, at: int, data: memoryview, direct: bool = False) -> None:
-        """Write bytes from offset `at` on; `direct` as in `read`."""
+        """As `File.write`."""
         self._all(os.pwritev, at, data, direct, "written")
 
     def _all(self, request: Any, at: int, data: memoryview, direct: bool, done: str) -> None:

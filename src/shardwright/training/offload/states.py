@@ -7,9 +7,9 @@ chunk before is written from the second, and then the chunk after is read into t
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.layout import Layout
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 from shardwright.parallel.norm import local_part
-from shardwright.training.offload.scratch import BLOCK, ScratchFile, require_room
+from shardwright.training.offload.scratch import BLOCK, File, scratch_file
 from shardwright.units import MiB, round_up
 
 BUFFERS = 3
@@ -32,10 +32,11 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Disk:
-    """Where states go: `folder`, in chunks of about `chunk_bytes`."""
+    """Where states go: `folder`, in chunks of about `chunk_bytes`. `opened(folder, bytes)`: the file of this rank."""
 
     folder: Path
     chunk_bytes: int = OFFLOAD_CHUNK_BYTES
+    opened: Callable[[Path, int], File] = scratch_file
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ Where = Disk | Host | None
 """Where the optimizer states of a run are; None: on the device."""
 
 
-def where_of(layout: Layout, folder: Path, part_bytes: int | None = None) -> Where:
+def where_of(
+    layout: Layout, folder: Path, part_bytes: int | None = None, opened: Callable[[Path, int], File] = scratch_file
+) -> Where:
     """What a layout says of them; `folder`: for those on a disk; `part_bytes`: of a chunk or bucket, if not the default
-    one. States of parameters that are on the host themselves are beside them."""
+    one; `opened`: as of a `Disk`. States of parameters that are on the host themselves are beside them."""
     sized = () if part_bytes is None else (part_bytes,)
     if layout.offload_optimizer == "disk":
-        return Disk(folder, *sized)
+        return replace(Disk(folder, *sized), opened=opened)
     if layout.offload_optimizer == "cpu" and layout.offload_parameters == "none":
         return Host(*sized)
     return None
@@ -105,13 +108,17 @@ class StatesOnDisk:
     def __init__(self, members: Sequence[Member], disk: Disk) -> None:
         self.chunks = in_chunks(members, disk.chunk_bytes)
         n_bytes = sum(chunk.n_bytes for chunk in self.chunks)
-        require_room(disk.folder, n_bytes)
-        self.file = ScratchFile(disk.folder, n_bytes)
+        self.file = disk.opened(disk.folder, n_bytes)
         largest = max((chunk.n_bytes for chunk in self.chunks), default=BLOCK)
         self._buffers = [mmap(-1, largest, flags=MAP_PRIVATE | MAP_ANONYMOUS) for _ in range(BUFFERS)]
         self._thread = ThreadPoolExecutor(1, "optimizer-states")
         self._writes: deque[Future[None]] = deque()
         self._stored = _stored(self, members)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that chunks are read into and written from, in the memory of the host."""
+        return sum(map(len, self._buffers))
 
     def of(self, parameter: nn.Parameter) -> dict[str, "StoredTensor"]:
         """The states of this rank's shard of a parameter, by name."""

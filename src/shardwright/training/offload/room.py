@@ -1,0 +1,50 @@
+"""Whether the memory of each machine has room for what a layout keeps there of all its ranks."""
+
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwright.config import RunConfig
+from shardwright.config.settle import job_of
+from shardwright.cost.host import host_bytes
+from shardwright.errors import InputError
+from shardwright.processes import machine_bytes
+from shardwright.units import format_bytes
+
+
+def require_host_memory(config: RunConfig) -> None:
+    """Raises InputError, on every rank, unless each machine has the memory that its ranks need of it, by the formulas
+    of the plan. A collective; every rank calls it."""
+    layout = config.layout.layout()
+    if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
+        return
+    if config.precision.compute == "fp64":
+        return  # for which the plan has no formulas
+    pp_rank = layout.coordinates(dist.get_rank())["pp"]
+    mine = host_bytes(job_of(config), layout, config.batch.micro_batch, pp_rank)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (socket.gethostname(), machine_bytes(), mine))
+    problems = []
+    for host in dict.fromkeys(name for name, _, _ in everyone):
+        ranks = [(there, parts) for name, there, parts in everyone if name == host]
+        there, needed = min(each for each, _ in ranks), sum(sum(parts.values()) for _, parts in ranks)
+        if needed > there:
+            problems.append(_problem(host, [parts for _, parts in ranks], there))
+    if problems:
+        raise InputError(*problems)
+
+
+def _problem(host: str, ranks: list[dict[str, float]], there: float) -> str:
+    sums = {name: sum(each[name] for each in ranks) for name in ranks[0]}
+    parts = " + ".join(f"{format_bytes(n_bytes)} of {name}" for name, n_bytes in sums.items())
+    keys = {
+        "optimizer states": "layout.offload_optimizer='none' or 'disk'",
+        "parameters and gradients": "layout.offload_parameters='none'",
+        "activations": "layout.offload_activations='none', or more layout.recompute",
+    }
+    ways = "; ".join(way for name, way in keys.items() if name in sums)
+    return (
+        f"layout.offload_...='cpu': {len(ranks)} ranks on {host} need {parts} = {format_bytes(sum(sums.values()))} in "
+        f"the memory of the host, and the machine has {format_bytes(there)}; set {ways}; or shard over more machines"
+    )

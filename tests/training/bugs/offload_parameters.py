@@ -1,0 +1,65 @@
+"""Bugs of shards of parameters in the memory of the host: what is on the other side, and what the plan forgets of it.
+
+Ranks start without a change that a test has put into its own process, so the bugs of `ON_RANKS` are put in by the ranks
+of tests/training/test_offload_parameters.py.
+"""
+
+from tests.mutation import Mutation
+from tests.training.bugs.bug import APPLY, UnitBug
+
+_TESTS = "tests/training/test_offload_parameters.py:"
+_HERE = "tests.training.test_offload_parameters"
+_PLACES, _BESIDE = "trained parameters are on the host and nothing else is", "the optimizer updates them where they are"
+_COST = "shardwright.cost"
+_PLANNED = (
+    "tests/cost/test_offload.py:"
+    "test_with_shards_on_the_host_only_what_is_gathered_is_on_the_device_and_the_link_is_part_of_each_gather"
+)
+
+ON_RANKS: dict[str, tuple[str, Mutation]] = {
+    "tensors that are not trained go to the host with the shards": (
+        _PLACES,
+        Mutation(f"{_HERE}:allocate", "shards_on if tensor.requires_grad else device", "shards_on"),
+    ),
+    "shards on the host are gathered without a copy to the device": (
+        _PLACES,
+        Mutation(
+            f"{APPLY}:shard", "CPUOffloadPolicy(pin_memory=pins(torch.device(mesh.device_type)))", "OffloadPolicy()"
+        ),
+    ),
+    "shards that are on the host are copied once more to be updated": (
+        _BESIDE,
+        Mutation(
+            "shardwright.verification.rank:where_of",
+            'layout.offload_optimizer == "cpu" and layout.offload_parameters == "none"',
+            'layout.offload_optimizer == "cpu"',
+        ),
+    ),
+}
+"""By name what a bug breaks, and its change of code."""
+
+SHARD = {
+    name: UnitBug(bug, _TESTS + "test_ranks_show_the_bug", put_in_there=True) for name, (_, bug) in ON_RANKS.items()
+}
+SCALE = {
+    "the plan leaves master weights of shards on the host on the device": UnitBug(
+        Mutation(f"{_COST}.states:of_ranks", '{"weights": nothing, "master": nothing}', '{"weights": nothing}'),
+        _PLANNED,
+    ),
+    "the plan copies shards of layers that are gathered again for nothing": UnitBug(
+        Mutation(
+            f"{_COST}.data_parallel:_Traffic.sent",
+            "(GATHERED, GATHERED_AGAIN, SCATTERED)",
+            "(GATHERED, SCATTERED)",
+        ),
+        _PLANNED,
+    ),
+    "the plan copies shards of all ranks from the host for each gather": UnitBug(
+        Mutation(
+            f"{_COST}.data_parallel:_Traffic._over_link",
+            "(group.again if what == GATHERED_AGAIN else group.count) / group.shards",
+            "group.again if what == GATHERED_AGAIN else group.count",
+        ),
+        _PLANNED,
+    ),
+}
