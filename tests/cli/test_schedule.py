@@ -263,7 +263,7 @@ def test_bad_input_is_refused_in_a_line(arguments: list[object], said: list[str]
         ("0F0,0B0\n1F0\n", ["stage 1", "no backward pass"]),
         ("0F0,0I0\n1F0,1B0\n", ["stage 0", "I without W"]),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", ["rank 0", "wait for one another"]),
-        ("0F0,0B99999999\n", ["2 actions", "100000000 microbatches", "(99999999) a mistake?"]),
+        ("0F0,0B9999999\n", ["2 actions", "10000000 microbatches", "(9999999) a mistake?"]),
         ("", ["is empty"]),
     ],
 )

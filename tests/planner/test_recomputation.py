@@ -33,7 +33,8 @@ def test_the_choice_is_the_first_that_fits_whatever_the_memory(name: str, most: 
     layout = LAYOUTS[name]
     choices = every(layout, most)
     needed = [peak_bytes(JOB, each, 1) for each in choices]
-    assert needed[0] > needed[most] > needed[-1], "selective saves memory, and full more"
+    # Full saves more, except where the peak is what W waits for, which is computed again before it.
+    assert needed[0] > needed[most] >= needed[-1]
     for limit in [max(needed), *sorted(needed)[:: max(1, len(needed) // 6)], sum(needed) / len(needed)]:
         expected = next(each for each, n_bytes in zip(choices, needed, strict=True) if n_bytes <= limit)
         found = least_recomputation(JOB, layout, 1, limit)

@@ -14,8 +14,7 @@ from shardwright.cost.collectives import all_to_all
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.traffic import of_step
-from shardwright.dry_run.run import How, dry_run
-from shardwright.errors import ConfigError, InputError, LayoutError
+from shardwright.errors import ConfigError, LayoutError
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 from shardwright.model.modules import end_rows, rows
@@ -208,16 +207,6 @@ def test_what_cannot_be_compressed_is_refused_with_the_way_out(name: str):
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
     with pytest.raises((ConfigError, LayoutError), match=way_out):
         parse(run | {"layout": BF16 | layout, "precision": precision})
-
-
-def test_a_dry_run_refuses_what_it_does_not_count():
-    run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
-    config = parse(run | {"layout": {"dp_shard": 2, **INT8, **WEIGHTS, "offload_optimizer": "disk"}})
-    with pytest.raises(InputError) as refused:
-        dry_run(config, How(1e9))
-    assert [problem.partition("=")[0] for problem in refused.value.problems] == [
-        "layout.offload_optimizer", "layout.compress_gradients", "layout.compress_weights",
-    ]  # fmt: skip
 
 
 def test_plan_compresses_only_when_asked():

@@ -1,7 +1,6 @@
 """Whether the memory of each machine has room for what a layout keeps there of all its ranks."""
 
 import socket
-from typing import Any
 
 import torch.distributed as dist
 
@@ -9,6 +8,7 @@ from shardwright.config import RunConfig
 from shardwright.config.settle import job_of
 from shardwright.cost.host import host_bytes
 from shardwright.errors import InputError
+from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes
 from shardwright.units import format_bytes
 
@@ -23,8 +23,7 @@ def require_host_memory(config: RunConfig) -> None:
         return  # for which the plan has no formulas
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
     mine = host_bytes(job_of(config), layout, config.batch.micro_batch, pp_rank)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), machine_bytes(), mine))
+    everyone = gathered((socket.gethostname(), machine_bytes(), mine), tuple[str, int, dict[str, float]])
     problems = []
     for host in dict.fromkeys(name for name, _, _ in everyone):
         ranks = [(there, parts) for name, there, parts in everyone if name == host]
