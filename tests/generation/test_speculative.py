@@ -94,6 +94,7 @@ def test_a_draft_gives_the_same_tokens_on_every_layout(layout):
         assert merged(run_ranks(drafted_on_layout, layout.world_size, layout, sampling)) == expected
 
 
+@prove
 def test_a_draft_does_not_change_the_distribution():
     """The frequencies of 10,000 pairs of tokens, of which the first is proposed by a draft with another distribution,
     are those of the target: chi-squared over the 36 pairs has 35 degrees of freedom, and is above 80 in 1 of 40,000

@@ -10,7 +10,7 @@ from shardwright.planner.alternatives import runners_up, well_known
 from shardwright.planner.fixed import Fixed, fixed_values, read_fixed
 from shardwright.planner.nearest import remedies
 from shardwright.planner.search import MARGIN, limit_bytes, search
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 from tests.planner.test_search import DEEP, MIXED, brute_force, job
 
 FIXED = {
@@ -35,6 +35,7 @@ def test_with_fixed_values_the_fastest_of_such_layouts_is_found(text):
         assert FIXED[text](other.choice.layout, other.choice.micro_batch), other.name
 
 
+@prove
 def test_where_nothing_with_the_fixed_values_fits_leaving_them_out_is_the_first_remedy():
     asked = job(DEEP, "h100:8/4", 16, 256, memory_gib=0.35)
     assert search(asked).best

@@ -167,6 +167,7 @@ def test_the_files_of_a_checkpoint_have_the_permissions_of_the_umask(tmp_path, u
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
+@prove
 def test_a_dim_smaller_than_the_number_of_ranks_is_saved_and_loaded(tmp_path):
     # 3 rows over 4 ranks: one rank holds nothing of the embedding and the head.
     spec = replace(SPEC, vocab_size=3, d_model=6, n_heads=1, head_dim=2, d_ffn=3)

@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "parts recomputed", "pp, split backward"))
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "pp, split backward"))
 def test_activations_on_the_host_give_the_bits_of_activations_on_the_device(name: str):
     layout = LAYOUTS[name]
     expected = run_ranks(trained, layout.world_size, layout, OPTIMIZER, "float64")

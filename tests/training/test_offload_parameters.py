@@ -16,7 +16,6 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import allocate
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
-from tests.marks import rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS
 from tests.training.bugs.offload_parameters import ON_RANKS
@@ -34,7 +33,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "zero 3"))
+@pytest.mark.prove
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_shards_on_the_host_give_the_bits_of_shards_on_the_device(name: str):
     layout = LAYOUTS[name]
     on_host = layout.changed(

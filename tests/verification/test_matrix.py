@@ -94,6 +94,7 @@ def test_the_debug_model_has_as_many_layouts_as_the_documentation_says(world_siz
     assert (sum(layout.pp == 1 for layout in found), sum(layout.pp > 1 for layout in found)) == (without, with_pp)
 
 
+@prove
 def test_experts_are_dealt_out_in_every_way_that_divides_them_and_the_ranks():
     spec = replace(EVEN, moe=MoESpec(n_experts=6, top_k=2, d_ffn=16))
     found = plain(spec, 4, 32)

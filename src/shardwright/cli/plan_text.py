@@ -185,14 +185,14 @@ def _print_fastest(taken: Priced, fastest: Priced) -> None:
     """What the fastest layout would gain over the recommended one, which the prediction cannot tell from it."""
     gain = 1 - fastest.step_s / taken.step_s
     axes, fewer = complexity(fastest.layout)[0], complexity(taken.layout)[0]
-    more = f"divides work over {_axes(axes)} in the place of {_axes(fewer)}" if axes > fewer else "sets more keys"
+    simpler = (
+        f"it uses {fewer or 'none'} of the axes tp, pp, cp and ep, this one {axes}"
+        if axes > fewer
+        else "it sets fewer keys"
+    )
     console.print(f"\n[bold]fastest, by {gain:.1%}[/]: {fastest.choice}", soft_wrap=True)
-    say(f"  a tie: each step is inside the interval of the other, and this layout {more}; measure both if that matters")
+    say(f"  a tie: each step is inside the interval of the other; the recommended layout is simpler: {simpler}")
     say(f"  {why(taken, Alternative('fastest', fastest, None))}")
-
-
-def _axes(n: int) -> str:
-    return "no axis" if n == 0 else "1 axis" if n == 1 else f"{n} axes"
 
 
 def _print_top(plan: Plan, taken: Priced) -> None:
