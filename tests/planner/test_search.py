@@ -257,11 +257,17 @@ def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
 
 @pytest.mark.prove
 def test_well_known_layouts_are_of_their_kind():
-    found = {each.name.split(":")[0]: each.choice.layout for each in well_known(search(job(DEEP, "h100:16", 32, 256)))}
+    plan = search(job(DEEP, "h100:16", 32, 256))
+    assert plan.recommended is not None
+    taken = plan.recommended.choice.layout
+    assert taken.zero == 1 and all(taken.degree(axis) == 1 for axis in ("tp", "cp", "pp", "dp_replicate"))
+    found = {each.name.split(":")[0]: each.choice.layout for each in well_known(plan)}
+    assert "zero 1 alone" not in found, "it is the recommended one"
     assert "tp across nodes" not in found, "8 heads are not cut into more than 8 parts"
     assert (found["zero 3 alone"].zero, found["zero 3 alone"].dp_shard) == (3, 16)
-    assert all(found["zero 1 alone"].degree(axis) == 1 for axis in ("tp", "cp", "pp", "dp_replicate"))
-    assert found["no pipeline"].pp == 1
+    assert all(found["zero 0 alone"].degree(axis) == 1 for axis in ("tp", "cp", "pp"))
+    assert "no pipeline" not in found, "the recommended one has none"
+    assert found["tp = a node, then pp with (interleaved) 1f1b, zero 1 (Megatron-LM)"].tp == 8
 
 
 LARGE = """

@@ -111,7 +111,7 @@ def test_what_a_killed_process_left_is_swept_and_what_it_had_moved_aside_is_put_
     assert names(tmp_path) == ["step-00000005"]
 
 
-def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch):
+def test_a_checkpoint_has_its_name_only_while_it_is_whole(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     seen = []
     rename = Path.rename
@@ -123,3 +123,9 @@ def test_a_checkpoint_has_its_name_only_when_it_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "rename", watch)
     publish(store, 5)
     assert seen == [(["step-00000005.partial"], "step-00000005.partial", "step-00000005")]
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: None)  # killed before anything is deleted
+    publish(store, 10)
+    assert names(tmp_path) == ["step-00000005.deleted.partial", "step-00000010"]
+    monkeypatch.undo()
+    store.sweep()
+    assert names(tmp_path) == ["step-00000010"]

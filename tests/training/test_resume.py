@@ -107,7 +107,7 @@ def killed_after_the_rename(rank: int) -> None:
     rmtree = store.shutil.rmtree
 
     def die_or_delete(path, **how):
-        if path.name == "step-00000005":
+        if path.name == "step-00000005.deleted.partial":
             kill_itself()
         rmtree(path, **how)
 
@@ -119,7 +119,7 @@ FAULTS = {
     killed_in_the_middle_of_a_shard: (1, 5, ["step-00000005", "step-00000010.partial"]),
     killed_between_shards_and_manifest: (0, 5, ["step-00000005", "step-00000010.partial"]),
     killed_before_the_rename: (0, 5, ["step-00000005", "step-00000010.partial"]),
-    killed_after_the_rename: (0, 15, ["step-00000005", "step-00000010", "step-00000015"]),
+    killed_after_the_rename: (0, 15, ["step-00000005.deleted.partial", "step-00000010", "step-00000015"]),
 }
 
 

@@ -12,6 +12,7 @@ _PARTIAL = ".partial"
 WRITTEN = "written"
 """The folder in one that is being written, by which rank 0 knows which ranks are done (`shards`)."""
 _REPLACED = f".replaced{_PARTIAL}"
+_DELETED = f".deleted{_PARTIAL}"
 _SLACK = 1.02  # headers and the manifest, beyond the tensors themselves
 
 
@@ -53,7 +54,8 @@ class CheckpointStore:
         published = self.published()
         here = published.index(final)
         for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
-            remove(path)
+            # Renamed first: a process killed in the middle leaves no folder with the name of a whole checkpoint.
+            remove(path.rename(path.with_name(path.name + _DELETED)))
 
     def sweep(self) -> None:
         """Delete what processes that were killed left half-written, and put back what they had moved
