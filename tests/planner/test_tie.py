@@ -6,6 +6,7 @@ from math import log
 import numpy as np
 
 from shardwright.cost.calibration import CALIBRATED
+from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
 from shardwright.planner.choice import read
 from shardwright.planner.interval import TERMS, features
@@ -48,8 +49,18 @@ def recommended(share: float, best: str, *others: str) -> str:
 
 
 def test_fewer_axes_are_simpler_and_then_fewer_keys():
-    found = [complexity(read(text).layout) for text in ("dp_shard=8", PLAIN, "pp=2,dp_shard=4", PIPED, "pp=2,cp=2")]
+    found = [complexity(read(text).layout, 8) for text in ("dp_shard=8", PLAIN, "pp=2,dp_shard=4", PIPED, "pp=2,cp=2")]
     assert found == [(0, 0), (0, 1), (1, 0), (1, 3), (2, 0)]
+
+
+def test_tp_over_nodes_is_less_simple_than_tp_within_a_node():
+    found = [
+        complexity(read(text).layout, 8) for text in ("tp=8,pp=2", "tp=16", "tp=8,pp=2,cp=2", "tp=16,pp=2", "tp=6")
+    ]
+    assert found == [(2, 0), (2, 0), (3, 0), (3, 0), (2, 0)]
+    nodes, over, inside = replace(within(1.0), cluster=cluster("h100:32")), "tp=16,pp=2", "tp=8,pp=4"
+    for best, other in ((over, inside), (inside, over)):
+        assert simplest(priced(nodes, best), pool(nodes, best, other)).choice == read(inside)
 
 
 def test_the_simplest_layout_is_recommended_where_the_prediction_cannot_tell_it_from_the_fastest():

@@ -9,7 +9,7 @@ from shardwright.planner.headline import accelerator_hours, days, headline
 from shardwright.planner.nearest import Remedy
 from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
-from shardwright.planner.tie import complexity
+from shardwright.planner.tie import MODEL_AXES, leaves_nodes
 from shardwright.planner.warnings import of_job, warnings
 from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
@@ -184,12 +184,13 @@ def _print_warnings(found: Sequence[str]) -> None:
 def _print_fastest(taken: Priced, fastest: Priced) -> None:
     """What the fastest layout would gain over the recommended one, which the prediction cannot tell from it."""
     gain = 1 - fastest.step_s / taken.step_s
-    axes, fewer = complexity(fastest.layout)[0], complexity(taken.layout)[0]
-    simpler = (
-        f"it uses {fewer or 'none'} of the axes tp, pp, cp and ep, this one {axes}"
-        if axes > fewer
-        else "it sets fewer keys"
-    )
+    axes, fewer = (sum(each.layout.degree(axis) > 1 for axis in MODEL_AXES) for each in (fastest, taken))
+    if axes > fewer:
+        simpler = f"it uses {fewer or 'none'} of the axes tp, pp, cp and ep, this one {axes}"
+    elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
+        simpler = "its tp stays within nodes"
+    else:
+        simpler = "it sets fewer keys"
     console.print(f"\n[bold]fastest, by {gain:.1%}[/]: {fastest.choice}", soft_wrap=True)
     say(f"  a tie: each step is inside the interval of the other; the recommended layout is simpler: {simpler}")
     say(f"  {why(taken, Alternative('fastest', fastest, None))}")

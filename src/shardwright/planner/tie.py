@@ -1,6 +1,7 @@
 """Layouts that the prediction cannot tell from the fastest one, and the simplest of them, which is recommended."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,13 @@ MODEL_AXES = ("tp", "pp", "cp", "ep")
 """Degrees that divide the work on one sequence; data ranks divide only the batch."""
 
 
-def complexity(layout: Layout) -> tuple[int, int]:
-    """How many axes divide a model or a sequence; then how many other keys that are used are not at their default."""
-    axes = sum(layout.degree(axis) > 1 for axis in MODEL_AXES)
+def complexity(layout: Layout, node_size: int) -> tuple[int, int]:
+    """How many axes divide a model or a sequence; then how many other keys that are used are not at their default.
+
+    tp counts twice where its groups do not stay within nodes: each layer then has four collectives over the network,
+    whose price is less certain than any other.
+    """
+    axes = sum(layout.degree(axis) > 1 for axis in MODEL_AXES) + leaves_nodes(layout.tp, node_size)
     other = [
         name
         for name, key in KEYS.items()
@@ -26,6 +31,11 @@ def complexity(layout: Layout) -> tuple[int, int]:
         and getattr(layout, name) != key.default_in(layout)
     ]
     return axes, len(other)
+
+
+def leaves_nodes(tp: Any, node_size: int) -> Any:
+    """Whether the ranks of a tp group are in several nodes; for each candidate where `tp` is an array."""
+    return node_size % tp != 0
 
 
 def ties(one: Priced, other: Priced) -> bool:
@@ -39,7 +49,7 @@ def simplest(best: Priced, pool: Pool) -> Priced:
     `best` itself where no simpler one does."""
     longest = headline(best).interval_s[1]
     near = np.nonzero(pool.bound_s <= longest)[0]
-    for numbers in _by_complexity(pool, near, complexity(best.layout)):
+    for numbers in _by_complexity(pool, near, complexity(best.layout, best.job.cluster.node_size)):
         among = np.zeros(len(pool), dtype=bool)
         among[numbers] = True
         found = Priced.of(best.job, pool.choice(pool.fastest(1, among)[0]))
@@ -50,15 +60,18 @@ def simplest(best: Priced, pool: Pool) -> Priced:
 
 def _by_complexity(pool: Pool, near: Ints, most: tuple[int, int]) -> Iterator[list[int]]:
     """Those of the numbered layouts that are less complex than `most`, the simplest first, with their equals."""
-    axes = np.concatenate([_axes(group) for group in pool.groups])[near]
+    node_size = pool.job.cluster.node_size
+    axes = np.concatenate([_axes(group, node_size) for group in pool.groups])[near]
     for n_axes in range(most[0] + 1):
         alike: dict[tuple[int, int], list[int]] = {}
         for number in near[axes == n_axes].tolist():
-            alike.setdefault(complexity(pool.choice(number).layout), []).append(number)
+            alike.setdefault(complexity(pool.choice(number).layout, node_size), []).append(number)
         yield from (alike[key] for key in sorted(alike) if key < most)
 
 
-def _axes(group: Candidates) -> Ints:
+def _axes(group: Candidates, node_size: int) -> Ints:
     """The first number of `complexity` of each candidate, (n,)."""
     shape = len(group)
-    return np.sum([np.broadcast_to(getattr(group, axis), shape) > 1 for axis in MODEL_AXES], axis=0, dtype=np.int64)
+    used = [getattr(group, axis) > 1 for axis in MODEL_AXES]
+    counted = [np.broadcast_to(each, shape) for each in (*used, leaves_nodes(group.tp, node_size))]
+    return np.sum(counted, axis=0, dtype=np.int64)

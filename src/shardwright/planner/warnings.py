@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from shardwright.cost.job import Job
 from shardwright.planner.choice import Choice
 from shardwright.planner.priced import Priced
+from shardwright.planner.tie import leaves_nodes
 
 LONG = 4096
 """Tokens of a sequence from which the square of scores outgrows the rest of a layer."""
@@ -60,7 +61,7 @@ def of_job(job: Job) -> Iterator[str]:
 
 def _tensor(priced: Priced) -> Iterator[str]:
     layout, cluster = priced.choice.layout, priced.job.cluster
-    if layout.tp > 1 and cluster.node_size % layout.tp:
+    if leaves_nodes(layout.tp, cluster.node_size):
         share = priced.parts_s.get("tensor parallel", 0.0) / priced.step_s
         yield (
             f"tp={layout.tp} does not stay within nodes of {cluster.node_size}: each layer has four collectives over "
