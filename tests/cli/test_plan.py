@@ -87,7 +87,7 @@ def test_the_document_is_consistent(told: Any):
 
 def test_the_recommended_layout_of_8b_on_a_node_has_no_axis_but_zero(told: Any):
     """Interleaved stages gain a hundredth at an interval of a tenth."""
-    taken, best = (read(each["text"]).layout for each in (told["recommended"], told["best"][0]))
+    taken, best = (read(each["text"]).candidates for each in (told["recommended"], told["best"][0]))
     assert complexity(taken, 8)[0] == 0
     assert complexity(best, 8)[0] > 0
     assert 1 < told["recommended"]["step_s"] / told["best"][0]["step_s"] < 1.05

@@ -190,7 +190,7 @@ def _print_fastest(taken: Priced, fastest: Priced) -> None:
     elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
         simpler = "its tp stays within nodes"
     else:
-        simpler = "it sets fewer keys"
+        simpler = "its schedule is plain 1f1b"
     console.print(f"\n[bold]fastest, by {gain:.1%}[/]: {fastest.choice}", soft_wrap=True)
     say(f"  a tie: each step is inside the interval of the other; the recommended layout is simpler: {simpler}")
     say(f"  {why(taken, Alternative('fastest', fastest, None))}")

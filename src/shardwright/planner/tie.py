@@ -1,13 +1,11 @@
 """Layouts that the prediction cannot tell from the fastest one, and the simplest of them, which is recommended."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from shardwright.cost.job import Candidates, Ints
 from shardwright.layout import Layout
-from shardwright.layout_keys import KEYS
 from shardwright.planner.headline import headline
 from shardwright.planner.pool import Pool
 from shardwright.planner.priced import Priced
@@ -16,21 +14,17 @@ MODEL_AXES = ("tp", "pp", "cp", "ep")
 """Degrees that divide the work on one sequence; data ranks divide only the batch."""
 
 
-def complexity(layout: Layout, node_size: int) -> tuple[int, int]:
-    """How many axes divide a model or a sequence; then how many other keys that are used are not at their default.
+def complexity(candidates: Candidates, node_size: int) -> Ints:
+    """A number for each of n layouts, (n,): larger for more axes that divide a model or a sequence; of as many axes,
+    larger for a schedule other than plain 1f1b.
 
-    tp counts twice where its groups do not stay within nodes: each layer then has four collectives over the network,
-    whose price is less certain than any other.
+    tp counts as two axes where its groups do not stay within nodes: each layer then has four collectives over the
+    network, whose price is less certain than any other.
     """
-    axes = sum(layout.degree(axis) > 1 for axis in MODEL_AXES) + leaves_nodes(layout.tp, node_size)
-    other = [
-        name
-        for name, key in KEYS.items()
-        if name not in (*MODEL_AXES, "dp_shard", "dp_replicate", "zero")
-        and key.used(layout)
-        and getattr(layout, name) != key.default_in(layout)
-    ]
-    return axes, len(other)
+    used = [getattr(candidates, axis) > 1 for axis in MODEL_AXES]
+    counted = [np.broadcast_to(each, len(candidates)) for each in (*used, leaves_nodes(candidates.tp, node_size))]
+    scheduled = candidates.pp > 1 and candidates.shared.pp_schedule != Layout.pp_schedule
+    return np.asarray(2 * np.sum(counted, axis=0) + scheduled)
 
 
 def leaves_nodes(tp: Any, node_size: int) -> Any:
@@ -47,31 +41,12 @@ def ties(one: Priced, other: Priced) -> bool:
 def simplest(best: Priced, pool: Pool) -> Priced:
     """The simplest layout of a pool that ties with its fastest one, `best`; of equally simple ones the fastest. It is
     `best` itself where no simpler one does."""
-    longest = headline(best).interval_s[1]
-    near = np.nonzero(pool.bound_s <= longest)[0]
-    for numbers in _by_complexity(pool, near, complexity(best.layout, best.job.cluster.node_size)):
-        among = np.zeros(len(pool), dtype=bool)
-        among[numbers] = True
-        found = Priced.of(best.job, pool.choice(pool.fastest(1, among)[0]))
-        if ties(best, found):
-            return found
+    node_size = best.job.cluster.node_size
+    near = pool.bound_s <= headline(best).interval_s[1]
+    of_each = np.concatenate([complexity(group, node_size) for group in pool.groups])
+    for least in np.unique(of_each[near]):
+        if least < complexity(best.choice.candidates, node_size)[0]:
+            found = Priced.of(best.job, pool.choice(pool.fastest(1, near & (of_each == least))[0]))
+            if ties(best, found):
+                return found
     return best
-
-
-def _by_complexity(pool: Pool, near: Ints, most: tuple[int, int]) -> Iterator[list[int]]:
-    """Those of the numbered layouts that are less complex than `most`, the simplest first, with their equals."""
-    node_size = pool.job.cluster.node_size
-    axes = np.concatenate([_axes(group, node_size) for group in pool.groups])[near]
-    for n_axes in range(most[0] + 1):
-        alike: dict[tuple[int, int], list[int]] = {}
-        for number in near[axes == n_axes].tolist():
-            alike.setdefault(complexity(pool.choice(number).layout, node_size), []).append(number)
-        yield from (alike[key] for key in sorted(alike) if key < most)
-
-
-def _axes(group: Candidates, node_size: int) -> Ints:
-    """The first number of `complexity` of each candidate, (n,)."""
-    shape = len(group)
-    used = [getattr(group, axis) > 1 for axis in MODEL_AXES]
-    counted = [np.broadcast_to(each, shape) for each in (*used, leaves_nodes(group.tp, node_size))]
-    return np.sum(counted, axis=0, dtype=np.int64)
