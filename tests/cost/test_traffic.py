@@ -38,6 +38,7 @@ MODELS: dict[str, ModelSpec] = {
     "normed heads": replace(DENSE, qk_norm=True),
     "gpt": replace(DENSE, norm="layernorm", activation="gelu_tanh", positions="learned", bias=True),
     "tied": replace(DENSE, tied_embedding=True),
+    "dropout": replace(DENSE, dropout=0.1),
     "experts": replace(DENSE, moe=MoESpec(n_experts=8, top_k=2, d_ffn=32, n_shared=1, first_dense=1)),
     "latent": replace(
         DENSE,
@@ -96,6 +97,14 @@ LAYOUTS = [
     ("latent", Layout(cp=2, cp_method="ulysses")),
     ("latent", Layout(tp=2, cp=2, dp_shard=1, zero=1)),
 ]
+RECOMPUTED = [
+    ("dense", Layout(tp=2, recompute="full")),
+    ("dense", Layout(tp=2, sequence_parallel=False, recompute="full", recompute_layers=1)),
+    ("dropout", Layout(tp=2, recompute="full")),
+    ("dense", Layout(cp=2, cp_method="allgather", recompute="full")),
+    ("dense", Layout(cp=4, cp_method="ulysses", recompute="selective", recompute_modules=("norms", "attention"))),
+    ("experts", Layout(dp_shard=4, tp=2, ep=2, zero=3, recompute="full")),
+]
 QUICK = [LAYOUTS[19], LAYOUTS[26]]
 Counts = tuple[Counter[Link], Counter[Link]]
 
@@ -136,7 +145,7 @@ def priced(spec: ModelSpec, layout: Layout, pp_rank: int) -> Counts:
     return calls, n_bytes
 
 
-@pytest.mark.parametrize(("model", "layout"), rest_prove(LAYOUTS, *QUICK), ids=str)
+@pytest.mark.parametrize(("model", "layout"), rest_prove([*LAYOUTS, *RECOMPUTED], *QUICK), ids=str)
 def test_priced_messages_are_those_of_a_real_step(model: str, layout: Layout):
     spec = MODELS[model]
     ranks = run_ranks(sent_in_a_step, layout.world_size, spec, layout)
@@ -183,6 +192,18 @@ BUGS = {
             "sums = hop('gradients of keys and values', kv * max(job.element_bytes, 4.0))",
             "hops = candidates.cp\nsums = hop('gradients of keys and values', kv * max(job.element_bytes, 4.0))",
         ),
+    ),
+    "full recomputation sends nothing": (
+        RECOMPUTED[-1],
+        Mutation(
+            "shardwright.cost.recompute:record_messages",
+            "full = (candidates.recompute == FULL).astype(int)",
+            "full = 0 * candidates.recompute",
+        ),
+    ),
+    "full recomputation sums the last matmul of a layer again": (
+        RECOMPUTED[0],
+        Mutation("shardwright.cost.recompute:record_messages", "message.what not in but", "True"),
     ),
     "ulysses sends each kv head once": (
         LAYOUTS[18],

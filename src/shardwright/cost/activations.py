@@ -30,11 +30,9 @@ import numpy as np
 from shardwright.cost import ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
+from shardwright.cost.job import FULL, SELECTIVE, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.parameters import vocabulary_rows
-
-NONE, SELECTIVE, FULL = range(len(RECOMPUTE))
 
 
 @dataclass(frozen=True)
@@ -110,15 +108,16 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
 def ends(job: Job, candidates: Candidates) -> Ends:
     """Activations before the first layer and after the last.
 
-    16-bit logits are copied to fp32 for the loss, which keeps their softmax; `Stack.logit_peak_bytes` is the maximum of
-    logits, copies and gradients together. In fp32 there are no copies, but there are softmax and gradients. Modules of
-    multi-token prediction have logits of their own.
+    16-bit logits are copied to fp32 for the loss, which keeps their softmax, or where the vocabulary is sharded their
+    gradients in 16 bits; `Stack.logit_peak_bytes` is the maximum of logits, copies and gradients together. In fp32
+    there are no copies, but softmax and gradients. Modules of multi-token prediction have logits of their own.
 
     A chunked loss (`layout.loss_chunk_tokens`) has the logits of C tokens, with what is beside them in its sums, and
     keeps the gradients of the head's input and matrix instead of logits; the latter is a sum in 32 bits or more.
     """
     stack, e = job.stack, job.element_bytes
-    kept = max(stack.logit_kept_bytes, e)
+    whole, cut_kept = stack.logit_kept_bytes, stack.logit_cut_kept_bytes
+    kept = np.maximum(np.where(candidates.tp > 1, whole if cut_kept is None else cut_kept, whole), e)
     with ledger.section("Kept of a microbatch around the layers"):
         formulas = Formulas(_symbols(job, candidates), "B")
         rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
@@ -126,7 +125,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         formulas.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
         formulas.values["predictions"] = 1 + job.model.mtp_modules
         times = "predictions * " * (job.model.mtp_modules > 0)
-        formulas.values["loss_bytes_a_logit"] = cut + max(stack.logit_peak_bytes, kept + e) - kept
+        formulas.values["loss_bytes_a_logit"] = cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept
         first = formulas("dropout mask", "T_shard * h * mask")
         last = formulas("around the last norm", "(T_shard + T_read) * h * e")
         sent = formulas("sent on", "T_shard * h * e * keeps_outputs")

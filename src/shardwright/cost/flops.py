@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.cost import ledger, pipeline
+from shardwright.cost import ledger, pipeline, recompute
 from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
 
 
@@ -64,10 +64,10 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     """FLOPs that a layout executes: those of the model and those of recomputation, (n,).
 
     full: one more forward pass of the layers, 2 (N - V h) + 2 L H (q + c) s, V rows of the vocabulary, h d_model
-    (2104.04473, equation 3: 96 instead of 72). selective: only attention, 2 L H (q + c) s (2205.05198, equation 8), or
-    with torchtitan's list every other matmul, or what the parts of `layout.recompute_modules` have.
-    Ignored: recomputation inside a fused attention's backward pass, which no
-    convention counts.
+    (2104.04473, equation 3: 96 instead of 72), without the last matmuls where it stops before them. selective: only
+    attention, 2 L H (q + c) s (2205.05198, equation 8), or with torchtitan's list every other matmul, or what the parts
+    of `layout.recompute_modules` have.
+    Ignored: recomputation inside a fused attention's backward pass, which no convention counts.
     """
     spec, needed = job.model, model_flops(job)
     matmuls = f"2 * (N_matmul - {'predictions * ' * (spec.mtp_modules > 0)}V * h)"
@@ -76,16 +76,24 @@ def executed_flops(job: Job, candidates: Candidates) -> TokenFlops:
     share = "" if again == spec.n_blocks else f" * {again} / {spec.n_blocks}"
     by_stack = {"scores": "square", "parts": _parts(job, candidates)}
     selective = by_stack.get(job.stack.selective, f"{matmuls} / 2")
+    last = sum(
+        len(layers) * row.numel
+        for block, layers in pipeline.blocks(spec).items()
+        if (group := recompute.last_matmul(job, block)) is not None
+        for row in group.rows
+    )
+    stops = " - 2 * N_last" * bool(last)
     square = 2.0 * spec.n_blocks * spec.n_heads * (spec.qk_dim + spec.head_dim) * job.attended[1]
 
     def executed(name: str, needed: Floats, square: float) -> Floats:
         model = ledger.identifier(f"model FLOPs, {name}")
         values: ledger.Inputs = {model: needed + np.zeros(len(candidates)), "square": square, "h": spec.d_model}
         formulas = ledger.Formulas({**values, "N_matmul": spec.n_matmul_parameters, "V": spec.vocab_size}, "FLOP")
+        formulas.values["N_last"] = last
         formulas.values["predictions"] = 1 + spec.mtp_modules
         if not np.any(candidates.recompute):
             return formulas[model]
-        extra = {"none": "0", "selective": selective, "full": f"{matmuls} + square"}
+        extra = {"none": "0", "selective": selective, "full": f"{matmuls} + square{stops}"}
         by_recompute = {how: f"{model} + ({each}){share}" for how, each in extra.items()}
         with ledger.section(SECTION):
             return formulas.choose(

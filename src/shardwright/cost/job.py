@@ -25,6 +25,9 @@ from shardwright.schedule.registry import Kind
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+NONE, SELECTIVE, FULL = range(len(RECOMPUTE))
+"""Values of `Candidates.recompute`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

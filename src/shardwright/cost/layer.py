@@ -12,13 +12,12 @@ from shardwright.cost import activations, ledger, recompute
 from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce, reduce_scatter
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.job import RECOMPUTE, Candidates, Floats, Job
+from shardwright.cost.job import FULL, RECOMPUTE, Candidates, Floats, Job
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.messages import context, dispatch, head_over_tp, loss_sums, over_tp, tensor
 from shardwright.cost.passes import ELEMENTWISE, HOST, MATMULS, TENSOR, Passes, reached_bytes_per_s
 
 CASTS = "casts of inputs"
-SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 BACKWARD_TRAFFIC = 1.5
 """Bytes that an element-wise operation moves in the backward pass, relative to the forward pass: two inputs instead of
 one, and one output."""
@@ -267,13 +266,17 @@ def _elementwise(passes: Passes, job: Job, candidates: Candidates, block: Block,
 
 
 def _recompute(passes: Passes, job: Job, candidates: Candidates, block: Block) -> None:
-    """The recomputation in I. full: the whole forward pass. selective: the parts that the layout names, or in other
-    stacks attention between its matmuls with weights, or with torchtitan's list half of the matmuls and of the tp
-    communication and all element-wise work."""
+    """The recomputation in I. full: the forward pass, up to what the backward pass reads last. selective: the parts
+    that the layout names, or in other stacks attention between its matmuls with weights, or with torchtitan's list
+    half of the matmuls and of the tp communication and all element-wise work."""
     again = np.zeros(len(candidates))
     if np.any(candidates.recompute):
         once: ledger.Inputs = {ledger.identifier(f"{kind}, F"): seconds for kind, seconds in passes.forward.items()}
         whole = " + ".join(name for name, seconds in once.items() if np.any(seconds))
+        left_out = recompute.left_out(passes, job, candidates, block)
+        once |= {ledger.identifier(name): seconds for name, seconds in left_out.items()}
+        whole += "".join(f" - {ledger.identifier(name)}" for name in left_out)
+        recompute.record_messages(passes, job, candidates, left_out)
         selective = "attention_F"
         if job.stack.selective == "parts" and np.any(candidates.recomputes_parts):
             selective = "selective_recomputation"

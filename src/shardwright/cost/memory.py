@@ -309,7 +309,11 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
         n_layers = np.array([len(each) for each in stages.layers])
         working = working + np.minimum(n_layers, 2) * largest
         loss[:, -1] += largest[:, -1]
-    gradients = states.moving_gradients(job, candidates, held)
+    of_a_block = (
+        np.min([layer.kept for _, layer in layers], axis=0),
+        np.max([layer.working for _, layer in layers], axis=0),
+    )
+    gradients = states.moving_gradients(job, candidates, stages, held, *of_a_block)
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()

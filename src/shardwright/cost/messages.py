@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from shardwright.cost import ledger
-from shardwright.cost.blocks import Block
+from shardwright.cost.blocks import Block, Region
 from shardwright.cost.collectives import (
     all_gather,
     all_reduce,
@@ -16,7 +16,7 @@ from shardwright.cost.collectives import (
     reduce_scatter,
 )
 from shardwright.cost.job import Candidates, Floats, Job
-from shardwright.cost.message import Collective, Message, Number, named
+from shardwright.cost.message import Collective, Message, named
 from shardwright.cost.passes import CONTEXT, EXPERT, MATMULS, TENSOR, Passes, reached_bytes_per_s
 
 HIDDEN = ", exposed"
@@ -42,12 +42,17 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: Block, token
     result = tokens * job.model.d_model * job.element_bytes
     regions = _OverTp(passes, job, candidates)
     for region in block.regions:
-        regions.add(MESSAGES_OF_F, result, f"result of {region.name}", reduce_scatter, all_reduce)
+        regions.add(MESSAGES_OF_F, result, result_of(region), reduce_scatter, all_reduce)
         regions.add(OF_RESULTS, result, f"gradient of the result of {region.name}", all_gather, None)
         for number, features in enumerate((*region.inputs, *region.every_head)):
             what = f"input of {region.name}" + (f" {number + 1}" if number else "")
             regions.input(tokens * features * job.element_bytes, what, again=number < len(region.inputs))
     regions.price()
+
+
+def result_of(region: Region) -> str:
+    """What the message of the result of a region is of."""
+    return f"result of {region.name}"
 
 
 MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN = (
@@ -75,7 +80,8 @@ class _OverTp:
         self, when: str, n_bytes: Floats, what: str, on_shards: Collective | None, whole: Collective | None
     ) -> None:
         """A collective with token shards, and one without."""
-        self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole)
+        forward = TENSOR if when == MESSAGES_OF_F else ""
+        self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
 
     def input(self, n_bytes: Floats, what: str, again: bool = True) -> None:
         """The input of column-parallel matmuls. `again`: it is not kept as gathered."""
@@ -140,15 +146,16 @@ def over_tp(
     what: str,
     on_shards: Collective | None,
     whole: Collective | None,
+    forward: str = "",
 ) -> dict[str, Floats]:
     """Seconds of one collective over tp, whose ranks are consecutive, by its name: `on_shards` with token shards, else
-    `whole`; each may be none."""
+    `whole`; each may be none. `forward`: see `Passes.record`."""
     shards = candidates.sequence_parallel
     found: dict[str, Floats] = {}
     for collective, used in ((on_shards, shards), (whole, ~shards)):
         if collective is not None and used.any():
             message = Message(f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int))
-            found[message.what] = passes.send(job, message)
+            found[message.what] = passes.send(job, message, forward)
     return found
 
 
@@ -188,22 +195,22 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
     value_dim = spec.qk_dim if job.stack.pads_values and spec.latent_attention else spec.head_dim
     key_and_value = tokens * (spec.qk_dim + value_dim)
 
-    def send(what: str, collective: Collective, n_bytes: Floats, calls: Number = 1) -> dict[str, Floats]:
-        message = Message(what, collective, n_bytes, candidates.cp, candidates.tp, calls)
-        return {what: passes.send(job, message)}
+    def send(what: str, collective: Collective, n_bytes: Floats, forward: str = "") -> dict[str, Floats]:
+        message = Message(what, collective, n_bytes, candidates.cp, candidates.tp)
+        return {what: passes.send(job, message, forward)}
 
     if candidates.shared.cp_method == "ulysses":
         received = heads * spec.qk_dim * tokens + np.maximum(kv_heads, candidates.cp) * key_and_value
         sent = [
-            send(f"queries, keys and values, all-to-all{back}", all_to_all, received * e)
-            | send(f"results, all-to-all{back}", all_to_all, heads * value_dim * tokens * e)
-            for back in ("", " of gradients")
+            send(f"queries, keys and values, all-to-all{back}", all_to_all, received * e, forward)
+            | send(f"results, all-to-all{back}", all_to_all, heads * value_dim * tokens * e, forward)
+            for back, forward in (("", CONTEXT), (" of gradients", ""))
         ]
         passes.add(CONTEXT, *(ledger.total(f"{CONTEXT}, {name}", each) for name, each in zip("FI", sent, strict=True)))
         return
     kv = kv_heads * key_and_value
     if candidates.shared.cp_method == "allgather":
-        gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e)
+        gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e, CONTEXT)
         again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
         again |= send("gradients of keys and values, all-to-all", all_to_all, kv * candidates.cp * e)
         passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), ledger.total(f"{CONTEXT}, I", again))
@@ -215,13 +222,13 @@ def _ring(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, kv: 
     """Hops round a ring of `kv` elements of keys and values, and of their gradients."""
     spec, hops = job.model, candidates.cp - 1
 
-    def hop(what: str, n_bytes: Floats) -> Floats:
+    def hop(what: str, n_bytes: Floats, forward: str = "") -> Floats:
         message = Message(what, point_to_point, n_bytes, candidates.cp, candidates.tp, hops)
-        passes.messages.append(message)
+        passes.record(message, forward)
         return replace(message, calls=1).seconds(job.cluster)
 
-    keys = hop("keys and values", kv * job.element_bytes)
-    passes.messages.append(replace(passes.messages[-1], what="keys and values again"))
+    keys = hop("keys and values", kv * job.element_bytes, CONTEXT)
+    passes.record(replace(passes.messages[-1], what="keys and values again"))
     sums = hop("gradients of keys and values", kv * max(job.element_bytes, 4.0))
     symbols: ledger.Inputs = {
         "cp": candidates.cp, "T": tokens, "heads": spec.n_heads, "c": spec.head_dim, "tp": candidates.tp,
@@ -257,8 +264,9 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
     message = Message(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
-    once = passes.send(job, message)
-    passes.messages += [replace(message, what=f"{what} back", calls=3)]
+    once = passes.send(job, message, EXPERT)
+    passes.record(replace(message, what=f"{what} back"), EXPERT)
+    passes.record(replace(message, what=f"gradients of {what}", calls=2))
     sent = {what: once, f"{what} back": once}
     ledger.total(f"{what} back", {what: once})
     passes.add(EXPERT, ledger.total(f"{EXPERT}, F", sent), ledger.total(f"{EXPERT}, I", sent))

@@ -23,22 +23,29 @@ MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT, HOST = (
 @dataclass
 class Passes:
     """Seconds of F, I and W of one micro-batch, by kind of work, each an array (n,). `of`: the part of the model;
-    `messages`: what a rank sends in all three."""
+    `messages`: what a rank sends in all three; `forward_messages`: those of F, by kind, which recomputation repeats."""
 
     of: str
     forward: dict[str, Floats] = field(default_factory=dict)
     backward_input: dict[str, Floats] = field(default_factory=dict)
     weight: dict[str, Floats] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
+    forward_messages: dict[str, list[Message]] = field(default_factory=dict)
 
     def add(self, kind: str, forward: ArrayLike, backward_input: ArrayLike, weight: ArrayLike = 0.0) -> None:
         """Add seconds of a kind."""
         for part, seconds in zip(self.parts.values(), (forward, backward_input, weight), strict=True):
             part[kind] = part.get(kind, np.zeros(())) + np.asarray(seconds, dtype=np.float64)
 
-    def send(self, job: Job, message: Message) -> Floats:
-        """Add a message; its seconds, of all calls."""
+    def record(self, message: Message, forward: str = "") -> None:
+        """Add a message to those that are sent; `forward`: its kind, if it is one of F."""
         self.messages.append(message)
+        if forward:
+            self.forward_messages.setdefault(forward, []).append(message)
+
+    def send(self, job: Job, message: Message, forward: str = "") -> Floats:
+        """The same; its seconds, of all calls."""
+        self.record(message, forward)
         return message.seconds(job.cluster)
 
     @property

@@ -1,4 +1,5 @@
-"""Selective recomputation: what a layer keeps less, and what its backward pass computes more, by the part.
+"""Recomputation: what a layer keeps less with the parts of selective recomputation, and what its backward pass computes
+and sends once more.
 
 The parts are those of `layout.recompute_modules` (model/recompute.py). Notation of cost/activations.py, and a the
 matrices of a network before its last (2 if gated), m the tensors of inner features that it keeps beside the input of
@@ -18,14 +19,16 @@ So a Llama layer with the default, norms and activation, keeps T (2 h + 2 H c + 
 log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repeats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
-from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.job import FULL, Candidates, Floats, Job
 from shardwright.cost.ledger import Formulas
 from shardwright.cost.matmuls import layer_matmuls
-from shardwright.cost.passes import CONTEXT, Passes, reached_bytes_per_s
+from shardwright.cost.messages import result_of
+from shardwright.cost.passes import CONTEXT, TENSOR, Passes, reached_bytes_per_s
 from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 
@@ -108,6 +111,38 @@ def seconds(passes: Passes, job: Job, candidates: Candidates, block: Block) -> F
         if matmul.name in wanted:
             terms[matmul.name] = matmul.seconds(job)
     return ledger.total("selective recomputation", terms)
+
+
+def last_matmul(job: Job, block: Block) -> Group | None:
+    """The matmul of a layer that full recomputation leaves out where it stops at the last tensor that the backward pass
+    reads, which is that matmul's input. None where something is read after it: the outputs of routed experts, to be
+    weighed, or what dropout keeps."""
+    return block.matmuls[-1] if job.stack.stops_early and not block.experts and not job.model.dropout else None
+
+
+def left_out(passes: Passes, job: Job, candidates: Candidates, block: Block) -> dict[str, Floats]:
+    """The seconds of what full recomputation leaves out, by name: the last matmul, and its message over tp."""
+    last, tokens = last_matmul(job, block), candidates.tokens(job.seq_len)
+    if last is None:
+        return {}
+    found = {
+        each.name: each.seconds(job) for each in layer_matmuls(job, candidates, block, tokens) if each.name == last.name
+    }
+    of_result = f"{result_of(block.regions[-1])}, "
+    sent = [each for each in passes.forward_messages.get(TENSOR, []) if each.what.startswith(of_result)]
+    return found | {message.what: message.seconds(job.cluster) for message in sent}
+
+
+def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Container[str]) -> None:
+    """Add the messages that recomputation sends once more: all of F `but` some with full, those of attention where
+    that is a part."""
+    full = (candidates.recompute == FULL).astype(int)
+    of_attention = full + candidates.recomputes_parts * ("attention" in candidates.shared.recompute_modules)
+    for kind, messages in passes.forward_messages.items():
+        calls = of_attention if kind == CONTEXT else full
+        for message in messages:
+            if message.what not in but:
+                passes.record(replace(message, what=f"{message.what}, again", calls=message.calls * calls))
 
 
 def _again(group: Group, parts: Sequence[str]) -> bool:

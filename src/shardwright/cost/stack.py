@@ -33,14 +33,16 @@ class Stack:
     kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output until its backward pass. `selective`:
     activations that selective recomputation does not keep: "scores" of attention; or all but the outputs of the
     "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads; or the "parts"
-    that a layout names (cost/recompute.py).
+    that a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that the
+    backward pass reads, as `torch.utils.checkpoint` does.
     `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's weights; otherwise the
     inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
     them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
     heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a matmul in fp8;
     `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all micro-batches.
     `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
-    between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp.
+    between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp, `logit_cut_kept_bytes`: kept
+    then (None: the same).
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
     libraries; `expert_workspace_bytes`: of grouped matmuls, in addition. `fragmentation`: bytes that the allocator
@@ -66,6 +68,7 @@ class Stack:
     keeps_outputs: bool = False
     waits_gathered: bool = False
     selective: Literal["scores", "products", "read products", "parts"] = "scores"
+    stops_early: bool = False
     weighs_outputs: bool = False
     wide_router: bool = False
     pads_values: bool = False
@@ -74,6 +77,7 @@ class Stack:
     logit_kept_bytes: float = 4.0
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
+    logit_cut_kept_bytes: float | None = None
     vocabulary_multiple: int = 0
     workspace_bytes: float = 64 * MiB
     expert_workspace_bytes: float = 0.0
@@ -94,8 +98,10 @@ SHARDWRIGHT = Stack(
     wide_router=True,
     pads_values=True,
     selective="parts",
+    stops_early=True,
     logit_peak_bytes=12.0,
     logit_cut_bytes=-2.0,
+    logit_cut_kept_bytes=2.0,
 )
 SHARDWRIGHT_COMPILED = replace(
     SHARDWRIGHT,

@@ -188,27 +188,36 @@ def _spent(
     return formulas(what, f"({formula}{more}" if more else formula, "ZeRO, arXiv 1910.02054, section 5")
 
 
-def moving_gradients(job: Job, candidates: Candidates, held: Parameters) -> Floats:
+def moving_gradients(
+    job: Job, candidates: Candidates, stages: Stages, held: Parameters, kept: Floats, working: Floats
+) -> Floats:
     """Bytes of gradients that are not yet accumulated in their buffer, during the backward pass of a block, (n, S).
+    `kept`, `working`, (n,): of a block, the activations that it frees, and its temporary buffers.
 
-    If gradients are sharded: those of a whole block, the buffer of their reduce-scatter, and in the last stage those of
-    the head, which are reduced at the end of the pass. Otherwise: the gradient of one matrix at a time.
+    If gradients are sharded, the most of three moments, beside the activations of all blocks and these buffers: the
+    first block runs; the second one does, after the first has freed its activations, and while its gradients are
+    reduced; the first is done, and has all its gradients, the buffer of their reduce-scatter, and no temporary buffers.
+    With experts, whose gradients are reduced apart, all of this at once. The last stage has also the gradient of the
+    head, which is reduced at the end of the pass. If they are not sharded: the gradient of one matrix at a time.
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
     values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
+    values |= {"kept_by_a_block": kept, "working": working, "several": any(len(each) > 1 for each in stages.layers)}
     of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
     shared = shares_gradients(candidates)[:, None]
     found = np.zeros(held.ends.shape)
+    matrix = of_gradients("gradient of a matmul", "weight_gradient_bytes * largest_matmul")
     if np.any(shared):
-        found += of_gradients("gradients of a layer", "(e + reduced_bytes) * largest_layer")[:, None]
-        found[:, -1] = of_gradients(
-            "gradients of a layer and the head", "gradients_of_a_layer + e * head", "last stage"
-        )
-    if not np.all(shared):
-        matrix = of_gradients("gradient of a matmul", "weight_gradient_bytes * largest_matmul")
-        found = np.where(shared, found, matrix[:, None])
-    return found
+        name, formula = "gradients of a layer", "(e + reduced_bytes) * largest_layer"
+        if not np.any(held.layer_expert):
+            reduced = "several * max(reduced_bytes * largest_layer - kept_by_a_block, 0)"
+            done = f"{formula} - kept_by_a_block - working"
+            name, formula = "gradients beside a layer", f"max(gradient_of_a_matmul + {reduced}, {done})"
+        found += of_gradients(name, formula)[:, None]
+        and_head = f"{ledger.identifier(name)} + e * head"
+        found[:, -1] = of_gradients(f"{name} and the head", and_head, "last stage")
+    return np.where(shared, found, matrix[:, None])
 
 
 def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, Floats, Floats]:

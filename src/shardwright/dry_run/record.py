@@ -35,9 +35,9 @@ class Message(NamedTuple):
     """A collective, a send or receive of a message, or a copy to or from the host or a disk.
 
     `ranks`: the process group, by number in the world; `axis`: the axes of the layout along which these differ;
-    `n_bytes`: of the larger of the tensors given to it; `shapes`: of all of them; `splits`: rows to and from each rank
-    of an uneven all-to-all, or of a wait the number of the message among those from `peer`; `peer`: the other rank of
-    a send, receive or wait, in the world.
+    `n_bytes`: of the larger of the tensors given to it, of an all-to-all of equal parts without the rank's own as if
+    that were there; `shapes`: of all of them; `splits`: rows to and from each rank of an uneven all-to-all, of a wait
+    the number of the message among those from `peer`; `peer`: the other rank of a send, receive or wait, in the world.
     """
 
     op: str

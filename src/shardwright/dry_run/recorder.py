@@ -336,17 +336,19 @@ class Recorder(TorchDispatchMode):
             self.mark(tensors[0], "gradients")
         self._times.append(self._now)
         largest = max(tensors, key=lambda each: each.numel() * each.element_size())
-        peer, splits = -1, ()
+        n_bytes, peer, splits = largest.numel() * largest.element_size(), -1, ()
         if op in ("send", "receive"):
             peer = ranks[args[2]]
         elif op == "all-to-all":
             splits = (*args[3], -1, *args[4]) if args[3] or args[4] else ()
+            if args[4] and args[4][ranks.index(self.rank)] == 0 and len(set(args[4])) == 2:
+                n_bytes = n_bytes * len(ranks) // (len(ranks) - 1)
         self.messages.append(
             Message(
                 op,
                 axis,
                 ranks,
-                largest.numel() * largest.element_size(),
+                n_bytes,
                 str(largest.dtype).removeprefix("torch."),
                 tuple(tuple(each.shape) for each in tensors),
                 self._action,

@@ -87,7 +87,8 @@ class _Timeline(Timeline):
 
 
 class _Messages(Messages):
-    """The messages of a pipeline."""
+    """The messages of a pipeline. A message is sent when the rank starts its next exchange, as the plan has it; a fake
+    process group never says that one is."""
 
     def __init__(self, messages: Messages, recorder: Recorder, in_world: Sequence[int]) -> None:
         super().__init__(messages.rank, messages.groups)
@@ -105,6 +106,7 @@ class _Messages(Messages):
                 self._received[there] += 1
             elif op == "B":
                 self.recorder.mark(results[need], "communication")
+        self._sending.clear()
         super().start(exchange, results, empty)
 
     def receive(self, need: Need) -> Tensor:

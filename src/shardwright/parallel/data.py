@@ -31,7 +31,7 @@ Gradients are summed, never averaged: the loss is already divided by the number 
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import torch
@@ -256,7 +256,7 @@ def shard(
             compression.apply(group, prefix)
         return group
 
-    ordered = []
+    units = []
     for block in blocks:
         inner = []
         for layer in block.modules():
@@ -264,18 +264,20 @@ def shard(
                 experts = layer.experts
                 few = layout.zero > 0 and next(experts.parameters()).shape[0] % (layout.expert_dp_shard * layout.ep)
                 inner.append(group_of(experts, expert_mesh, "expert_", layout.regathers, dim=1 if few else 0))
-        ordered += [group_of(block, mesh, "", layout.regathers), *inner]
+        units.append([group_of(block, mesh, "", layout.regathers), *inner])
     root = group_of(model, mesh, "", False)
-    for group in (root, *ordered):  # neither setting applies to nested groups
+    groups = [root, *chain(*units)]
+    for group in groups:  # neither setting applies to nested groups
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_gradient_divide_factor(1.0)
     if layout.zero == 3:
-        for group, following in pairwise((root, *ordered)):
-            group.set_modules_to_forward_prefetch([following])
-        for group, following in pairwise(ordered):
-            following.set_modules_to_backward_prefetch([group])
+        # Blocks alone gather ahead: experts that are computed again in the backward pass would gather the next block.
+        for unit, following in pairwise([[root], *units, []]):
+            unit[0].set_modules_to_forward_prefetch([*unit[1:], *following[:1]])
+        for unit, following in pairwise(units):
+            following[0].set_modules_to_backward_prefetch(unit)
     over_replicas = None if compression.gradients is None else OverReplicas(compression)
-    return Sharded([root, *ordered], layout, over_replicas)
+    return Sharded(groups, layout, over_replicas)
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
