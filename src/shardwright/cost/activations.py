@@ -161,7 +161,11 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
     tokens, fp8 = candidates.tokens(job.seq_len), FORMATS[job.precision].narrow
     outside = tokens / candidates.token_shards
     # A ring has a buffer of keys and values to read and one to receive into.
-    visiting = candidates.cp if candidates.shared.cp_method == "allgather" else 2.0
+    gathers = candidates.shared.cp_method == "allgather"
+    visiting = candidates.cp if gathers else 2.0
+    # Without kv groups the gradients alone; ulysses has all tokens of few heads, as one process has.
+    expands = job.stack.expands_heads and candidates.shared.cp_method != "ulysses"
+    expanded = (1 + (job.model.n_heads > job.model.n_kv_heads)) * (candidates.cp - 1 if gathers else 1) * expands
     return {
         "T": tokens,
         "T_shard": outside,
@@ -174,6 +178,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
         "mask": int(job.model.dropout > 0 or job.stack.dropout_masks),
         "cut": (candidates.token_shards > 1).astype(np.int64),
         "visiting": np.where(candidates.cp > 1, visiting, 0.0),
+        "expanded": np.where(candidates.cp > 1, expanded, 0),
     }
 
 
@@ -225,7 +230,8 @@ def _attention(job: Job, formulas: Formulas) -> None:
     formulas("listed of attention", "T * (q + v + out) * e")
     formulas("attention for W", "T * (q + k + v + out) * e + T_shard * narrow * e")
     formulas(
-        "working of attention", "(T * (q + k + v + out + cut * h + visiting * (k + v)) + 2 * T_shard * h) * e"
+        "working of attention",
+        "(T * (q + k + v + out + cut * h + visiting * (k + v) + expanded * (q + out)) + 2 * T_shard * h) * e"
         + " + 2 * T * s * heads / tp * e" * stored, "gradients, and inputs gathered over tp and cp",
     )  # fmt: skip
 

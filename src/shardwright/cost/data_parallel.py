@@ -22,7 +22,8 @@ class RankParameters(NamedTuple):
     gradients on all its ranks, and on those with the same kv heads. `blocks`: layers of the rank, of which
     `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
     `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
-    as products, with the rows and the columns of their logical matrices and the stages that have some."""
+    as products, with the rows and the columns of their logical matrices and the stages that have some. `layer_padding`,
+    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`)."""
 
     dense: Ints
     experts: Ints
@@ -38,6 +39,9 @@ class RankParameters(NamedTuple):
     left_rows: Ints
     right_columns: Ints
     factored_stages: Ints
+    layer_padding: Ints
+    end_padding: Ints
+    expert_padding: Ints
 
 
 def data_parallel(
@@ -103,8 +107,9 @@ class _Group:
 def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Group]:
     """Experts are apart from the parameters of all tokens where ep or tp gives them other ranks."""
     apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
-    dense = held.dense - held.untrained - held.factored + np.where(apart, 0, held.experts)
-    experts = np.where(apart, held.experts, 0)
+    of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
+    dense = held.dense - held.untrained - held.factored + filled + np.where(apart, 0, of_experts)
+    experts = np.where(apart, of_experts, 0)
     ranks = candidates.gradient_ranks
     expert_ranks = np.maximum(ranks * candidates.tp // candidates.ep, 1)
     whole = ~apart & (candidates.zero == 0) & (job.element_bytes == 4)
@@ -123,7 +128,7 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Grou
             return calls
         return np.where(whole, calls, -(-count * 4 // (shards * REPLICA_BUCKET_BYTES)))
 
-    both, layers = held.blocks + held.end_groups, dense - held.ends
+    both, layers = held.blocks + held.end_groups, dense - held.ends - held.end_padding
     dense_calls, expert_calls = calls(dense, both), calls(experts, held.expert_blocks)
     shards = np.where(candidates.zero == 0, 1, candidates.shards)
     expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
@@ -270,6 +275,7 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts.append(np.broadcast_to(untrained, shape))
     factored = products.counts(cut, candidates.shared)
     parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
+    parts += list(parameters.padding(job.model, cut, candidates) * job.stack.pads_rows)
     of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
     most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
     with ledger.section("Data parallel, rank with most parameters"):

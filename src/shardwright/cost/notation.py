@@ -14,7 +14,8 @@ _SYMBOLS = (
     ("predictions", "", "tokens that are predicted at a position: one, and one by each MTP module"),
     ("inner expert_inner", "", "features between the matmuls of networks for all tokens, of an expert"),
     ("norms branches inputs", "", "of a layer: norms, results added to the residual stream, tensors that matmuls read"),
-    ("N_matmul", "", "elements of the matrices that a token is multiplied by"),
+    ("N_matmul N_last", "", "elements of the matrices that a token is multiplied by; of the last of layers, which full "
+     "recomputation leaves out"),
     ("column kv_column row replicated per_head vocabulary", "", "parameters of a layer, by how tp splits them"),
     ("expert_elements ends largest_layer largest_matmul head", "", "parameters: of all experts of a layer; outside the "
      "layers; of the largest layer, of the largest matmul of a network, of the head, on a rank"),
@@ -67,7 +68,10 @@ _SYMBOLS = (
     ("narrow_norms rotated keys_and_values padded_out", "", "features that recomputation need not keep: normed latent "
      "vectors; placed queries and keys; keys and values from latent vectors; padded results"),
     ("copied_alone", "", "1 where only a copy in fp32 of a router's input is kept"),
-    ("cut visiting", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each own"),
+    ("cut visiting expanded", "", "1 where tokens are gathered over tp; keys and values of other ranks of cp, for each "
+     "own; those with all query heads, and their gradients"),
+    ("kept_by_a_block working_of_a_block several", "B", "what the backward pass of a block frees; its temporary "
+     "buffers; 1 where a stage has several blocks"),
     ("mask weighed unweighted copied keeps_outputs", "", "1 where kept: masks, experts' results, their inputs "
      "without weight, the router's input in fp32, what a stage sends"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),

@@ -3,6 +3,7 @@
 Shapes: n candidates, S stages.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -143,6 +144,36 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
     if len(row.shape) == 1:
         return first, none, none
     return first, max(1, len(row.parts)) * row.shape[1] // columns_over + none, none
+
+
+def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
+    """Elements by which FSDP2 fills up the rows of parameters that its ranks do not divide, on rank 0 of tp, (3, n, S):
+    of dense parameters in layers, of others, and of experts."""
+    tp, ep = candidates.tp, candidates.ep
+    found = np.zeros((3, len(tp), len(stages.layers)), np.int64)
+    for block, layers in stages.of_kind.items():
+        for row in block.rows:
+            if row.counted and row.trained:
+                over = candidates.expert_shards if row.split == "experts" else candidates.shards
+                found[2 if row.split == "experts" else 0] += _padding_of(model, row, tp, ep, over)[:, None] * layers
+    for row in end_rows(model):
+        for stage in _stages_of_end(model, row, found.shape[2]):
+            found[1, :, stage] += _padding_of(model, row, tp, ep, candidates.shards)
+    return found
+
+
+def _padding_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints, over: Ints) -> Ints:
+    """The padding of one parameter over `over` ranks, (n,). Experts that they do not divide are sharded by row."""
+    if row.split == "experts":
+        first = row.shape[0] // ep
+        by_row = first % over > 0
+        n_rows: Ints = np.where(by_row, row.shape[1], first)
+        each: Ints | int = np.where(by_row, first, row.shape[1]) * row.shape[2]
+    else:
+        rows_over, rest_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
+        n_rows = vocabulary_rows(model, tp) if row.split == "vocabulary" else np.asarray(row.shape[0] // rows_over)
+        each = math.prod(row.shape[1:]) // rest_over
+    return np.asarray(-n_rows % over * each, dtype=np.int64)
 
 
 def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:

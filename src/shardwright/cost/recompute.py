@@ -22,6 +22,8 @@ log-sum-exp. Ignored: the all-gather of latent vectors over tp that mla_up repea
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
 from shardwright.cost.job import FULL, Candidates, Floats, Job
@@ -130,7 +132,8 @@ def left_out(passes: Passes, job: Job, candidates: Candidates, block: Block) -> 
     }
     of_result = f"{result_of(block.regions[-1])}, "
     sent = [each for each in passes.forward_messages.get(TENSOR, []) if each.what.startswith(of_result)]
-    return found | {message.what: message.seconds(job.cluster) for message in sent}
+    found |= {message.what: message.seconds(job.cluster) for message in sent}
+    return {name: seconds for name, seconds in found.items() if np.any(seconds)}
 
 
 def record_messages(passes: Passes, job: Job, candidates: Candidates, but: Container[str]) -> None:

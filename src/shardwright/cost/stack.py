@@ -44,6 +44,9 @@ class Stack:
     between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp, `logit_cut_kept_bytes`: kept
     then (None: the same).
 
+    `expands_heads`: over cp, keys, values and their gradients have all query heads in the backward pass of attention.
+    `pads_rows`: a parameter is sharded by rows, which are filled up to a multiple of the ranks and sent so (FSDP2).
+
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
     libraries; `expert_workspace_bytes`: of grouped matmuls, in addition. `fragmentation`: bytes that the allocator
     reserves beyond the tensors, as a fraction.
@@ -69,6 +72,8 @@ class Stack:
     waits_gathered: bool = False
     selective: Literal["scores", "products", "read products", "parts"] = "scores"
     stops_early: bool = False
+    pads_rows: bool = False
+    expands_heads: bool = False
     weighs_outputs: bool = False
     wide_router: bool = False
     pads_values: bool = False
@@ -99,6 +104,8 @@ SHARDWRIGHT = Stack(
     pads_values=True,
     selective="parts",
     stops_early=True,
+    pads_rows=True,
+    expands_heads=True,
     logit_peak_bytes=12.0,
     logit_cut_bytes=-2.0,
     logit_cut_kept_bytes=2.0,

@@ -203,7 +203,8 @@ def moving_gradients(
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
     values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
-    values |= {"kept_by_a_block": kept, "working": working, "several": any(len(each) > 1 for each in stages.layers)}
+    several = any(len(each) > 1 for each in stages.layers)
+    values |= {"kept_by_a_block": kept, "working_of_a_block": working, "several": several}
     of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
     shared = shares_gradients(candidates)[:, None]
     found = np.zeros(held.ends.shape)
@@ -212,7 +213,7 @@ def moving_gradients(
         name, formula = "gradients of a layer", "(e + reduced_bytes) * largest_layer"
         if not np.any(held.layer_expert):
             reduced = "several * max(reduced_bytes * largest_layer - kept_by_a_block, 0)"
-            done = f"{formula} - kept_by_a_block - working"
+            done = f"{formula} - kept_by_a_block - working_of_a_block"
             name, formula = "gradients beside a layer", f"max(gradient_of_a_matmul + {reduced}, {done})"
         found += of_gradients(name, formula)[:, None]
         and_head = f"{ledger.identifier(name)} + e * head"
