@@ -5,8 +5,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from shardwright import processes
-from shardwright.control_groups import Limit, memory_limit
+from shardwright import control_groups, processes
+from shardwright.control_groups import Limit
 from shardwright.units import GiB
 
 NO_LIMIT_V1 = "9223372036854771712"
@@ -21,7 +21,7 @@ def limit_of(own: str, files: dict[str, str]) -> tuple[int, str] | None:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(text + "\n")
         (folder / "own").write_text(own)
-        found = memory_limit(folder, folder / "own")
+        found = control_groups.memory_limit(folder, folder / "own")
         return None if found is None else (found.n_bytes, str(found.file.relative_to(folder)))
 
 
@@ -42,7 +42,7 @@ def test_version_1_has_a_hierarchy_of_its_own_for_memory():
 
 def test_without_groups_there_is_no_limit(tmp_path: Path):
     assert limit_of("0::/\n", {"memory.max": "max"}) is None
-    assert memory_limit(tmp_path, tmp_path / "missing") is None
+    assert control_groups.memory_limit(tmp_path, tmp_path / "missing") is None
 
 
 def test_memory_is_that_of_the_machine_unless_a_group_allows_less(monkeypatch: pytest.MonkeyPatch):
