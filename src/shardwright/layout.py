@@ -67,7 +67,13 @@ class Layout(LayoutKeys, NumberedRanks):
             value = getattr(self, name)
             if key.needs and not key.used(self) and value != key.default_in(self):
                 found.append(f"layout.{name}={value!r} needs {key.needs}; set that, or leave it out")
-        return [*found, *self._degree_problems(), *compression.problems(self), *self._schedule_problems()]
+        return [
+            *found,
+            *self._degree_problems(),
+            *self._secondary_problems(),
+            *compression.problems(self),
+            *self._schedule_problems(),
+        ]
 
     def _degree_problems(self) -> Iterator[str]:
         fold = self.dp_shard * self.cp * self.tp
@@ -99,6 +105,17 @@ class Layout(LayoutKeys, NumberedRanks):
             yield (
                 f"layout.cp_method='usp' needs layout.ulysses_degree, the part of cp={self.cp} that partitions heads; "
                 f"valid: {_divisors(self.cp).removeprefix('1, ')}; with 1 it would be cp_method='zigzag'"
+            )
+
+    def _secondary_problems(self) -> Iterator[str]:
+        n, shards = self.zero_secondary_ranks, self.dp_shard * self.cp
+        if n > 1 and not KEYS["zero_secondary_ranks"].used(self):
+            valid = ", ".join(str(d) for d in range(2, shards) if shards % d == 0)
+            rest = f"; valid with so many: {valid}" if valid else ""
+            yield (
+                f"layout.zero_secondary_ranks={n} needs zero=3, pp=1 and more ranks of dp_shard x cp, a multiple of "
+                f"{n}, and here zero={self.zero}, pp={self.pp} and dp_shard x cp = {self.dp_shard} x {self.cp} = "
+                f"{shards}{rest}; or leave it out"
             )
 
     def _schedule_problems(self) -> Iterator[str]:

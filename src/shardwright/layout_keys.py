@@ -264,6 +264,21 @@ class LayoutKeys:
         needs="pp above 1 and zero=3",
         group="zero",
     )
+    zero_secondary_ranks: int = _key(
+        1,
+        help="zero 3 without pp: consecutive ranks of dp_shard x cp, those of a node, that keep the parameters of a "
+        "layer from its forward pass on, each a part, and gather them from one another for its backward pass (hpZ of "
+        "ZeRO++, arXiv 2306.10209); 1: all ranks of dp_shard x cp gather their shards again",
+        words=lambda layout, sizes: "ranks of a node keep gathered parameters for the backward pass, each a part",
+        used=lambda layout: (
+            (layout.zero == 3)
+            & (layout.pp == 1)
+            & (layout.dp_shard * layout.cp > layout.zero_secondary_ranks)
+            & (layout.dp_shard * layout.cp % layout.zero_secondary_ranks == 0)
+        ),
+        in_turn=(2, 1),
+        planned=lambda layout: (layout.zero_secondary_ranks,),  # planner/space.py tries those of a node
+    )
     compress_gradients: str = _key(
         "none",
         help="how gradients travel between the ranks that sum them: none: in the type in which they accumulate; bf16: "

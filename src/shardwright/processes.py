@@ -22,11 +22,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright import extensions
+from shardwright.control_groups import memory_limit
 from shardwright.errors import ShardwrightError, WorkerError
-from shardwright.units import GiB
+from shardwright.units import GiB, format_bytes
 
 _POLL_S = 0.25  # how often processes are looked at whose connections say nothing
 _LAST_WORDS_S = 1.0  # how long the reports of ranks that fail together are waited for
@@ -56,9 +57,29 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - STACKS_SHOWN} more" if len(ranks) > STACKS_SHOWN else "")
 
 
+class Memory(NamedTuple):
+    """Bytes that processes on this machine can use, and the file of their control group that allows no more; "" where
+    the machine has no more."""
+
+    n_bytes: int
+    limit_file: str = ""
+
+    def __str__(self) -> str:
+        """`has 32 GiB`, `allows 8 GiB (/sys/fs/cgroup/memory.max)`: what the machine does."""
+        n = format_bytes(self.n_bytes)
+        return f"allows {n} ({self.limit_file})" if self.limit_file else f"has {n}"
+
+
+def machine_memory() -> Memory:
+    """The memory of this machine, or what the control groups of this process allow of it."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = memory_limit()
+    return Memory(there) if limit is None or limit.n_bytes >= there else Memory(limit.n_bytes, str(limit.file))
+
+
 def machine_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The bytes of `machine_memory`."""
+    return machine_memory().n_bytes
 
 
 def share_bytes(ranks: int) -> float:

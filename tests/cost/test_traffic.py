@@ -96,6 +96,8 @@ LAYOUTS = [
     ("latent", Layout(tp=2, sequence_parallel=False)),
     ("latent", Layout(cp=2, cp_method="ulysses")),
     ("latent", Layout(tp=2, cp=2, dp_shard=1, zero=1)),
+    ("dense", Layout(dp_shard=4, tp=2, zero=3, zero_secondary_ranks=2)),
+    ("experts", Layout(dp_shard=4, ep=2, zero=3, zero_secondary_ranks=2)),
 ]
 RECOMPUTED = [
     ("dense", Layout(tp=2, recompute="full")),

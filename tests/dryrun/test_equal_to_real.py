@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "states on a disk": ("dense", "bf16", {"dp_shard": 2, "zero": 1, "offload_optimizer": "disk"}),
     "activations on the host": ("dense", "bf16", {"dp_shard": 2, "recompute": "selective", **ON_HOST}),
     "activations of a pipeline on the host": ("mixture", "fp32", {"pp": 2, "pp_schedule": "zb-h1", **ON_HOST}),
+    "secondary shards": ("dense", "bf16", {"dp_shard": 4, "zero_secondary_ranks": 2}),
     "gradients and weights as integers": (
         "dense",
         "bf16",

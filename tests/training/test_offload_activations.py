@@ -12,6 +12,7 @@ from shardwright.config import parse
 from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.parallel.offload import ActivationsOnHost
+from shardwright.processes import Memory
 from shardwright.training.offload import room
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
@@ -158,9 +159,9 @@ def test_the_device_has_the_activations_of_two_layers_at_a_time():
     assert store.out == store.back + [512] * 2
 
 
-def refused(machine_bytes: int) -> list[str]:
-    """What a rank says of a machine with so much memory."""
-    room.machine_bytes = lambda: machine_bytes
+def refused(machine_bytes: int, limited: bool) -> list[str]:
+    """What a rank says of a machine that has so much memory, or on which its control group allows so much."""
+    room.machine_memory = lambda: Memory(machine_bytes, "/sys/fs/cgroup/memory.max" if limited else "")
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
     try:
         room.require_host_memory(parse(run | {"layout": {"dp_shard": 2, "offload_optimizer": "cpu", **ON_HOST}}))
@@ -170,10 +171,11 @@ def refused(machine_bytes: int) -> list[str]:
 
 
 def test_a_machine_without_room_for_what_its_ranks_keep_there_is_refused_with_the_sums_and_the_way_out():
-    assert run_ranks(refused, 2, 2**40) == [[], []]
-    for problems in run_ranks(refused, 2, 2**10):
-        (problem,) = problems
-        assert "2 ranks on" in problem
-        for part in ("of copies of weights", "of optimizer states", "of activations", "the machine has 1"):
-            assert part in problem
+    assert run_ranks(refused, 2, 2**40, False) == [[], []]
+    for limited, what in ((False, "the machine has 1"), (True, "the machine allows 1 KiB (/sys/fs/cgroup/memory")):
+        for problems in run_ranks(refused, 2, 2**10, limited):
+            (problem,) = problems
+            assert "2 ranks on" in problem
+            for part in ("of copies of weights", "of optimizer states", "of activations", what):
+                assert part in problem
         assert "layout.offload_optimizer='none' or 'disk'" in problem

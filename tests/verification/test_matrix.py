@@ -73,6 +73,12 @@ def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size
     )
 
 
+def test_two_ranks_are_enough_for_every_key_that_is_varied():
+    found = layouts(EVEN, 2, 16)
+    for name, key in KEYS.items():
+        assert not key.in_turn or any(getattr(layout, name) != key.default for layout in found), name
+
+
 def test_the_layouts_of_two_ranks_are_these():
     found = plain(EVEN, 2, 16)
     assert found[:4] == [Layout(dp_replicate=2), *(Layout(dp_shard=2, zero=zero) for zero in (1, 2, 3))]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.cost import ledger, parameters, pipeline, products
 from shardwright.cost.blocks import Block
@@ -12,6 +13,7 @@ from shardwright.cost.compression import SENT_BYTES, Sums
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.message import Message
 from shardwright.cost.messages import HIDDEN, hidden
+from shardwright.cost.secondary import again_ranks
 from shardwright.layout import Layout
 from shardwright.split.buckets import BUCKET_BYTES, REPLICA_BUCKET_BYTES
 
@@ -59,11 +61,12 @@ def data_parallel(
     |      |                                                          | and head forward and backward              |
 
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
-    is as 1. Experts have their own process groups. A stack that overlaps communication runs it during the pass of its
-    micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a pipeline come the
-    all-reduce of the gradient of an embedding that two stages hold, and with two routes of micro-batches that of the
-    gradients of both replicas of each stage. Those that travel as products are all-reduced after the last backward
-    pass, too (`cost.products`).
+    is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass
+    (`cost.secondary`). Experts have their own process groups. A stack that overlaps communication runs it during the
+    pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a
+    pipeline come the all-reduce of the gradient of an embedding that two stages hold, and with two routes of
+    micro-batches that of the gradients of both replicas of each stage. Those that travel as products are all-reduced
+    after the last backward pass, too (`cost.products`).
     """
     traffic = _Traffic(job, candidates, held, forward, backward)
     found = np.zeros(len(candidates))
@@ -90,7 +93,8 @@ class _Group:
     """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages, of
     which `again` are in layers, in `calls_again`. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO
     shards over `shards` of these. `calls_over_replicas`: messages in which
-    gradients, or shards of them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`)."""
+    gradients, or shards of them, are summed over replicas. `node_ranks`: ranks of a node (`layout.node_ranks`).
+    `again_ranks`: those from which layers are gathered for the backward pass."""
 
     name: str
     count: Ints
@@ -102,6 +106,13 @@ class _Group:
     stride: Ints
     calls_over_replicas: Ints
     node_ranks: Ints | int
+    again_ranks: Ints
+
+    @property
+    def keeps_parts(self) -> NDArray[np.bool_]:
+        """Whether a rank keeps a part of gathered layers for the backward pass."""
+        found: NDArray[np.bool_] = self.again_ranks < self.shards
+        return found
 
 
 def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Group]:
@@ -135,9 +146,10 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Grou
     expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
     found = [
         _Group("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards, candidates.tp,
-               over_replicas(dense, dense_calls, shards), layout.node_ranks),
+               over_replicas(dense, dense_calls, shards), layout.node_ranks, again_ranks(job, candidates)),
         _Group("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
-               candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks),
+               candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks,
+               again_ranks(job, candidates, experts=True)),
     ]  # fmt: skip
     return [group for group in found if np.any(group.count)]
 
@@ -193,6 +205,8 @@ class _Traffic:
     def _over_link(self, what: str, group: _Group) -> Floats:
         """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
         elements = (group.again if what == GATHERED_AGAIN else group.count) / group.shards
+        if what == GATHERED_AGAIN:
+            elements = np.where(group.keeps_parts, 0.0, elements)  # parts are on the device
         return ledger.compute(
             f"{what}, {group.name}, host", "4 * elements / host_rate", "s", "FSDP2 copies shards in fp32",
             elements=elements, host_rate=self.job.cluster.accelerator.host_bytes_per_s,
@@ -235,8 +249,11 @@ def data_messages(job: Job, layout: Layout, what: str, group: _Group) -> list[Me
             replicas, stride = group.reduce_ranks // group.shards, group.shards * group.stride
             return sums.all_reduce(name, elements / group.shards, replicas, stride, calls)
         case _:
-            e = SENT_BYTES.get(layout.compress_weights, job.element_bytes)
-            return [Message(name, all_gather, elements * e, group.shards, group.stride, calls)]
+            e = np.asarray(SENT_BYTES.get(layout.compress_weights, job.element_bytes))
+            if what != GATHERED_AGAIN:
+                return [Message(name, all_gather, elements * e, group.shards, group.stride, calls)]
+            e = np.where(group.keeps_parts, job.element_bytes, e)
+            return [Message(name, all_gather, elements * e, group.again_ranks, group.stride, calls)]
 
 
 def replica_messages(job: Job, candidates: Candidates, held: RankParameters, end: Ints | int = 1) -> list[Message]:

@@ -29,6 +29,7 @@ from shardwright.cost import ledger, parameters, products
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
+from shardwright.cost.secondary import again_ranks
 from shardwright.optimizers import OFFLOAD_CHUNK_BYTES
 
 
@@ -65,11 +66,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
             spent("gradients kept", shares_gradients(candidates), stack.gradient_bytes, ") * always"),
         ),
         "optimizer": _optimizer(job, candidates, stages, formulas),
-        # The parameters outside of blocks, and the current block and the next one; or with one gather a step all.
-        "gathered": formulas(
-            "gathered kept",
-            "e * gathers * max(gathers_all * (P + Q), min(always_two * min(layers, 2) * largest_layer + ends, P + Q))",
-        ),
+        "gathered": _gathered(job, candidates, formulas),
         # One message in each direction.
         "buffers": formulas("buffers", "messages * T_shard * h * e"),
         "workspace": np.asarray(workspace),
@@ -82,6 +79,22 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         found |= {"weights": nothing, "master": nothing}
         found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
+
+
+def _gathered(job: Job, candidates: Candidates, formulas: ledger.Formulas) -> Floats:
+    """The parameters outside of blocks, and the current block and the next one; or with one gather a step all. With
+    secondary ranks also a part of those of every layer, until its backward pass; the latter is not counted."""
+    formula = "e * gathers * max(gathers_all * (P + Q), min(always_two * min(layers, 2) * largest_layer + ends, P + Q))"
+    if candidates.shared.zero_secondary_ranks > 1:
+        apart = candidates.ep * candidates.tp > 1
+        of_dense = again_ranks(job, candidates)
+        of_experts = np.where(apart, again_ranks(job, candidates, experts=True), of_dense)
+        kept = [of_dense < candidates.shards, of_experts < np.where(apart, candidates.expert_shards, candidates.shards)]
+        names = ("again_ranks", "again_expert_ranks", "parts", "expert_parts")
+        for name, value in zip(names, (of_dense, of_experts, *kept), strict=True):
+            formulas.values |= {name: value[:, None] + 0}
+        formula += " + e * (parts * (P - ends) / again_ranks + expert_parts * Q / again_expert_ranks)"
+    return formulas("gathered kept", formula)
 
 
 def _with_errors(candidates: Candidates, stages: Stages, formulas: ledger.Formulas, kept: Floats) -> Floats:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,8 +186,16 @@ def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
             for each in parameters.fsdp_params:
                 for gathered in each.all_gather_outputs:
                     recorder.mark(gathered, "gathered")
+                theirs: Any = each
+                theirs.to_sharded_post_forward = partial(_keep_part, each.to_sharded_post_forward, each, recorder)
                 found.append(each._unsharded_param)
     return found
+
+
+def _keep_part(keep: Callable[[], None], parameter: Any, recorder: Recorder) -> None:
+    """Mark what a rank keeps of a gathered parameter for the backward pass."""
+    keep()
+    recorder.mark(parameter._sharded_post_forward_param_data, "gathered")
 
 
 def _mark_accumulated(engines: Iterable[DataEngine], recorder: Recorder) -> None:

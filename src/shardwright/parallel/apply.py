@@ -34,6 +34,7 @@ from shardwright.parallel.pipeline.runner import Pipeline, Stage
 from shardwright.parallel.pipeline.stage import StageModel, cut_stages, holders
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.routing import shard_routers
+from shardwright.parallel.secondary import build_secondary_groups
 from shardwright.parallel.tensor import RowLinear, plain_parameters, split_model
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.forward import forward_only
@@ -73,6 +74,7 @@ def apply(
     expert_mesh = build_expert_mesh(layout, device.type) if experts_apart else None
     sharded = experts_apart or needs_sharding(layout, compute_dtype, param_dtype)
     compression = Compression.of(layout, mesh, expert_mesh)
+    secondary = build_secondary_groups(layout, mesh, expert_mesh)
     shards: list[Sharded] = []
     stores: list[ActivationsOnHost] = []
     for part in parts:
@@ -103,7 +105,8 @@ def apply(
             for block in blocks:
                 block.compile()
         if sharded:
-            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, compute_dtype, param_dtype))
+            dtypes = compute_dtype, param_dtype
+            shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, secondary, *dtypes))
         fill(part, spec, seed, device, torch.device("cpu") if layout.offload_parameters == "cpu" else device)
     named = [dict(part.named_parameters()) for part in parts]
     plain = [{} if sharded else plain_parameters(part) for part in parts]

@@ -21,6 +21,7 @@ from shardwright.layout import Layout
 from shardwright.parallel.blocks_of_integers import Integers
 from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.compression import Codec, Part, Rounded, reduce_scatter, sum_over
+from shardwright.parallel.mesh import lines_of
 from shardwright.split.buckets import REPLICA_BUCKET_BYTES
 from shardwright.units import in_groups
 
@@ -71,11 +72,9 @@ class Compression:
 
 def _hops(mesh: DeviceMesh, axis: str, node_ranks: int) -> tuple[dist.ProcessGroup, ...]:
     """The groups of the hops of a reduce-scatter along an axis: one, unless a part of its ranks share a node."""
-    names = list(mesh.mesh_dim_names or ())
-    n = mesh[axis].size()
-    if node_ranks == 1 or n % node_ranks or n == node_ranks:
+    lines = lines_of(mesh, axis, node_ranks)
+    if lines is None:
         return (mesh[axis].get_group(),)
-    lines = mesh.mesh.movedim(names.index(axis), -1).reshape(-1, n // node_ranks, node_ranks)
     inside, _ = dist.new_subgroups_by_enumeration(lines.flatten(0, 1).tolist())
     across, _ = dist.new_subgroups_by_enumeration(lines.transpose(1, 2).flatten(0, 1).tolist())
     return inside, across
@@ -107,7 +106,11 @@ class _AllGather(_Buffers):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Gather the shards of all ranks, those of this rank as the others receive them."""
+        """Gather the shards of all ranks, those of this rank as the others receive them; secondary shards, which are of
+        parameters that have been sent so before, as they are."""
+        if input_tensor.numel() != sum(part.n_elements for part in self.parts):
+            all_gather_single(output_tensor, input_tensor, group=group)
+            return
         sent = self.codec.encode(input_tensor.view(1, -1), self.parts)
         received = sent.new_empty(group.size(), sent.shape[1])
         all_gather_single(received, sent, group=group)

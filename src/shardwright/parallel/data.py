@@ -16,7 +16,8 @@ between the first and the last have only the blocks.
 | 3    | `Sharded`    | P and G sharded              | A x (K + L)     | A x K           | K, last only, if hybrid  |
 
 With pp the row of zero 3 holds for `layout.zero_pp_gather = "microbatch"`; with "step" a stage gathers each parameter
-once and holds it until its last backward pass, as in the row of zero 1.
+once and holds it until its last backward pass, as in the row of zero 1. With `layout.zero_secondary_ranks` A x L of the
+all-gathers of zero 3 are over those ranks alone.
 
 Where the compute type differs from the parameter type (bf16 and fp32), FSDP2 runs zero 0 too, with a shard group of one
 rank: it casts the parameters to the compute type, and accumulates and reduces gradients in the parameter type.
@@ -29,7 +30,7 @@ in the forward pass and first in the backward pass.
 Gradients are summed, never averaged: the loss is already divided by the number of target tokens of the global batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain, pairwise
 from typing import Protocol
@@ -55,6 +56,7 @@ from shardwright.parallel.compressed import Compression, OverReplicas
 from shardwright.parallel.compression import Codec, start_sum_of_vector
 from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
+from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.buckets import BUCKET_BYTES
 from shardwright.units import in_groups
 
@@ -204,6 +206,7 @@ class Sharded:
     def release(self) -> None:
         for group in self.groups:
             group.reshard()
+            drop_secondary_shards(group)
 
     def _set(self, reduce: bool, last: bool) -> None:
         root = self.groups[0]  # these three settings apply to the nested groups too
@@ -220,6 +223,7 @@ def shard(
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
     compression: Compression,
+    secondary: Mapping[str, dist.ProcessGroup],
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
 ) -> Sharded:
@@ -228,9 +232,10 @@ def shard(
 
     Parameters are stored in `param_dtype` and used in `compute_dtype`; gradients are reduced and accumulated in
     `param_dtype`. With `layout.offload_parameters` shards of parameters and gradients are in the memory of the host:
-    parameters are copied to the device for each gather, and reduced gradients to the host. Experts form their own group
-    where they have their own mesh. Tensors that are not trained stay replicated, in their own type. Called on a model
-    on the meta device, before it has values.
+    parameters are copied to the device for each gather, and reduced gradients to the host. `secondary`: the groups from
+    which layers are gathered in backward passes (parallel/secondary.py), if not from all ranks. Experts form their own
+    group where they have their own mesh. Tensors that are not trained stay replicated, in their own type. Called on a
+    model on the meta device, before it has values.
     """
     # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
@@ -254,6 +259,8 @@ def shard(
         )
         if along[shards].size() > 1:
             compression.apply(group, prefix)
+        if reshard and not dim and prefix in secondary:
+            keep_secondary_shards(group, secondary[prefix], mesh.device_type)
         return group
 
     units = []

@@ -63,6 +63,16 @@ def _mesh(device_type: str, degrees: dict[str, int], world: Sequence[int], alway
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(kept))
 
 
+def lines_of(mesh: DeviceMesh, axis: str, node_ranks: int) -> torch.Tensor | None:
+    """The ranks of the world along an axis, (groups, nodes, node_ranks), with `node_ranks` consecutive ones in a node;
+    None where they do not make up several whole nodes of several ranks."""
+    n = mesh[axis].size()
+    if node_ranks <= 1 or n % node_ranks or n == node_ranks:
+        return None
+    at = list(mesh.mesh_dim_names or ()).index(axis)
+    return mesh.mesh.movedim(at, -1).reshape(-1, n // node_ranks, node_ranks)
+
+
 @dataclass(frozen=True)
 class Groups:
     """The process groups over which the calling rank communicates in a step; None for a group of one rank."""

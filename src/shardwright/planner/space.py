@@ -11,6 +11,7 @@
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
 | recompute           | none, selective with the default parts, and full                                           |
 | loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch                                  |
+| zero_secondary_ranks | 1; with zero 3 over several nodes and no pipeline also the ranks of dp_shard x cp in a node |
 | compress_gradients, compress_weights | none: the others change the numbers of the training                        |
 
 A choice that changes nothing is made once: zero is 0 where there is nothing to shard over; pp_schedule and
@@ -51,7 +52,7 @@ def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Itera
     n_layouts = 0
     for pp in divisors(job.cluster.size):
         by_method: dict[str, Columns] = {}
-        for shared in _shared(pp, job.model.n_layers, offload):
+        for shared in _in_nodes(job, _shared(pp, job.model.n_layers, offload)):
             method = shared.cp_method
             if method not in by_method:
                 by_method[method] = _rows(job, pp, method)
@@ -75,6 +76,15 @@ def _shared(pp: int, n_layers: int, offload: Mapping[str, Any] = MappingProxyTyp
     return [layout for layout in found if layout.n_stages <= n_layers]
 
 
+def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
+    """These layouts, and those without a pipeline also with secondary ranks in a node, where there are several."""
+    node = job.cluster.node_size
+    for layout in layouts:
+        yield layout
+        for ranks in divisors(node)[1:] if layout.pp == 1 and job.cluster.size > node else ():
+            yield layout.changed(dp_shard=2 * ranks, zero_secondary_ranks=ranks)
+
+
 def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
     """A layout with another value of a key; none where that cannot be, as dualpipe on an odd number of ranks."""
     try:
@@ -88,6 +98,8 @@ def _group(job: Job, shared: Layout, rows: Columns) -> Candidates:
     columns: dict[str, Any] = dict(rows)
     found = Candidates(shared=shared, sequence_parallel=rows["tp"] > 1, **columns)
     kept = _takes(shared, found.microbatches(job.global_batch))
+    if shared.zero_secondary_ranks > 1:
+        kept &= shared.zero_secondary_ranks * rows["tp"] == job.cluster.node_size  # fewer leave bytes between nodes
     if shared.loss_chunk_tokens:
         kept &= found.tokens(job.seq_len) > shared.loss_chunk_tokens
     for name, key in KEYS.items():

@@ -23,7 +23,7 @@ from shardwright.errors import (
 )
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
-from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_bytes
+from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_memory
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import (
@@ -214,14 +214,14 @@ def _machine_problems(config: RunConfig) -> list[str]:
     if config.checkpoint.async_mode != "disabled":
         held += element + states / n_parameters  # the copies that are written beside training
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
-    there = machine_bytes()
-    if needed <= there:
+    there = machine_memory()
+    if needed <= there.n_bytes:
         return []
     less = "" if offloads or not config.optimizer.kind.can_offload else ", with layout.offload_optimizer='disk'"
     return [
         f"{world_size} ranks of a model of {format_count(n_parameters)} parameters need {format_bytes(needed)} or more "
-        f"({held:.3g} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine has "
-        f"{format_bytes(there)} and no GPU that is used; train it on a cluster with torchrun or srun{less}, or a "
+        f"({held:.3g} bytes a parameter, {format_bytes(PROCESS_BYTES)} a process), and this machine {there} "
+        f"and no GPU that is used; train it on a cluster with torchrun or srun{less}, or a "
         f"smaller model here"
     ]
 
@@ -231,12 +231,12 @@ def _batch_problems(config: RunConfig) -> list[str]:
     layout, batch = config.layout.layout(), config.batch
     sequences, batches = batch.global_batch // layout.data_ranks, config.data.prefetch + 2
     needed = sequences * batch.seq_len * batches * TOKEN_BYTES
-    if needed <= (there := machine_bytes()):
+    if needed <= (there := machine_memory()).n_bytes:
         return []
     return [
         f"a rank reads {sequences:,} sequences of batch.seq_len={batch.seq_len:,} tokens for a step and holds "
         f"{batches} such batches (data.prefetch={config.data.prefetch}), with {TOKEN_BYTES} bytes a token "
-        f"{format_bytes(needed)}; this machine has {format_bytes(there)}; lower batch.global_batch, or raise "
+        f"{format_bytes(needed)}; this machine {there}; lower batch.global_batch, or raise "
         f"layout.dp_shard or dp_replicate"
     ]
 

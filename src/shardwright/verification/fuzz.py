@@ -109,6 +109,8 @@ def _choices(rng: Random, layout: Layout, name: str, experts: bool) -> Iterator[
         yield from ({name: layers} for layers in (None, 1, 2))
     elif name == "loss_chunk_tokens":
         yield from ({name: tokens} for tokens in (0, 1, 4, 7))
+    elif name == "zero_secondary_ranks":
+        yield from ({name: ranks} for ranks in divisors(layout.dp_shard * layout.cp)[:-1])
     elif name in NOT_DRAWN:
         return
     elif choices := KEYS[name].choices:

@@ -93,7 +93,7 @@ def _varied(those: Sequence[Layout], number: int) -> Iterator[Layout]:
     """One of these layouts, with values of the keys that are varied in turn (`Key.in_turn`); another layout and other
     values for each `number`."""
     if those:
-        layout = those[number % len(those)]
+        layout = those[(number + 1) % len(those)]
         for name, key in KEYS.items():
             if key.in_turn:
                 layout = _with_one_of(layout, name, [*key.in_turn[number % len(key.in_turn) :], *key.in_turn])

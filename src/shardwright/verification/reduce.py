@@ -64,7 +64,7 @@ def _least(layout: Layout, axis: str) -> int:
     degree = layout.degree(axis)
     if axis == "cp" and layout.cp_method == "usp":
         return _prime(layout.ulysses_degree) * _prime(layout.cp // layout.ulysses_degree)
-    if axis == "dp_shard" and layout.node_ranks > 1 and degree % 4 == 0:
+    if axis == "dp_shard" and max(layout.node_ranks, layout.zero_secondary_ranks) > 1 and degree % 4 == 0:
         return 4  # two nodes of two ranks
     return _prime(degree)
 
@@ -96,9 +96,10 @@ def _with_degrees(layout: Layout, degrees: dict[str, int]) -> Layout:
         changes["ep"] = max(n for n in divisors or [fold])
     if layout.cp_method == "usp" and degrees["cp"] > 1:
         changes["ulysses_degree"] = _prime(layout.ulysses_degree)
-    if layout.node_ranks > 1:
-        shards = degrees["dp_shard"] * degrees["cp"]
-        changes["node_ranks"] = 2 if shards > 2 and shards % 2 == 0 else 1
+    for name in ("node_ranks", "zero_secondary_ranks"):
+        if getattr(layout, name) > 1:
+            shards = degrees["dp_shard"] * degrees["cp"]
+            changes[name] = 2 if shards > 2 and shards % 2 == 0 else 1
     if layout.kind.virtual_stages_tried and degrees["pp"] > 1 and not layout.stage_layers:
         changes["virtual_stages"] = min(layout.virtual_stages, 2)  # a rank runs three stages by the same code as two
     if layout.stage_layers and degrees["pp"] != layout.pp:

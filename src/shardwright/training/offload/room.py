@@ -9,13 +9,13 @@ from shardwright.config.settle import job_of
 from shardwright.cost.host import host_bytes
 from shardwright.errors import InputError
 from shardwright.parallel.objects import gathered
-from shardwright.processes import machine_bytes
+from shardwright.processes import Memory, machine_memory
 from shardwright.units import format_bytes
 
 
 def require_host_memory(config: RunConfig) -> None:
     """Raises InputError, on every rank, unless each machine has the memory that its ranks need of it, by the formulas
-    of the plan. A collective; every rank calls it."""
+    of the plan, and their control groups allow it. A collective; every rank calls it."""
     layout = config.layout.layout()
     if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
         return
@@ -23,18 +23,18 @@ def require_host_memory(config: RunConfig) -> None:
         return  # for which the plan has no formulas
     pp_rank = layout.coordinates(dist.get_rank())["pp"]
     mine = host_bytes(job_of(config), layout, config.batch.micro_batch, pp_rank)
-    everyone = gathered((socket.gethostname(), machine_bytes(), mine), tuple[str, int, dict[str, float]])
+    everyone = gathered((socket.gethostname(), machine_memory(), mine), tuple[str, Memory, dict[str, float]])
     problems = []
     for host in dict.fromkeys(name for name, _, _ in everyone):
         ranks = [(there, parts) for name, there, parts in everyone if name == host]
         there, needed = min(each for each, _ in ranks), sum(sum(parts.values()) for _, parts in ranks)
-        if needed > there:
+        if needed > there.n_bytes:
             problems.append(_problem(host, [parts for _, parts in ranks], there))
     if problems:
         raise InputError(*problems)
 
 
-def _problem(host: str, ranks: list[dict[str, float]], there: float) -> str:
+def _problem(host: str, ranks: list[dict[str, float]], there: Memory) -> str:
     sums = {name: sum(each[name] for each in ranks) for name in ranks[0]}
     parts = " + ".join(f"{format_bytes(n_bytes)} of {name}" for name, n_bytes in sums.items())
     keys = {
@@ -45,5 +45,5 @@ def _problem(host: str, ranks: list[dict[str, float]], there: float) -> str:
     ways = "; ".join(way for name, way in keys.items() if name in sums)
     return (
         f"layout.offload_...='cpu': {len(ranks)} ranks on {host} need {parts} = {format_bytes(sum(sums.values()))} in "
-        f"the memory of the host, and the machine has {format_bytes(there)}; set {ways}; or shard over more machines"
+        f"the memory of the host, and the machine {there}; set {ways}; or shard over more machines"
     )
