@@ -394,8 +394,11 @@ def test_a_run_whose_data_or_model_gives_no_number_says_so(run_file):
     run = train(run_file, *RECHECKED, fault=partial(nan_in_tries, 7, 9), expect=3)
     assert run.stderr.startswith("error: step 7: the loss is nan"), run.stderr
     assert "it gave the same: the data or the model, not a device" in run.stderr
-    events = [(each.kind, each.step) for each in read_events(run_file.parent / "out")]
-    assert events == [("start", 0), ("save", 5), ("spike", 7)]
+    events = read_events(run_file.parent / "out")
+    assert [(each.kind, each.step) for each in events] == [("start", 0), ("save", 5), ("spike", 7)]
+    assert [place.sample for place in events[-1].samples] == [24, 25, 26, 27]
+    of_rank_1 = f"; its samples of rank 1 are 26: {events[-1].samples[2]}; 27: {events[-1].samples[3]}\n"
+    assert of_rank_1 in run.stderr
 
 
 def nan_in_sample(sample: int, folder: Path, rank: int) -> None:
@@ -419,7 +422,10 @@ def check_rollback(folder: Path, tokens: Path, mutations: tuple[Mutation, ...] =
     fault = partial(rolled_back, mutations, folder)
     run = train(run_file, "--set", "faults.spike=rollback", fault=fault)
     assert "step 7: the gradient norm is inf" in run.stdout
-    assert "(step 5), from now on without samples 24 to 27: " in run.stdout
+    assert "(step 5), from now on without samples 24 to 27" in run.stdout
+    (back,) = [each for each in read_events(folder / "out") if each.kind == "rollback"]
+    assert [place.sample for place in back.samples] == [24, 25, 26, 27]
+    assert f"; its samples are 24: {back.samples[0]}; 25: " in back.text
     seen = [int(i) for path in folder.glob("samples-*") for i in path.read_text().split()]
     again = list(range(20, 24))  # step 6, taken a second time
     assert sorted(seen) == sorted([*range(84), *again])

@@ -9,17 +9,23 @@ from shardwright.config.faults import IN_A_ROW, FaultsSection
 from shardwright.data.batches import merged
 from shardwright.data.mixture import MixtureOrder, Stage
 from shardwright.errors import SpikeError
-from shardwright.run_folder import EventKind
+from shardwright.processes import ranks_in_words
+from shardwright.run_folder import EVENTS, EventKind, SamplePlace
 from shardwright.training.screen import Screen
 from shardwright.training.sources import Sources
 from shardwright.training.spikes import Spike
 from shardwright.training.step import Trainer
 
+PLACES_SHOWN = 4
+"""Of the samples of a step, so many are told with where they are in the data."""
+
 
 class Happened(Protocol):
-    """Notes an event that every rank knows of; `rank`: the one it happened on, None for all."""
+    """Notes an event that every rank knows of, of these fields."""
 
-    def __call__(self, kind: EventKind, step: int, text: str, rank: int | None = None) -> None: ...
+    def __call__(
+        self, kind: EventKind, step: int, text: str, rank: int | None = None, samples: Sequence[SamplePlace] = ()
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,9 @@ class AfterSpike:
         told = f"step {step}: {spike}"
         if self.trainer.recheck is not None:
             told += f"; {self.trainer.recheck}"
+        there = [i for i in range(*samples) if not any(first <= i < end for first, end in self.left_out)]
+        places = self.sources.places(order, there)
+        told += f"; {self._in_words(places, spike.losing)}"
         assert self.trainer.spikes is not None
         in_a_row = self.trainer.spikes.state.in_a_row
         back = None
@@ -84,7 +93,7 @@ class AfterSpike:
         if self.policy == "stop" or in_a_row >= IN_A_ROW:
             if self.policy != "stop":
                 told += f"; these are {in_a_row} spikes in a row, and {IN_A_ROW} stop a run"
-            self._happened("spike", step, told)
+            self._happened("spike", step, told, samples=places)
             raise SpikeError(f"{told}\nthe step was not taken: weights and checkpoints are those from before it")
         if back is None:
             none = "; there is no checkpoint to go back to yet" if self.policy == "rollback" else ""
@@ -92,8 +101,20 @@ class AfterSpike:
         else:
             told = (
                 f"{told}; back to {back.checkpoint} (step {back.step}), from now on without samples {samples[0]} to "
-                f"{samples[1] - 1}: {self.sources.places(order, *samples)}"
+                f"{samples[1] - 1}"
             )
         screen.say(told)
-        self._happened("skip" if back is None else "rollback", step, told)
+        self._happened("skip" if back is None else "rollback", step, told, samples=places)
         return back
+
+    def _in_words(self, places: Sequence[SamplePlace], losing: Sequence[int]) -> str:
+        """The samples of a step, or of them those of the ranks with a loss that is not finite, as far as they are few;
+        `events.jsonl` has all."""
+        layout = self.trainer.model.layout
+        data_ranks = {layout.data_rank(rank) for rank in losing}
+        block = len(places) // layout.data_ranks
+        suspected = [each for n, each in enumerate(places) if n // block in data_ranks]
+        shown, of = (suspected, f" of {ranks_in_words(losing)}") if suspected else (places, "")
+        told = "; ".join(f"{each.sample}: {each}" for each in shown[:PLACES_SHOWN])
+        more = f" and {len(shown) - PLACES_SHOWN} more, in {EVENTS}" if len(shown) > PLACES_SHOWN else ""
+        return f"its samples{of} are {told}{more}"

@@ -24,6 +24,7 @@ from shardwright.run_folder import (
     EventKind,
     Logged,
     Record,
+    SamplePlace,
     append_event,
     as_record,
     now,
@@ -176,10 +177,12 @@ class _Run:
         told = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {self.layout.world_size} ranks"
         self._happened("restart" if again else "start", start.step, told)
 
-    def _happened(self, kind: EventKind, step: int, text: str, rank: int | None = None) -> None:
-        """An event that every rank knows of, which one writes down; `rank`: the one it happened on, None for all."""
+    def _happened(
+        self, kind: EventKind, step: int, text: str, rank: int | None = None, samples: Sequence[SamplePlace] = ()
+    ) -> None:
+        """An event that every rank knows of, which one writes down."""
         if self.place.rank == 0:
-            append_event(Path(self.config.out), Event(kind, step, text, rank))
+            append_event(Path(self.config.out), Event(kind, step, text, rank, samples=tuple(samples)))
 
     def _train(self, start: Start, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
         """Take the steps, those after a spike that the run goes back from again; returns how many are done."""
