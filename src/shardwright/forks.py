@@ -2,27 +2,35 @@
 
 A new interpreter needs seconds to import PyTorch; a process that is forked from the server needs 0.1 s, also when a run
 starts its ranks again after a fault. The server is Python's own (`multiprocessing.forkserver`). It ends with the last
-process that uses it.
+process that uses it, and removes the folder of the socket that it is asked through, which its starter could not do if
+that was killed.
 """
 
+import atexit
 import multiprocessing
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing import forkserver, reduction, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
 context = multiprocessing.get_context("forkserver")
 _imported: list[str] = []
+_TEMPORARY = "SHARDWRIGHT_TEMPORARY"
+"""In the environment that the server starts with: the temporary folder of the process that starts it."""
+if _of_starter := os.environ.pop(_TEMPORARY, None):
+    atexit.register(shutil.rmtree, _of_starter, ignore_errors=True)
 
 
 def preload(*modules: str) -> None:
     """What the server imports before it forks anything; of several calls in a process the first one counts."""
     if not _imported:
-        _imported.extend(modules)
+        _imported.extend([__name__, *modules])
         context.set_forkserver_preload(_imported)
 
 
@@ -34,10 +42,12 @@ def undisturbed() -> Iterator[None]:
     resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = ModuleType("__main__")
+    os.environ[_TEMPORARY] = util.get_temp_dir()
     try:
         forkserver.ensure_running()
         yield
     finally:
+        del os.environ[_TEMPORARY]
         sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

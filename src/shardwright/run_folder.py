@@ -219,24 +219,49 @@ EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault
 
 
 @dataclass(frozen=True)
+class SamplePlace:
+    """Where running sample `sample` of a run is in its data: `n_tokens` tokens from token `token` of `file` on, across
+    the border of a shard. `documents`: the numbers of the first and the last document that it has tokens of, counted
+    from 0 over all shards of the split; None where the index of the data has no documents."""
+
+    sample: int
+    file: str
+    token: int
+    n_tokens: int
+    documents: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        told = f"{self.file}, tokens {self.token} to {self.token + self.n_tokens - 1}"
+        if self.documents is None:
+            return told
+        first, last = self.documents
+        return f"{told}, {f'document {first}' if first == last else f'documents {first} to {last}'}"
+
+
+@dataclass(frozen=True)
 class Event:
     """What happened to a run after `step` steps, in the words that it was told in; `rank`: the one it happened on, None
     for all. Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike),
-    rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed), restart (of the
-    ranks after a fault; `rank` is the one at fault)."""
+    rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another
+    result when a step was run again), restart (of the ranks after a fault; `rank` is the one at fault). `samples`: of
+    skip, rollback and spike, those of the step that was not taken."""
 
     kind: EventKind
     step: int
     text: str
     rank: int | None = None
     time: str = field(default_factory=now)
+    samples: tuple[SamplePlace, ...] = ()
 
 
 def append_event(out: Path, event: Event) -> None:
     """Add an event to the file of the run in `out`; each line is one write, so that processes may add at once. A disk
     that is full or a folder that is gone must not be a second fault: then it is not written."""
+    told = asdict(event)
+    if not event.samples:
+        del told["samples"]
     with suppress(OSError), (out / EVENTS).open("ab", buffering=0) as file:
-        file.write(json.dumps(asdict(event)).encode() + b"\n")
+        file.write(json.dumps(told).encode() + b"\n")
 
 
 def read_events(out: Path) -> list[Event]:

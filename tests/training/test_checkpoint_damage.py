@@ -59,6 +59,13 @@ def damage_the_header(folder: Path) -> list[str]:
     return [str(path), "is damaged and cannot be read (looking for "]
 
 
+def damage_the_metadata_of_a_file(folder: Path) -> list[str]:
+    """It changes no tensor, and shows that the disk does not keep what is written to it."""
+    _, path = shard_of(folder)
+    flip(path, path.read_bytes().index(b"format"))
+    return [f"{path} is damaged: its metadata are {{'gormat': 'pt'}}"]
+
+
 def truncate(folder: Path) -> list[str]:
     _, path = shard_of(folder)
     os.truncate(path, path.stat().st_size - 1)
@@ -154,6 +161,7 @@ def write_bytes(folder: Path) -> list[str]:
     [
         damage_a_byte,
         damage_the_header,
+        damage_the_metadata_of_a_file,
         truncate,
         remove,
         exchange,

@@ -28,6 +28,12 @@ class FaultsSection(Section):
     spike_sigma: Annotated[float, Field(gt=0)] = Field(
         6.0, description="standard deviations above the mean from which on a loss or gradient norm is a spike"
     )
+    recheck: bool = Field(
+        False,
+        description="whether a step with a loss or gradient norm that is not finite is run again in place, with the "
+        "same samples, weights and random numbers, before `spike` decides: another result tells of a faulty device, "
+        "and the step is taken if it is finite; the same one of the data or the model",
+    )
     hang_after: Annotated[float, Field(ge=0)] = Field(
         60.0,
         description="seconds that each phase of a step (data, forward and backward, optimizer, evaluation, checkpoint) "

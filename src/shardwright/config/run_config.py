@@ -8,7 +8,7 @@ from pydantic import (
 )
 
 from shardwright.compression import POWERSGD
-from shardwright.config.faults import FaultsSection
+from shardwright.config.faults import FaultsSection, OnSpike
 from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
@@ -131,7 +131,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if layout and (checkpoint := valid.get("checkpoint")):
         found += _saving_problems(checkpoint, layout)
-    found += _fault_problems(valid.get("faults") or FaultsSection(), layout, data, valid.get("checkpoint"))
+    faults = valid.get("faults") or FaultsSection()
+    found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
     if lr_schedule:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:
@@ -178,9 +179,15 @@ def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[
 
 
 def _fault_problems(
-    faults: FaultsSection, layout: Layout | None, data: DataSection | None, checkpoint: CheckpointSection | None
+    faults: FaultsSection,
+    layout: Layout | None,
+    data: DataSection | None,
+    checkpoint: CheckpointSection | None,
+    precision: PrecisionSection | None,
 ) -> Iterator[str]:
     spike = faults.spike
+    if faults.recheck:
+        yield from _recheck_problems(spike, layout, precision)
     if layout and faults.min_ranks is not None and faults.min_ranks > layout.world_size:
         yield (
             f"faults.min_ranks={faults.min_ranks} is more than the {layout.world_size} ranks of the layout; valid: "
@@ -206,6 +213,25 @@ def _fault_problems(
         yield (
             "faults.spike='rollback' with data.stages: a stage begins with a sample that is counted from the start of "
             "the run, and samples that are left out would move it; set faults.spike='skip'"
+        )
+
+
+def _recheck_problems(spike: OnSpike, layout: Layout | None, precision: PrecisionSection | None) -> Iterator[str]:
+    if spike == "off":
+        yield (
+            "faults.recheck=true with faults.spike='off': no step is judged, so none is run again; set faults.spike "
+            "to 'skip', 'rollback' or 'stop', or leave faults.recheck out"
+        )
+    if layout and layout.compress_gradients in POWERSGD:
+        yield (
+            f"faults.recheck=true with layout.compress_gradients={layout.compress_gradients!r}: products of thin "
+            f"matrices keep a part of the gradients of the first try; set compress_gradients='bf16', or leave "
+            f"faults.recheck out"
+        )
+    if precision and precision.compute == "fp16":
+        yield (
+            "faults.recheck=true with precision.compute='fp16': gradients that are not finite are left to the loss "
+            "scale there, which skips the step; set precision.compute='bf16', or leave faults.recheck out"
         )
 
 

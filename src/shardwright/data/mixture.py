@@ -155,6 +155,11 @@ class MixedSamples:
         source, inside = self.located(i)
         return source.origin(inside)
 
+    def span(self, i: int) -> tuple[int, int]:
+        """As Samples.span."""
+        source, inside = self.located(i)
+        return source.span(inside)
+
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """As Samples.read."""
         source, inside = self.located(i)

@@ -28,6 +28,10 @@ class Samples(Protocol):
         """The split that sample i is of, and its first token there."""
         ...
 
+    def span(self, i: int) -> tuple[int, int]:
+        """The first token of sample i in its split, and how many it has there: at most seq_len + 1."""
+        ...
+
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample i: tokens int64 [seq_len + 1] and mask bool [seq_len]."""
         ...

@@ -293,15 +293,29 @@ class TokenSplit:
             found.append(index[low:high].astype(np.int64) + first)
         return np.concatenate(found)
 
+    def document_at(self, token: int) -> int:
+        """The number of the document that a token of the split is of."""
+        shard = bisect_right(self._token_ends, token)
+        index = self._indices[shard]
+        if len(index):
+            self._require_whole(self._index_files[shard], index.nbytes)
+        offset = np.array(token - self._shard_start(shard), index.dtype)
+        return self._document_ends[shard] - len(index) + int(np.searchsorted(index, offset, side="right")) - 1
+
     def document_lengths(self) -> np.ndarray:
         """Tokens of every document, separators counted; int64 [n_documents], 8 bytes a document of memory."""
         starts = [index.astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]
         return np.diff(np.concatenate([*starts, np.array([self.n_tokens])]))
 
+    def place(self, token: int) -> tuple[Path, int]:
+        """The file that holds a token of the split, and the number of the token in it."""
+        shard = bisect_right(self._token_ends, token)
+        return self.folder / self._files[shard], token - self._shard_start(shard)
+
     def where(self, token: int) -> str:
         """`FILE, token N of it`: the place of a token of the split, for messages."""
-        shard = bisect_right(self._token_ends, token)
-        return f"{self.folder / self._files[shard]}, token {token - self._shard_start(shard)} of it"
+        file, offset = self.place(token)
+        return f"{file}, token {offset} of it"
 
     def _shard_start(self, shard: int) -> int:
         return self._token_ends[shard] - len(self._shards[shard])

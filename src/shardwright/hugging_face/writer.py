@@ -17,6 +17,8 @@ from shardwright.units import in_groups
 
 Read = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """(parameter, offsets, shape) -> that box of it."""
+FILE_METADATA = {"format": "pt"}
+"""What each file says of itself, as those of `transformers` do: its tensors are torch's."""
 _NAMES = {torch_name: name for name, torch_name in DTYPES.items()} | {"uint8": "U8"}
 """Type in torch -> its name in a safetensors file; uint8 for optimizer states alone, which a checkpoint holds."""
 
@@ -37,7 +39,7 @@ class Entry:
 
 def write_safetensors(path: Path, entries: Sequence[Entry], make: Callable[[Entry], Tensor]) -> None:
     """Write a safetensors file; `make` gives the tensor of each entry when it is its turn."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": FILE_METADATA}
     begin = 0
     for entry in entries:
         offsets = [begin, begin := begin + entry.n_bytes]

@@ -3,16 +3,14 @@
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from shardwright.config import RunConfig
-from shardwright.config.faults import IN_A_ROW
-from shardwright.data.batches import Batches, evaluation_batches, merged
-from shardwright.data.mixture import MixtureOrder, Stage
-from shardwright.errors import CheckpointError, CopiesError, DamagedError, SpikeError, WorkerError
+from shardwright.data.batches import Batches, evaluation_batches
+from shardwright.data.mixture import MixtureOrder
+from shardwright.errors import CheckpointError, CopiesError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
 from shardwright.parallel.expert import take_sent_bytes
 from shardwright.parallel.model import ExpertLoad
@@ -26,10 +24,12 @@ from shardwright.run_folder import (
     EventKind,
     Logged,
     Record,
+    SamplePlace,
     append_event,
     as_record,
     now,
 )
+from shardwright.training.after_spike import AfterSpike, Start
 from shardwright.training.build import DTYPES, build_model, build_trainer
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load
@@ -49,7 +49,7 @@ from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources, past_stages
-from shardwright.training.spikes import Spike, spike_guard
+from shardwright.training.spikes import spike_guard
 from shardwright.training.step import StepResult
 from shardwright.training.stop import StopRequest
 from shardwright.training.timeline import timeline_file
@@ -85,17 +85,6 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
             ) from None
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: steps taken and samples consumed so far, the checkpoint that was loaded, and the stages of
-    the mixture that had begun."""
-
-    step: int = 0
-    samples: int = 0
-    checkpoint: Path | None = None
-    past: Sequence[Stage] = ()
-
-
 class _Run:
     """The objects of one rank's run; they are deleted before the process group is destroyed."""
 
@@ -125,10 +114,7 @@ class _Run:
         monitor.name_modules(model.parts)
         self.remarks = [*remarks]
         self.trainer.spikes = spike_guard(config.faults, model, device)
-        self.left_out: list[tuple[int, int]] = []
-        """Ranges of running samples that the run does not train on, of spikes that it went back from."""
-        self.went_back: dict[int, int] = {}
-        """Step of a checkpoint -> how often this process went back to it."""
+        self.after_spike = AfterSpike(config.faults, self.trainer, self.sources, self._happened)
 
     def go(self) -> bool:
         """Returns whether a signal stopped the run before its last step."""
@@ -191,10 +177,12 @@ class _Run:
         told = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {self.layout.world_size} ranks"
         self._happened("restart" if again else "start", start.step, told)
 
-    def _happened(self, kind: EventKind, step: int, text: str) -> None:
+    def _happened(
+        self, kind: EventKind, step: int, text: str, rank: int | None = None, samples: Sequence[SamplePlace] = ()
+    ) -> None:
         """An event that every rank knows of, which one writes down."""
         if self.place.rank == 0:
-            append_event(Path(self.config.out), Event(kind, step, text))
+            append_event(Path(self.config.out), Event(kind, step, text, rank, samples=tuple(samples)))
 
     def _train(self, start: Start, stop: StopRequest, writers: list[Writer], screen: Screen) -> int:
         """Take the steps, those after a spike that the run goes back from again; returns how many are done."""
@@ -223,7 +211,7 @@ class _Run:
             vocab_size=self.spec.vocab_size,
             within_documents=self.within_documents,
             start_sample=start.samples,
-            left_out=self.left_out,
+            left_out=self.after_spike.left_out,
             prefetch=config.data.prefetch,
             pin_memory=self.device.type == "cuda",
         )
@@ -246,8 +234,10 @@ class _Run:
             rate = learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)
             result = trainer.step(batch, step, rate)
             step += 1
+            self.after_spike.rechecked(step, screen)
             if trainer.spike is not None:
-                back = self._after_spike(trainer.spike, step, (first_sample, batches.next_sample), screen)
+                samples = first_sample, batches.next_sample
+                back = self.after_spike.next(trainer.spike, step, samples, self.order, self._newest_checkpoint, screen)
                 if back is not None:
                     return back
             elif trainer.skipped_steps > skipped:
@@ -275,36 +265,6 @@ class _Run:
                 self._save(step, batches.next_sample, last=True)
             self.saving.settle(required=True)
         return step
-
-    def _after_spike(self, spike: Spike, step: int, samples: tuple[int, int], screen: Screen) -> Start | None:
-        """What faults.spike says of step number `step`, which was not taken; where the run begins again if it goes back
-        to a checkpoint. Raises SpikeError where it stops. `samples`: the first of the step, and the one after its last.
-        """
-        policy, told = self.config.faults.spike, f"step {step}: {spike}"
-        assert self.trainer.spikes is not None
-        in_a_row = self.trainer.spikes.state.in_a_row
-        back = None
-        if policy == "rollback":
-            self.left_out = merged([*self.left_out, samples])
-            back = self._newest_checkpoint()
-        if back is not None:
-            in_a_row = self.went_back[back.step] = self.went_back.get(back.step, 0) + 1
-        if policy == "stop" or in_a_row >= IN_A_ROW:
-            if policy != "stop":
-                told += f"; these are {in_a_row} spikes in a row, and {IN_A_ROW} stop a run"
-            self._happened("spike", step, told)
-            raise SpikeError(f"{told}\nthe step was not taken: weights and checkpoints are those from before it")
-        if back is None:
-            none = "; there is no checkpoint to go back to yet" if policy == "rollback" else ""
-            told = f"{told}; skipped, weights and optimizer states stay{none}"
-        else:
-            told = (
-                f"{told}; back to {back.checkpoint} (step {back.step}), from now on without samples {samples[0]} to "
-                f"{samples[1] - 1}: {self.sources.places(self.order, *samples)}"
-            )
-        screen.say(told)
-        self._happened("skip" if back is None else "rollback", step, told)
-        return back
 
     def _log(
         self, step: int, n_steps: int, n_samples: int, rate: float, result: StepResult, writers: list[Writer]
@@ -398,7 +358,7 @@ class _Run:
 
     def _save(self, step: int, samples: int, last: bool) -> None:
         self.monitor.enter("checkpoint", step)
-        progress = Progress(step, samples, self.config.seed, tuple(self.left_out))
+        progress = Progress(step, samples, self.config.seed, tuple(self.after_spike.left_out))
         begun = [stage for stage in self.order.stages if stage.from_step < step]
         self.saving.save(progress, self.sources.described(begun), last)
         self.trainer.clock.mark("checkpoint")
@@ -441,7 +401,7 @@ class _Run:
             raise CheckpointError(
                 f"{path} is at step {progress.step}, beyond the steps={self.config.steps} of this run; raise steps"
             )
-        self.left_out = merged([*self.left_out, *progress.left_out])
+        self.after_spike.leave_out(progress.left_out)
         past = past_stages(manifest)
         return Start(progress.step, progress.samples, path, past)
 

@@ -14,10 +14,8 @@ from shardwright.data.packing import attended_tokens, packed_lengths
 from shardwright.data.samples import Samples, open_sources
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
+from shardwright.run_folder import SamplePlace
 from shardwright.training.checkpoint.manifest import DataRecord, Manifest, MixtureRecord, Progress, StageRecord
-
-PLACES_SHOWN = 4
-"""Of the samples of a step, so many are told with where they begin in the data."""
 
 
 def readable_sources(data: DataSection) -> dict[Path, DataManifest]:
@@ -91,12 +89,16 @@ class Sources:
         """Tokens that the attention of a token goes over, for the FLOPs of step `step`."""
         return self.mean(step, self._attended)
 
-    def places(self, order: MixtureOrder, first: int, end: int) -> str:
-        """Where the running samples from `first` to before `end` begin in the data, as far as they are few."""
-        shown = np.arange(first, min(end, first + PLACES_SHOWN))
-        origins = (self.train.origin(int(i)) for i in order(shown))
-        told = ", ".join(split.where(start) for split, start in origins)
-        return told + (f" and {end - first - PLACES_SHOWN} more" if end - first > PLACES_SHOWN else "")
+    def places(self, order: MixtureOrder, samples: Sequence[int]) -> list[SamplePlace]:
+        """Where some running samples are in the data."""
+        return [self._place(n, int(i)) for n, i in zip(samples, order(np.array(samples, np.int64)), strict=True)]
+
+    def _place(self, sample: int, i: int) -> SamplePlace:
+        split, _ = self.train.origin(i)
+        start, n_tokens = self.train.span(i)
+        file, offset = split.place(start)
+        documents = (split.document_at(start), split.document_at(start + n_tokens - 1)) if split.n_documents else None
+        return SamplePlace(sample, str(file), offset, n_tokens, documents)
 
     def described(self, stages: Sequence[Mixture | Stage]) -> DataRecord:
         """What makes sample number n the sample it is, for the manifest of a checkpoint: `stages` are those that had

@@ -8,6 +8,10 @@ and is a spike from the first step on. Finite values of spikes enter, so that a 
 All ranks judge the same two numbers, the sums over the world of one all-reduce: of the ranks' parts of the loss, and of
 their gradient norms over the world size. So they agree to the last bit, and a NaN on one rank is a NaN on all.
 
+With `faults.recheck` a step whose numbers are not finite is run again in place, with the same samples, weights and
+random numbers, as in the rerun state machine of Megatron-LM: another result is that of a faulty device, the same one
+comes from the data or the model. Nothing but this verdict is kept of the first try.
+
 The numbers are read back while the device clips gradients: on a GPU a stream of its own copies them, and the host waits
 for that copy alone, so the device has work queued until the optimizer's is.
 """
@@ -24,6 +28,7 @@ from pydantic import ConfigDict, Field, with_config
 from torch import Tensor
 
 from shardwright.config.faults import LEAST_WINDOW, SPIKE_WINDOW, FaultsSection
+from shardwright.layout import Layout
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
 from shardwright.processes import ranks_in_words
@@ -48,16 +53,65 @@ class SpikeState:
 @dataclass(frozen=True)
 class Spike:
     """A step that was found to be a spike. `why`: which number broke the rule, with the rule's own numbers; `where`:
-    the ranks and the parameter that it comes from, if a number is not finite."""
+    the ranks and the parameter that it comes from, if a number is not finite; `losing`: the ranks whose part of the
+    loss is not finite."""
 
     loss: float
     norm: float
     why: str
     where: str = ""
+    losing: tuple[int, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether both numbers are."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
 
     def __str__(self) -> str:
         told = f"{self.why} (loss {self.loss:.6g}, gradient norm {self.norm:.6g})"
         return f"{told}; {self.where}" if self.where else told
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Two tries of one step: `first` gave a number that is not finite, `second` is None if the step can be taken with
+    what the second try gave, `loss` and `norm`. `suspects`: the ranks of which one has the faulty device, if the tries
+    differ and it is known."""
+
+    first: Spike
+    second: Spike | None
+    loss: float
+    norm: float
+    suspects: tuple[int, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether the same numbers are not finite in both, on the same ranks, from the same parameter on. Finite ones
+        are not compared: kernels of GPUs may add in another order each time."""
+        return self.second is not None and _not_finite(self.first) == _not_finite(self.second)
+
+    def __str__(self) -> str:
+        if self.same:
+            return "run again with the same samples and weights it gave the same: the data or the model, not a device"
+        result = self.second or f"loss {self.loss:.6g}, gradient norm {self.norm:.6g}"
+        told = f"run again with the same samples and weights it gave another result ({result}): a faulty device"
+        if len(self.suspects) == 1:
+            return f"{told}, that of {ranks_in_words(self.suspects)}"
+        return f"{told}, one of those of {ranks_in_words(self.suspects)}" if self.suspects else told
+
+
+def _not_finite(spike: Spike) -> tuple[str, ...]:
+    numbers = ("finite" if math.isfinite(value) else str(value) for value in (spike.loss, spike.norm))
+    return (*numbers, spike.where)
+
+
+def suspects(layout: Layout, losing: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that compute a part of the loss of one of the ranks `losing`; none where these may be all: with `ep`,
+    whose ranks compute tokens of each other, and where no loss tells of it."""
+    if layout.ep > 1 or not losing:
+        return ()
+    data_ranks = {layout.data_rank(rank) for rank in losing}
+    return tuple(rank for rank in range(layout.world_size) if layout.data_rank(rank) in data_ranks)
 
 
 class SpikeGuard:
@@ -70,6 +124,10 @@ class SpikeGuard:
         """This rank's part of the loss of the step; to be set before `start`."""
         self.seen: Spike | None = None
         """The last step, if it was a spike."""
+        self.recheck: Recheck | None = None
+        """Of the last step, if it was run again."""
+        self._first: Spike | None = None
+        """What the first try gave of a step that is to be run again."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._sums: Tensor | None = None
         self._ready: Any = None
@@ -93,6 +151,11 @@ class SpikeGuard:
         sums.record_stream(self._stream)
         self._ready = copied.synchronize
 
+    @property
+    def doubts(self) -> bool:
+        """Whether the step that was not taken just now is to be run again before anything is made of it."""
+        return self._first is not None
+
     def takes(self, overflowed: bool = False) -> bool:
         """Whether the step that `start` was called for may change weights; `seen` is what was found. `overflowed`: a
         gradient did in fp16, which the loss scale is there for, so the step is not judged."""
@@ -100,19 +163,30 @@ class SpikeGuard:
         self._ready()
         loss, norm = self._sums.tolist()
         self._sums = self._ready = None
+        first, self._first, self.recheck, self.seen = self._first, None, None, None
         if overflowed:
-            self.seen = None
             return False
-        why = self.judge(loss, norm)
-        if why is None:
-            self.seen = None
+        self.seen = self._found(loss, norm)
+        if first is not None:
+            self.recheck = Recheck(first, self.seen, loss, norm, suspects(self.model.layout, first.losing))
+        elif self.config.recheck and self.seen is not None and not self.seen.finite:
+            self._first = self.seen
+            return False
+        if self.seen is None:
             self.state.in_a_row = 0
             return True
-        where = "" if math.isfinite(loss) and math.isfinite(norm) else self._where()
-        self.seen = Spike(loss, norm, why, where)
         self.state.in_a_row += 1
         self.state.skipped += 1
         return False
+
+    def _found(self, loss: float, norm: float) -> Spike | None:
+        """The spike that a step with these numbers is, if it is one. Every rank calls this."""
+        why = self.judge(loss, norm)
+        if why is None or (math.isfinite(loss) and math.isfinite(norm)):
+            return None if why is None else Spike(loss, norm, why)
+        found, names = self._where(), list(self.model.held_on)
+        losing = tuple(rank for rank, (bad, _) in enumerate(found) if bad)
+        return Spike(loss, norm, why, in_words(found, names), losing)
 
     def judge(self, loss: float, norm: float) -> str | None:
         """Why a step with these numbers is a spike, if it is one; they enter the window."""
@@ -135,11 +209,11 @@ class SpikeGuard:
                 del window[:-SPIKE_WINDOW]
         return found
 
-    def _where(self) -> str:
-        """Ranks whose part of the loss is not finite, and the parameter with a gradient that is not finite that the
-        backward pass comes to first, with the ranks that hold such a part of it. Every rank calls this."""
-        names = list(self.model.held_on)
-        place = {name: i for i, name in enumerate(names)}
+    def _where(self) -> list[tuple[bool, int]]:
+        """Of each rank whether its part of the loss is not finite, and which parameter with a gradient that is not
+        finite the backward pass comes to first, of those that it holds a part of: its number in the order of the
+        forward pass, -1 for none. Every rank calls this."""
+        place = {name: i for i, name in enumerate(self.model.held_on)}
         held = [(place[k], local_part(p.grad)) for k, p in self.model.named_parameters.items() if p.grad is not None]
         bad = [i for i, gradient in held if not bool(torch.isfinite(gradient).all())]
         assert self.loss_part is not None
@@ -147,7 +221,7 @@ class SpikeGuard:
         mine = mine.to(self.loss_part.device)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
-        return in_words([(bool(each[0]), int(each[1])) for each in everyone], names)
+        return [(bool(each[0]), int(each[1])) for each in everyone]
 
 
 def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ from shardwright.training.clock import Clock
 from shardwright.training.loss_scale import LossScaler
 from shardwright.training.monitor import AnyMonitor, NoMonitor
 from shardwright.training.optimizer import set_learning_rate
-from shardwright.training.spikes import Spike, SpikeGuard
+from shardwright.training.spikes import Recheck, Spike, SpikeGuard
 
 _EVALUATED_TOGETHER = 32
 """Micro-batches of one evaluation pass; a pipeline runs them through its stages one after another."""
@@ -293,8 +293,20 @@ class Trainer(ForwardBackward):
         """What was found of the last step, if it was a spike, and so not taken."""
         return None if self.spikes is None else self.spikes.seen
 
+    @property
+    def recheck(self) -> Recheck | None:
+        """Two tries of the last step, if it was run again."""
+        return None if self.spikes is None else self.spikes.recheck
+
     def step(self, batch: Batch, step: int, rate: float) -> StepResult:
-        """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch."""
+        """Take optimizer step number `step` at learning rate `rate` on this rank's part of the global batch; where that
+        gives a number that is not finite and the run rechecks, which changes nothing, once more."""
+        result = self._try(batch, step, rate)
+        if self.spikes is not None and self.spikes.doubts:
+            result = self._try(batch, step, rate)
+        return result
+
+    def _try(self, batch: Batch, step: int, rate: float) -> StepResult:
         self.monitor.enter("forward_backward", step)
         loss_part, n_targets, mtp_part = self.forward_backward(batch, step)
         self.clock.mark("forward_backward")

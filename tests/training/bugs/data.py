@@ -71,6 +71,14 @@ ORDER: dict[str, AnyBug] = {
     ),
 }
 OFF_BY_ONE: dict[str, AnyBug] = {
+    "a sample that begins with a document is told as one of the document before": UnitBug(
+        Mutation(
+            "shardwright.data.shards:TokenSplit.document_at",
+            "np.searchsorted(index, offset, side='right')",
+            "np.searchsorted(index, offset)",
+        ),
+        "tests/training/test_sample_places.py:check_places",
+    ),
     "a stage of a mixture begins one step late": UnitBug(
         Mutation(f"{_MIXTURE}:stages_of", "each.from_step - step", "each.from_step + 1 - step"), _STAGE
     ),

@@ -21,7 +21,26 @@ _WINDOW = "test_a_step_is_judged_by_the_window_of_the_steps_before_it"
 _FINITE = "test_values_that_are_not_finite_are_spikes_from_the_first_step_on_and_never_enter_the_window"
 
 REDUCTION: dict[str, AnyBug] = {name: _there(name) for name in ("a loss spike is seen by the rank alone that has it",)}
-STALE: dict[str, AnyBug] = {name: _there(name) for name in ("weights are updated in a step that is a spike",)}
+STALE: dict[str, AnyBug] = {
+    name: _there(name)
+    for name in (
+        "weights are updated in a step that is a spike",
+        "gradients of the first try are in those of the second",
+    )
+}
+RECOMPUTATION: dict[str, AnyBug] = {
+    name: _there(name)
+    for name in (
+        "a step is run again with other samples",
+        "a step is run again with other dropout",
+        "a step that is run again counts as a spike",
+    )
+} | {
+    "every second try of a step is said to give the same": UnitBug(
+        Mutation("shardwright.training.spikes:_not_finite", "(*numbers, spike.where)", "()"),
+        "tests/training/test_spikes.py:test_what_two_tries_of_a_step_tell",
+    )
+}
 SCALE: dict[str, AnyBug] = {
     "a loss is a spike at the mean plus six times itself": _of_rule(
         "self.config.spike_sigma * deviation", "self.config.spike_sigma * mean", _WINDOW

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.hugging_face.writer import FILE_METADATA
 from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, key_of
 from shardwright.training.offload.states import StoredTensor
 
@@ -126,6 +127,7 @@ def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tens
     try:
         with safe_open(path, framework="pt") as file:
             shard: Tensor = file.get_tensor(key)
+            metadata = file.metadata()
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing; it should hold {key}") from None
     except OSError as error:
@@ -133,6 +135,8 @@ def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tens
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     except (SafetensorError, ValueError) as error:
         raise DamagedError(f"{path} is damaged and cannot be read (looking for {key}): {error}") from None
+    if metadata != FILE_METADATA:
+        raise DamagedError(f"{path} is damaged: its metadata are {metadata}, and were written as {FILE_METADATA}")
     found = name_of(shard.dtype), tuple(shard.shape)
     if found != (dtype, record.shape):
         raise DamagedError(

@@ -1,0 +1,269 @@
+"""Faults in real runs of `shardwright train` on this machine, and what becomes of them.
+
+    python benchmarks/chaos.py --kills 200 --flips 1000 --minutes 30 --gap 60 120 --write
+
+Kills: SIGKILL of a rank, the launcher or the server that forks ranks, of runs on 2 ranks; a third of them at any time,
+a third in a save, a third while ranks start. Each run then has to end with the weights, optimizer states, losses and
+gradient norms of a run that nothing happened to, bit for bit, without a process or a file left over.
+
+Flips: one bit of a random file of a checkpoint; to load it has to be refused, with the name of that file.
+
+Chaos: 4 ranks (dp_replicate=2, tp=2) for so many minutes, with a fault after each gap (seconds, at least and at most):
+a rank is killed (kill), stopped (stop), gives a loss that is no number (nan), is slower for 10 s (slow), has a bit of
+its weights flipped (flip), or the disk is full for 6 steps, of which one saves (disk; a tmpfs, where this user may
+mount one).
+Where the command ends, it is given again with --resume. Then the same steps without a fault. Goodput is the time of the
+steps that count, each once, over the time of all.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+from chaos_runs import Kills, TrainRun, flips, kills, wait_for, write_tokens
+
+LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
+POLICY = [
+    "faults.hang_after=5",
+    'faults.spike="stop"',
+    "faults.recheck=true",
+    "faults.check_copies_every=5",
+    'checkpoint.on_error="continue"',
+]
+FAULTS = ("kill", "stop", "nan", "disk", "flip", "slow")
+LASTS_S = 10.0
+"""How long a rank is slow."""
+DISK = "24m"
+
+
+@dataclass
+class Chaos:
+    """What came of the faults of one long run."""
+
+    faults: list[tuple[str, str, float]] = field(default_factory=list)
+    """Kind, what was said of it, and the seconds until the next step."""
+    given_again: int = 0
+    wall_s: float = 0.0
+    steps: int = 0
+    useful_s: float = 0.0
+    quiet_s: float = 0.0
+    """Of the steps of the run without faults."""
+    equal: bool = False
+    orphans: int = 0
+
+
+class Disturbed:
+    """The run of 4 ranks, and the faults that are put into it."""
+
+    def __init__(self, folder: Path, tokens: Path, seed: int, d_model: int) -> None:
+        self.chance, self.asks = random.Random(seed), folder / "asks"
+        self.asks.mkdir()
+        self.disk = folder / "disk"
+        self.disk.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(self.disk)]
+        self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+        extension = Path(__file__).with_name("chaos_faults.py")
+        settings = [*LAYOUT, *POLICY, f'extensions=["{extension}"]']
+        environment = {"CHAOS_FOLDER": str(self.asks)}
+        out = self.disk / "out"
+        self.run = TrainRun(folder / "chaos", tokens, 10**6, settings, d_model, environment, out)
+        self.found = Chaos()
+
+    def close(self) -> None:
+        """End the run, if it goes on, and give the disk back."""
+        if self.run.launcher is not None and self.run.ended() is None:
+            os.kill(self.run.pid, signal.SIGKILL)
+            self.run.finish()
+            self.run.orphans()
+        if self.mounted:
+            subprocess.run(["umount", str(self.disk)], check=False)
+
+    def put(self, kind: str) -> None:
+        """A fault, and what is said of it once a step is taken after it."""
+        run, rank = self.run, self.chance.randrange(4)
+        events, processes = len(run.events()), {pid for pid, _ in run.states().values()}
+        wait_for(lambda: len(run.states()) == 4 or run.ended() is not None, "4 ranks")
+        pid = run.states()[rank][0]
+        since_s, step = time.monotonic(), run.states()[rank][1].step
+        if kind in ("kill", "stop"):
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            run.next_step_of(processes)
+        elif kind == "disk":
+            self.fill_disk(step + 6)
+        else:
+            ask = self.asks / f"rank-{rank}.{kind}"
+            ask.with_suffix(".new").write_text({"flip": str(self.chance.randrange(2**40)), "slow": "0.3"}.get(kind, ""))
+            ask.with_suffix(".new").rename(ask)
+            if kind == "slow":
+                time.sleep(LASTS_S)
+                ask.unlink()
+            else:
+                wait_for(lambda: not ask.exists() or run.ended() is not None, f"{kind} of rank {rank}")
+                until = step + 10  # copies are compared every 5 steps
+                self.wait_beyond(until)
+        processes = {pid for pid, _ in run.states().values()}
+        if run.ended() is not None:
+            self.found.given_again += 1
+            run.start(resume=True)
+            run.next_step_of(processes)
+        new = [f"{each.kind}: {each.text.partition(chr(10))[0]}" for each in run.events()[events:]]
+        self.found.faults.append((f"{kind} of rank {rank}", " | ".join(new), time.monotonic() - since_s))
+
+    def wait_beyond(self, step: int) -> None:
+        """Until that step is done, or the run has ended, or has gone back."""
+        run = self.run
+        wait_for(
+            lambda: run.ended() is not None or any(state.step > step for _, state in run.states().values()),
+            f"step {step}\n{run.said[-3000:]}",
+            every_s=0.02,
+        )
+
+    def fill_disk(self, until: int) -> None:
+        """Fill the disk until that step is done."""
+        if not self.mounted:
+            return
+        ballast = self.disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(2**12)):
+                pass
+        self.wait_beyond(until)
+        ballast.unlink()
+
+
+def chaos(
+    folder: Path,
+    tokens: Path,
+    kinds: list[str],
+    gap_s: tuple[float, float],
+    seed: int,
+    say: Callable[[str], None],
+    d_model: int = 16,
+) -> Chaos:
+    """Put faults of these kinds into a run, each after a gap, stop it by SIGTERM, and repeat its steps without."""
+    disturbed = Disturbed(folder, tokens, seed, d_model)
+    run, found = disturbed.run, disturbed.found
+    try:
+        run.start()
+        run.next_step_of(set())
+        begin_s = time.monotonic()
+        for kind in kinds:
+            time.sleep(disturbed.chance.uniform(*gap_s))
+            run.seen()
+            disturbed.put(kind)
+            say("{}: {} ({:.1f} s)".format(*found.faults[-1]))
+        disturbed.wait_beyond(max(state.step for _, state in run.states().values()) + 3)
+        os.kill(run.pid, signal.SIGTERM)
+        code = run.finish()
+        found.wall_s = time.monotonic() - begin_s
+        assert code == 75, f"exit code {code}\n{run.said[-3000:]}"
+        found.orphans = run.orphans()
+        losses, state = run.losses(), run.state()
+        found.steps, found.useful_s = len(losses), sum(each["step_s"] for each in run.logged())
+    finally:
+        disturbed.close()
+    quiet = TrainRun(folder / "quiet-chaos", tokens, found.steps, LAYOUT, d_model)
+    quiet.start()
+    assert quiet.finish() == 0, quiet.said
+    found.quiet_s = sum(each["step_s"] for each in quiet.logged())
+    found.equal = quiet.losses() == losses and quiet.state() == state
+    return found
+
+
+def kills_in_words(found: Kills) -> list[str]:
+    """Rows of the table."""
+    n, runs = len(found.at), found.runs
+    rows = [
+        f"| kills at random points of steps, saves and starts: {n} in {runs} runs | runs that end bit-equal | "
+        f"{runs - len(found.wrong)} of {runs} |",
+        f"| | orphan processes; files left over | {found.orphans}; {', '.join(found.left_over) or 'none'} |",
+        f"| | where | {', '.join(f'{k} {v}' for k, v in sorted(Counter(found.at).items()))} |",
+    ]
+    if found.seconds:
+        most, median = max(found.seconds), statistics.median(found.seconds)
+        rows.append(f"| kill of a rank to the next step | median, largest of {len(found.seconds)} | {median:.1f} s, ")
+        rows[-1] += f"{most:.1f} s |"
+    return rows
+
+
+def chaos_in_words(found: Chaos) -> list[str]:
+    """Rows of the table, and what was said of each fault."""
+    wall = f"{found.wall_s:.0f} s, {found.steps} steps, {len(found.faults)} faults"
+    return [
+        f"| chaos on 4 ranks: {wall} | final weights, optimizer states, losses | "
+        f"{'bit-equal' if found.equal else 'DIFFERENT'} |",
+        f"| | goodput by the times of its own steps | {found.useful_s / found.wall_s:.1%} |",
+        f"| | goodput by the steps of the quiet run | {found.quiet_s / found.wall_s:.1%} |",
+        f"| | commands given again; orphans | {found.given_again}; {found.orphans} |",
+        "",
+        "| fault | told | seconds to the next step |",
+        "| --- | --- | --- |",
+        *(f"| {kind} | {told.replace('|', ';')} | {took_s:.1f} |" for kind, told, took_s in found.faults),
+    ]
+
+
+def plan_of(minutes: float, gap_s: tuple[float, float], faults: Sequence[str], seed: int) -> list[str]:
+    """As many faults as fit, each kind in turn, in another order each time."""
+    chance, n = random.Random(seed), max(1, int(minutes * 60 / (sum(gap_s) / 2)))
+    rounds = (chance.sample(faults, len(faults)) for _ in range(n))
+    return [kind for each in rounds for kind in each][:n]
+
+
+def main() -> None:
+    """Run what is asked for and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=0.0, help="of chaos")
+    parser.add_argument("--gap", type=float, nargs=2, default=(60.0, 120.0), metavar="S", help="between two faults")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="of the chaos")
+    parser.add_argument("--d-model", type=int, default=64, help="of the model of the chaos")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="the table, to benchmarks/results/")
+    options = parser.parse_args()
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    rows = ["| what | measured | result |", "| --- | --- | --- |"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = write_tokens(folder)
+        if options.flips:
+            run = TrainRun(folder / "whole", tokens, 5, ["layout.dp_shard=2"])
+            run.start()
+            assert run.finish() == 0, run.said
+            missed = []
+            for place, said in flips(run.last_checkpoint(), options.flips, options.seed):
+                if place.partition(",")[0] not in said:
+                    missed.append(place)
+                    say(f"flip of {place} was not named: {said or 'it was loaded'}")
+            named = options.flips - len(missed)
+            rows.append(f"| bit flips in a checkpoint | named | {named} of {options.flips} |")
+            say(rows[-1])
+        if options.kills:
+            found = kills(folder, tokens, options.kills, options.seed, say)
+            rows += kills_in_words(found)
+            say("\n".join([*rows, *found.wrong]))
+        if options.minutes:
+            kinds = plan_of(options.minutes, tuple(options.gap), options.faults, options.seed)
+            rows += chaos_in_words(chaos(folder, tokens, kinds, tuple(options.gap), options.seed, say, options.d_model))
+    print("\n".join(rows))
+    if options.write:
+        path = Path(__file__).parent / "results" / f"chaos-{date.today()}.md"
+        machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end"
+        path.write_text(f"# Faults in real runs, {date.today()}\n\n{machine}\n\n" + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
