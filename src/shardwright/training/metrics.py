@@ -146,6 +146,9 @@ def line(record: Record, steps: int) -> str:
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]
     scale = [f"loss scale {record['loss_scale']:g}"] if "loss_scale" in record else []
+    slowest = []
+    if "slowest_rank" in record:
+        slowest = [f"rank {record['slowest_rank']} costs {format_seconds(max(record['slowest_costs_s'], 0.0))}"]
     return " | ".join(
         (
             f"step {record['step']:>5}/{steps}",
@@ -161,5 +164,6 @@ def line(record: Record, steps: int) -> str:
             format_bytes(record["memory_bytes"]),
             f"data {format_seconds(record['data_s'])}, fwd+bwd {format_seconds(record['forward_backward_s'])}, "
             f"opt {format_seconds(record['optimizer_s'])}",
+            *slowest,
         )
     )
