@@ -222,6 +222,18 @@ def problem_of_owner(folder: Path) -> str | None:
     return None
 
 
+def owner_runs(folder: Path) -> bool | None:
+    """Whether the process that owned a folder last (`sole_owner`) still runs; None where it was not one of this machine
+    or is not known. The lock itself is not touched: a run that starts just then would find it taken."""
+    try:
+        owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", (folder / LOCK).read_text(errors="replace"))
+    except OSError:
+        return None
+    if owner is None or owner[2] != socket.gethostname():
+        return None
+    return _runs(int(owner[1]))
+
+
 def _used_by(folder: Path) -> str:
     owner = (folder / LOCK).read_text().strip()
     return (

@@ -15,8 +15,9 @@ report.html curves.png timeline.svg     what `shardwright report` writes unless 
 """
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -37,6 +38,8 @@ MODEL_FILE = "model.toml"
 PAGE, CURVES, TIMELINE = "report.html", "curves.png", "timeline.svg"
 PHASES = ("data", "forward_backward", "optimizer")
 """Parts of the time of a step; a record has the seconds of each as PHASE_s."""
+MOST_RANKS_LOGGED = 256
+"""Ranks up to which a record has a number of each; of more of them the lines of a long run would fill a disk."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 Record = dict[str, Any]
@@ -107,7 +110,10 @@ class Logged:
     record was written (None in files of older versions), `epochs` how often a mixture has gone through each of its
     sources, `mtp_loss` the mean loss of the modules of multi-token prediction without its weight, which
     `loss` does not contain, `loss_scale` that of the next step (fp16 alone) and `skipped_steps` how many steps of the
-    run were skipped (an overflow in fp16, a spike); the rest is said of a model with experts alone."""
+    run were skipped (an overflow in fp16, a spike). Of several ranks on CPUs, `slowest_rank` is the one that the others
+    wait for longest, `slowest_costs_s` by how much its own time a step is above the median of its peers', `stragglers`
+    the ranks that are too slow now, and `own_s_by_rank` the seconds a step that each rank takes for itself, without
+    waiting for others (only up to 256 ranks). The rest is said of a model with experts alone."""
 
     step: int
     loss: float
@@ -134,6 +140,10 @@ class Logged:
     loss_scale: float | None = None
     skipped_steps: int = 0
     epochs: dict[str, float] | None = None
+    slowest_rank: int | None = None
+    slowest_costs_s: float | None = None
+    stragglers: tuple[int, ...] = ()
+    own_s_by_rank: tuple[float, ...] = ()
     time: str | None = None
 
 
@@ -184,9 +194,15 @@ def read_metrics(path: Path) -> Iterator[AnyRecord]:
 
     Raises InputError for a record that is damaged.
     """
+    return metrics_of(whole_lines(path), path)
+
+
+def metrics_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[AnyRecord]:
+    """The records of some lines of metrics.jsonl, of which the first has number `first`."""
     kinds = " or ".join(map(repr, _KINDS))
     way_out = f"a record is a JSON object of kind {kinds}"
-    return _read_lines(path, lambda line: _READERS[json.loads(line)["kind"]], "a record of a run", way_out)
+    reader_of = lambda line: _READERS[json.loads(line)["kind"]]  # noqa: E731
+    return _parsed(lines, path, first, reader_of, "a record of a run", way_out)
 
 
 @dataclass(frozen=True)
@@ -212,10 +228,10 @@ def read_pipeline_steps(path: Path) -> Iterator[PipelineStep]:
 
     reader = TypeAdapter(PipelineStep)
     way_out = "remove the file, it is written anew at the next logged step"
-    return _read_lines(path, lambda line: reader, "a step of a pipeline", way_out)
+    return _parsed(whole_lines(path), path, 1, lambda line: reader, "a step of a pipeline", way_out)
 
 
-EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault", "restart"]
+EventKind = Literal["start", "save", "skip", "rollback", "spike", "hang", "fault", "restart", "straggler"]
 
 
 @dataclass(frozen=True)
@@ -243,8 +259,9 @@ class Event:
     """What happened to a run after `step` steps, in the words that it was told in; `rank`: the one it happened on, None
     for all. Kinds: start (of all ranks, new or resumed), save (of a checkpoint), skip (of the update of a spike),
     rollback (from a spike), spike (that stopped the run), hang, fault (a rank died or failed, or a device gave another
-    result when a step was run again), restart (of the ranks after a fault; `rank` is the one at fault). `samples`: of
-    skip, rollback and spike, those of the step that was not taken."""
+    result when a step was run again), restart (of the ranks after a fault; `rank` is the one at fault), straggler
+    (`rank` computes longer than it should, or does not any more). `samples`: of skip, rollback and spike, those of the
+    step that was not taken."""
 
     kind: EventKind
     step: int
@@ -266,9 +283,14 @@ def append_event(out: Path, event: Event) -> None:
 
 def read_events(out: Path) -> list[Event]:
     """The events of a run, in order, if there are any. Raises InputError for a line that is damaged."""
+    return list(events_of(whole_lines(out / EVENTS), out / EVENTS))
+
+
+def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Event]:
+    """The events of some lines of events.jsonl, of which the first has number `first`."""
     reader = TypeAdapter(Event)
-    way_out = "remove the line; the file is only read by people and by `shardwright report`"
-    return list(_read_lines(out / EVENTS, lambda line: reader, "an event of a run", way_out))
+    way_out = "remove the line; the file is only read by people, `shardwright report` and `shardwright watch`"
+    return _parsed(lines, path, first, lambda line: reader, "an event of a run", way_out)
 
 
 def whole_lines(path: Path) -> list[str]:
@@ -278,13 +300,53 @@ def whole_lines(path: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _read_lines(path: Path, reader_of: Callable[[str], TypeAdapter[T]], what: str, way_out: str) -> Iterator[T]:
-    for number, line in enumerate(whole_lines(path), start=1):
+class GrowingFile:
+    """The lines of a file to which others are added; each is given once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.begin()
+
+    def begin(self) -> None:
+        """Give all lines again."""
+        self._at, self._file, self.n_lines = 0, -1, 0
+
+    def new_lines(self) -> tuple[bool, list[str]]:
+        """The lines since the last call, without an incomplete last one; whether these are all lines, those before
+        having been replaced, as those of a run that goes back to a checkpoint are. A missing file has none."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                anew = status.st_ino != self._file or status.st_size < self._at
+                if anew:
+                    self.begin()
+                self._file = status.st_ino
+                file.seek(self._at)
+                content = file.read()
+        except FileNotFoundError:
+            anew, content = self._file != -1, b""
+            self.begin()
+        content = content[: content.rfind(b"\n") + 1]
+        self._at += len(content)
+        lines = content.decode(errors="replace").splitlines()
+        self.n_lines += len(lines)
+        return anew, lines
+
+
+def _parsed(
+    lines: Iterable[str],
+    path: Path,
+    first: int,
+    reader_of: Callable[[str], TypeAdapter[T]],
+    what: str,
+    way_out: str,
+) -> Iterator[T]:
+    for number, line in enumerate(lines, start=first):
         try:
             yield reader_of(line).validate_json(line, strict=True)
         except (ValueError, TypeError, KeyError) as error:
             told = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+                wrong = error.errors()[0]
+                told = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
             raise InputError(f"{path}, line {number} is not {what} ({told}): {line[:60]!r}; {way_out}") from None

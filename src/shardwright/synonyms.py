@@ -144,6 +144,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "log_interval": ("metrics.every",),
     "logging_steps": ("metrics.every",),
     "wandb": ("metrics.wandb_project",),
+    "prometheus": ("metrics.prometheus_port",),
     "eval_interval": ("evaluation.every",),
     "eval_iters": ("evaluation.samples",),
     "eval_steps": ("evaluation.every",),

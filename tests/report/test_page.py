@@ -1,5 +1,6 @@
 """Proves that the page of a run is sound HTML which needs nothing but itself, and shows text as text."""
 
+import math
 import re
 import tomllib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from shardwright.config import parse, resolved_toml
 from shardwright.errors import InputError
 from shardwright.report.headline import SourceNumbers, headline
 from shardwright.report.page import write_page
+from shardwright.report.ranks import ratios_of
 from shardwright.report.run_record import read_run
 from shardwright.report.style import COLOURS, DARK_COLOURS
 from tests.report.runs import PIPELINE, evaluation, moe_record, started, train_record, usual, usual_pipeline, write_run
@@ -195,3 +197,29 @@ def test_a_run_over_one_folder_has_no_rows_of_sources(tmp_path: Path) -> None:
     told = headline(read_run(usual(tmp_path / "run")))
     assert told.sources == ()
     assert not [name for name, _, _ in told.rows() if name.startswith("source")]
+
+
+def test_the_time_of_each_rank_is_drawn_with_the_stragglers(tmp_path: Path) -> None:
+    """Two ranks, then three; rank 1 takes 1.3 times as long as rank 0 from step 20 on."""
+    ranks = [(0.04, 0.04), (0.04, 0.052), (0.04, 0.052, 0.04)]
+    records = [
+        train_record(
+            10 * at, own_s_by_rank=own_s, slowest_rank=1, slowest_costs_s=own_s[1] - 0.04, stragglers=[1][: at // 3]
+        )
+        for at, own_s in enumerate(ranks, 1)
+    ]
+    run = read_run(write_run(tmp_path, records))
+    edges, ratios = ratios_of(run)
+    assert edges == [0, 10, 20, 30]
+    assert ratios[0][:2] == [1.0, 1.0]
+    assert math.isnan(ratios[0][2])
+    assert [ratios[2][rank] for rank in range(3)] == pytest.approx([1.0, 1.3, 1.0])
+    write_page(run, tmp_path / "page.html")
+    Page((tmp_path / "page.html").read_text())
+    page = " ".join((tmp_path / "page.html").read_text().split())
+    assert "Stragglers: 1; the events say when." in page
+    assert "most often rank 1 (3 of 3), takes longer than the median of its peers by 12% of the time in steps" in page
+    assert 'aria-labelledby="ranks"' in page
+    alone = read_run(write_run(tmp_path / "alone", [train_record(10)]))
+    write_page(alone, tmp_path / "alone.html")
+    assert "<h2>Ranks" not in (tmp_path / "alone.html").read_text()

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import re
+import socket
 import sys
 import types
+import urllib.request
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,11 +18,13 @@ from shardwright.errors import InputError
 from shardwright.model.presets import resolve
 from shardwright.model.sections import MoESpec
 from shardwright.parallel.model import ExpertLoad
+from shardwright.run_folder import Evaluated, Logged, Saved
 from shardwright.training.device import peak_flops_per_s, peak_of_name
 from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import JsonLines, _numbers, line, missing_extras, open_writers
 from shardwright.training.start import start
-from tests.training.runs import lines, records, train, write_run_file
+from tests.marks import prove
+from tests.training.runs import lines, records, train, training, trajectory, write_run_file
 
 RECORD = {
     "kind": "train",
@@ -204,7 +208,12 @@ def test_wandb_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("module", "metrics"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb_project": "x"})]
+    ("module", "metrics"),
+    [
+        ("tensorboard", {"tensorboard": True}),
+        ("wandb", {"wandb_project": "x"}),
+        ("prometheus_client", {"prometheus_port": 61234}),
+    ],
 )
 def test_an_extra_that_is_not_installed_is_named_with_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, metrics: dict[str, object]
@@ -218,10 +227,90 @@ def test_an_extra_that_is_not_installed_is_named_with_its_command(
 
 
 def test_extras_are_not_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in ("torch.utils.tensorboard.writer", "tensorboard", "wandb"):
+    for module in ("torch.utils.tensorboard.writer", "tensorboard", "wandb", "prometheus_client"):
         monkeypatch.setitem(sys.modules, module, None)
     for writer in open_writers(config(tmp_path), 0):
         writer.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def scraped(port: int) -> dict[str, float]:
+    """What Prometheus would read: name and labels -> value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {name: float(value) for name, value in re.findall(r"^(shardwright_\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def test_prometheus_gets_every_number_of_the_newest_record(tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    writers = open_writers(config(tmp_path, prometheus_port=port), 0)
+    newest = {**RECORD, "step": 4, "epochs": {"web": 0.5}, "own_s_by_rank": (0.25, 0.5), "loss": float("nan")}
+    evaluated = {"kind": "evaluation", "step": 4, "loss": 3.5, "time": "now"}
+    for writer in writers:
+        for record in ({"kind": "run", "step": 0, "layout": "x"}, {**RECORD, "own_s_by_rank": (1, 2, 3)}):
+            writer.write(record)
+        writer.write(newest)
+        writer.write(evaluated)
+    found = scraped(port)
+    expected = {f"shardwright_train_{key}": value for key, value in newest.items() if isinstance(value, int | float)}
+    expected |= {f"shardwright_evaluation_{key}": evaluated[key] for key in ("step", "loss")}
+    expected |= {
+        'shardwright_train_epochs{of="web"}': 0.5,
+        'shardwright_train_own_s_by_rank{of="0"}': 0.25,
+        'shardwright_train_own_s_by_rank{of="1"}': 0.5,
+    }
+    assert found == pytest.approx(expected, nan_ok=True)
+    for writer in writers:
+        writer.close()
+    with pytest.raises(OSError):
+        scraped(port)
+
+
+def test_a_port_that_is_taken_is_told_before_the_run_starts(tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            InputError, match=f"metrics.prometheus_port={port}: cannot listen on 127.0.0.1:{port} .*set"
+        ):
+            start(config(tmp_path, prometheus_port=port))
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(InputError, match="set another one"):
+            open_writers(config(tmp_path, prometheus_port=port), 0)
+    for wrong in (0, 65536, -1):
+        with pytest.raises(InputError, match="prometheus_port"):
+            config(tmp_path, prometheus_port=wrong)
+
+
+@prove
+def test_a_run_is_scraped_while_it_trains(tokens: Path, tmp_path: Path):
+    pytest.importorskip("prometheus_client")
+    run_file, port = write_run_file(tmp_path, tokens), free_port()
+    arguments = (f"metrics.prometheus_port={port}", "steps=5000", "checkpoint.every=0")
+    with training(run_file, *(part for each in arguments for part in ("--set", each))) as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 3)
+        found = scraped(port)
+    logged = {record["step"]: record for record in records(run_file)}[found["shardwright_train_step"]]
+    for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "slowest_costs_s"):
+        assert found[f"shardwright_train_{key}"] == logged[key]
+    assert {name for name in found if "own_s_by_rank" in name} == {
+        f'shardwright_train_own_s_by_rank{{of="{rank}"}}' for rank in (0, 1)
+    }
+
+
+def test_the_dashboard_asks_for_numbers_that_there_are():
+    kinds = {"train": Logged, "evaluation": Evaluated, "checkpoint": Saved}
+    path = Path(__file__).parents[2] / "examples" / "grafana-dashboard.json"
+    asked = [target["expr"] for panel in json.loads(path.read_text())["panels"] for target in panel["targets"]]
+    assert len(asked) > 10
+    for name in asked:
+        kind, _, key = name.removeprefix("shardwright_").partition("_")
+        assert key in {each.name for each in dataclasses.fields(kinds[kind])}, name
 
 
 @pytest.mark.parametrize(

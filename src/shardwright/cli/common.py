@@ -38,6 +38,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters but tab and newline."""
 
 
+def visible(text: str) -> str:
+    """A text from any file, with its control characters as `\\x1b`: for what measures it before it is printed."""
+    return _CONTROL.sub(_as_escape, text)
+
+
 def _as_escape(found: re.Match[str]) -> str:
     return f"\\x{ord(found[0]):02x}"
 

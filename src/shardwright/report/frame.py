@@ -67,9 +67,11 @@ def _variables(light: Mapping[str, str], dark: Mapping[str, str]) -> str:
 
 
 def picture(svg: str, name: str, title: str, colours: Mapping[str, str] | None = None) -> str:
-    """A picture of matplotlib as a part of a page, as wide as the page. `name` is its id there, one on a page."""
+    """A picture of matplotlib as a part of a page, as wide as the page. `name` is its id there, one on a page, with
+    which the ids of its parts begin: matplotlib gives the parts of each picture the same."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-labelledby="{name}">', svg, count=1)
     svg = svg.replace(">", f'><title id="{name}">{escape(title)}</title>', 1)
     return in_roles(svg.replace("xlink:href", "href"), colours)

@@ -1,6 +1,7 @@
 """A run on one HTML page that needs nothing else: no network, no script, no other file."""
 
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -10,12 +11,13 @@ from shardwright.files import write_whole
 from shardwright.report.curves import curves_svg
 from shardwright.report.frame import document, facts, in_roles, picture, table
 from shardwright.report.headline import Headline, headline, title_of
+from shardwright.report.ranks import has_ranks, ranks_svg
 from shardwright.report.run_record import RunRecord
 from shardwright.report.timeline import READING, PipelineRecord
 from shardwright.report.words import batch_in_words, held_in_words, layout_in_words
 from shardwright.run_folder import CHECKPOINTS
 from shardwright.schedule.draw import svg as timelines_svg
-from shardwright.units import format_count, format_seconds
+from shardwright.units import format_count, format_seconds, percent
 
 
 def write_page(run: RunRecord, path: str | Path) -> None:
@@ -35,7 +37,7 @@ def _page(run: RunRecord) -> str:
 {picture(curves_svg(run), "curves", "Curves of the run")}
 <figcaption>{_caption(run)}</figcaption>
 </figure>
-{_pipeline(run)}<h2>Layout</h2>
+{_ranks(run)}{_pipeline(run)}<h2>Layout</h2>
 {_layout(run)}
 {_starts(run)}{_events(run)}<h2>Checkpoints</h2>
 {_checkpoints(run, told)}
@@ -62,6 +64,26 @@ def _caption(run: RunRecord) -> str:
     every = run.config.metrics.every
     measured = "each step" if every == 1 else f"every {every} steps; speed and time are means over those steps"
     return f"Logged {measured}. MFU is shown where the peak rate of the device is known."
+
+
+def _ranks(run: RunRecord) -> str:
+    """The section of a run of several ranks whose own times are recorded; nothing for another."""
+    if not has_ranks(run):
+        return ""
+    costs = [(record.slowest_costs_s or 0.0, record.step_s) for record in run.train if record.own_s_by_rank]
+    share = sum(cost for cost, _ in costs) / (sum(step_s for _, step_s in costs) or 1.0)
+    often, n_times = Counter(record.slowest_rank for record in run.train if record.own_s_by_rank).most_common(1)[0]
+    named = sorted({rank for record in run.train for rank in record.stragglers})
+    told = f"Stragglers: {', '.join(map(str, named))}; the events say when." if named else "No rank was a straggler."
+    return f"""<h2>Ranks</h2>
+<p>{told} The slowest rank of each record, most often rank {often} ({n_times} of {len(costs)}), takes longer than the
+median of its peers by {percent(share)} of the time in steps.</p>
+<figure>
+{picture(ranks_svg(run), "ranks", "Time that each rank computes")}
+<figcaption>Time for data and computation without waiting for other ranks. Stages of a pipeline are unequal by
+themselves.</figcaption>
+</figure>
+"""
 
 
 def _pipeline(run: RunRecord) -> str:

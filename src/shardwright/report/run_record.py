@@ -132,7 +132,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     for records that are damaged anywhere but in a last line that was cut short.
     """
     folder = Path(run_dir)
-    _check(folder)
+    check_folder(folder)
     records = sorted(read_metrics(folder / METRICS), key=lambda record: record.step)
     config = load(folder / RUN_FILE)
     if all(isinstance(record, Started) for record in records):
@@ -154,7 +154,8 @@ def read_run(run_dir: str | Path) -> RunRecord:
     )
 
 
-def _check(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Raises InputError for a folder that is not one of a run, naming what is there."""
     if not folder.exists():
         runs = [path.parent.name for path in sorted(folder.parent.glob(f"*/{METRICS}"))]
         there = f"runs in {folder.parent}: {_some(runs)}" if runs else f"there is no run in {folder.parent} either"

@@ -12,36 +12,31 @@ from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.mixture import MixtureOrder
 from shardwright.errors import CheckpointError, CopiesError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
-from shardwright.parallel.expert import take_sent_bytes
-from shardwright.parallel.model import ExpertLoad
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import (
     CHECKPOINTS,
-    PHASES,
     RUN_FILE,
     Evaluated,
     Event,
     EventKind,
-    Logged,
-    Record,
     SamplePlace,
     append_event,
     as_record,
     now,
 )
 from shardwright.training.after_spike import AfterSpike, Start
-from shardwright.training.build import DTYPES, build_model, build_trainer
+from shardwright.training.build import build_model, build_trainer
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.copies import differing_copies
-from shardwright.training.device import keep_freed_memory, peak_flops_per_s, peak_memory_bytes
+from shardwright.training.device import keep_freed_memory
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.initial_weights import begin_with
-from shardwright.training.load import expert_numbers
 from shardwright.training.loss_scale import skipped_in_words
 from shardwright.training.metrics import Writer, open_writers
 from shardwright.training.monitor import AnyMonitor, monitored, record_collectives
+from shardwright.training.numbers import Numbers
 from shardwright.training.offload.room import require_host_memory
 from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
 from shardwright.training.saving import Saving
@@ -103,7 +98,6 @@ class _Run:
         self.sources = Sources(config)
         self.within_documents = config.data.attention == "document"
         torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
-        self.compute_dtype = DTYPES[config.precision.compute]
         require_host_memory(config)
         model = build_model(config, device, compiled=config.precision.compile)
         self.trainer = build_trainer(config, model, device, compiled=config.precision.compile)
@@ -115,6 +109,7 @@ class _Run:
         self.remarks = [*remarks]
         self.trainer.spikes = spike_guard(config.faults, model, device)
         self.after_spike = AfterSpike(config.faults, self.trainer, self.sources, self._happened)
+        self.numbers = Numbers(config, self.trainer, self.sources, device)
 
     def go(self) -> bool:
         """Returns whether a signal stopped the run before its last step."""
@@ -227,6 +222,7 @@ class _Run:
         trainer.clock.restart()
         while step < config.steps and not stop.everyone():
             self.monitor.enter("data", step)
+            trainer.clock.begin_step()
             first_sample, batch = batches.next_sample, next(batches)
             trainer.clock.mark("data")
             skipped = trainer.skipped_steps
@@ -247,7 +243,7 @@ class _Run:
             screen.at(step)
             last = step == config.steps
             if step % config.metrics.every == 0 or last:
-                self._log(step, step - logged, batches.next_sample, rate, result, writers)
+                self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
                 trainer.clock.restart()
                 logged = step
             if _due(step, config.evaluation.every) or last:
@@ -260,61 +256,34 @@ class _Run:
             self.monitor.enter("agreement", step)
         if start.step < step < config.steps:
             if logged < step:
-                self._log(step, step - logged, batches.next_sample, rate, result, writers)
+                self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
             if not self.saving.due(step):
                 self._save(step, batches.next_sample, last=True)
             self.saving.settle(required=True)
         return step
 
     def _log(
-        self, step: int, n_steps: int, n_samples: int, rate: float, result: StepResult, writers: list[Writer]
+        self,
+        step: int,
+        n_steps: int,
+        n_samples: int,
+        rate: float,
+        result: StepResult,
+        writers: list[Writer],
+        screen: Screen,
     ) -> None:
         """The one place of the step path where values are read back from the device."""
-        self.trainer.model.sum_over_losses(result.loss_part)
-        if result.mtp_part is not None:
-            self.trainer.model.sum_over_losses(result.mtp_part)
-        loss, norm, n_targets = (float(value) for value in (result.loss_part, result.gradient_norm, result.n_targets))
+        found = self.numbers.gather(result, n_steps)
         if self.timeline is not None:
             self.timeline.write(step)
-        sent_bytes = sum(take_sent_bytes(part) for part in self.trainer.model.parts)
         if not writers:
             return
-        load, moe = self.trainer.model.load, self.spec.moe
-        experts: Record = {}
-        if load is not None and moe is not None:
-            experts = expert_numbers(ExpertLoad(*(values.cpu() for values in load)), moe)
-            if self.layout.ep > 1:
-                experts["expert_sent_bytes"] = sent_bytes // n_steps
-        phases = self.trainer.clock.read()
-        phase_means_s: Record = {f"{phase}_s": phases[phase] / n_steps for phase in PHASES}
-        step_s = sum(phase_means_s.values())
-        batch = self.config.batch
-        tokens_per_s = batch.global_batch * batch.seq_len / step_s
-        attended = self.sources.attended_tokens(step)
-        flops_per_s = tokens_per_s / self.layout.world_size * self.spec.train_flops_per_token(attended)
-        peak = peak_flops_per_s(self.device, self.compute_dtype, self.config.precision.tf32)
-        told = Logged(
-            step=step,
-            loss=loss,
-            grad_norm=norm,
-            lr=rate,
-            target_tokens=int(n_targets),
-            tokens_per_s=tokens_per_s,
-            tokens_per_s_per_device=tokens_per_s / self.layout.world_size,
-            tflops_per_s_per_device=flops_per_s / 1e12,
-            mfu=None if peak is None else flops_per_s / peak,
-            memory_bytes=peak_memory_bytes(self.device),
-            step_s=step_s,
-            **phase_means_s,
-            **experts,
-            loss_scale=None if self.trainer.scaler is None else self.trainer.loss_scale,
-            skipped_steps=self.trainer.skipped_steps,
-            mtp_loss=None if result.mtp_part is None else float(result.mtp_part),
-            epochs=self.sources.by_name(self.order.epochs(n_samples)),
-            time=now(),
-        )
+        told, changes = self.numbers.record(step, found, n_samples, rate, result, self.order)
         for writer in writers:
             writer.write(as_record(told))
+        for change in changes:
+            screen.say(f"step {change.step}: {change.text}")
+            self._happened("straggler", change.step, change.text, change.rank)
 
     def _evaluate(self, step: int, writers: list[Writer]) -> None:
         config = self.config

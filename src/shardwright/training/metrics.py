@@ -1,9 +1,10 @@
-"""Writers of a run's records: JSON lines, TensorBoard, W&B, and a line of text for the screen."""
+"""Writers of a run's records: JSON lines, TensorBoard, W&B, Prometheus, and a line of text for the screen."""
 
 import importlib.util
 import json
+import socket
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from shardwright.config import RunConfig
 from shardwright.errors import InputError
@@ -95,9 +96,87 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+LOOPBACK = "127.0.0.1"
+"""Where numbers are served: they are for this machine alone."""
+
+
+class Prometheus:
+    """The numbers of the newest record of each kind, served to who asks for http://127.0.0.1:PORT/metrics.
+
+    A gauge is named shardwright_KIND_KEY after a record of metrics.jsonl. Where that holds several numbers, one has the
+    label `of`: the name of a source of data, or the number of a rank or layer.
+    """
+
+    def __init__(self, port: int) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = start_http_server(port, LOOPBACK, self._registry)
+        except OSError as error:
+            raise InputError(_port_problem(port, error)) from None
+
+    def write(self, record: Record) -> None:
+        if record["kind"] == "run":
+            return
+        for key, value in record.items():
+            if isinstance(value, dict | list | tuple):
+                several = value if isinstance(value, dict) else dict(enumerate(value))
+                gauge = self._gauge(record["kind"], key, ("of",))
+                gauge.clear()  # what the record before had of others
+                for name, each in several.items():
+                    gauge.labels(str(name)).set(each)
+            elif isinstance(value, int | float):
+                self._gauge(record["kind"], key).set(value)
+
+    def _gauge(self, kind: str, key: str, labels: tuple[str, ...] = ()) -> Any:
+        from prometheus_client import Gauge
+
+        name = f"shardwright_{kind}_{key}"
+        if name not in self._gauges:
+            told = f"{key} of the newest {kind} record of metrics.jsonl"
+            self._gauges[name] = Gauge(name, told, labels, registry=self._registry)
+        return self._gauges[name]
+
+    def rewind(self, step: int) -> None:
+        """Nothing: the next record takes the place of the last one."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def port_problems(config: RunConfig) -> list[str]:
+    """Why metrics.prometheus_port, if it is set, cannot be listened on at this machine."""
+    port = config.metrics.prometheus_port
+    if port is None:
+        return []
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError as error:
+            return [_port_problem(port, error)]
+    return []
+
+
+def _port_problem(port: int, error: OSError) -> str:
+    return (
+        f"metrics.prometheus_port={port}: cannot listen on {LOOPBACK}:{port} ({error.strerror}); a port that no other "
+        f"program listens on is needed, above 1023 without rights of root; set another one, or leave the key out"
+    )
+
+
 def missing_extras(config: RunConfig) -> list[str]:
     """A problem for each package that [metrics] needs and that is not installed, with the command that installs it."""
-    wanted = {"tensorboard": config.metrics.tensorboard, "wandb": bool(config.metrics.wandb_project)}
+    metrics = config.metrics
+    wanted = {
+        "tensorboard": metrics.tensorboard,
+        "wandb": bool(metrics.wandb_project),
+        "prometheus_client": metrics.prometheus_port is not None,
+    }
     return [
         f"[metrics] asks for {name}, which is not installed: pip install {name}"
         for name, asked in wanted.items()
@@ -132,6 +211,8 @@ def open_writers(config: RunConfig, resumed_step: int) -> list[Writer]:
         writers.append(TensorBoard(out / TENSORBOARD))
     if config.metrics.wandb_project:
         writers.append(WeightsAndBiases(config.metrics.wandb_project, config))
+    if config.metrics.prometheus_port is not None:
+        writers.append(Prometheus(config.metrics.prometheus_port))
     return writers
 
 
@@ -146,6 +227,9 @@ def line(record: Record, steps: int) -> str:
     load = (f"load {record['load_max_over_mean']:.2f}",) if "load_max_over_mean" in record else ()
     epochs = [f"{name} {done:.3g}" for name, done in (record.get("epochs") or {}).items()]
     scale = [f"loss scale {record['loss_scale']:g}"] if "loss_scale" in record else []
+    slowest = []
+    if "slowest_rank" in record:
+        slowest = [f"rank {record['slowest_rank']} costs {format_seconds(max(record['slowest_costs_s'], 0.0))}"]
     return " | ".join(
         (
             f"step {record['step']:>5}/{steps}",
@@ -161,5 +245,6 @@ def line(record: Record, steps: int) -> str:
             format_bytes(record["memory_bytes"]),
             f"data {format_seconds(record['data_s'])}, fwd+bwd {format_seconds(record['forward_backward_s'])}, "
             f"opt {format_seconds(record['optimizer_s'])}",
+            *slowest,
         )
     )

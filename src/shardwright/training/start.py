@@ -39,7 +39,7 @@ from shardwright.run_folder import (
 )
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
-from shardwright.training.metrics import missing_extras
+from shardwright.training.metrics import missing_extras, port_problems
 from shardwright.training.ranks import Place, pick_device, place_from_environment
 from shardwright.training.settle import settle
 from shardwright.training.sources import Sources
@@ -115,7 +115,7 @@ def _prepare(config: RunConfig, place: Place | None) -> None:
     """Raises InputError for every problem that can be found without training; makes the folder of the run."""
     layout = config.layout.layout()
     layout.check_world(layout.world_size if place is None else place.world_size)
-    _check(config, alone=place is None)
+    _check(config, alone=place is None, serves=place is None or place.rank == 0)
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -241,10 +241,11 @@ def _batch_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _check(config: RunConfig, alone: bool) -> None:
+def _check(config: RunConfig, alone: bool, serves: bool) -> None:
     """Raises InputError for data that does not fit the model, for a folder that already holds a run, and if `alone`
-    is to start every rank, for a machine that cannot hold them."""
-    problems = missing_extras(config) + _batch_problems(config) + (_machine_problems(config) if alone else [])
+    is to start every rank, for a machine that cannot hold them. `serves`: rank 0 is a process of this machine."""
+    problems = missing_extras(config) + (port_problems(config) if serves else [])
+    problems += _batch_problems(config) + (_machine_problems(config) if alone else [])
     try:
         Sources(config)
     except InputError as error:

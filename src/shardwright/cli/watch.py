@@ -1,0 +1,88 @@
+"""shardwright watch: a run while it goes on: loss, speed, memory, ranks, checkpoints, events."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from shardwright.cli.common import console, say, verb
+from shardwright.cli.followed import Followed, News
+from shardwright.cli.watch_page import page, state_in_words
+from shardwright.errors import InputError
+from shardwright.run_folder import Evaluated, Logged, as_record
+from shardwright.training.metrics import line
+
+SHOWN_BEFORE = 10
+"""Lines of a run that are shown of what was there before."""
+LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0
+
+
+@verb
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
+    once: Annotated[bool, typer.Option("--once", help="print the page as it is now, and leave")] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", help="seconds between two looks at the folder")] = 2.0,
+) -> None:
+    """Show a run while it goes on: loss, speed, memory, ranks, checkpoints and events.
+
+    On a terminal it is a page that changes with the run. Elsewhere, such as in a file or a pipe, the lines of the run
+    are printed as they come. It ends with the run, or at Ctrl-C, which leaves the run alone.
+
+    shardwright watch runs/debug
+
+    The folder may be of a run on another machine: on a file system that both see, or copied again and again.
+
+    Exit codes: 0 the run has ended, or Ctrl-C; 2 the folder is not one of a run.
+    """
+    if not LEAST_EVERY_S <= every <= MOST_EVERY_S:
+        raise InputError(f"--every {every:g}: from {LEAST_EVERY_S:g} to {MOST_EVERY_S:g} seconds are possible")
+    run = Followed(run_dir)
+    news = run.look()
+    if once:
+        console.print(page(run))
+        return
+    try:
+        if sys.stdout.isatty():
+            _live(run, every)
+        else:
+            _lines(run, news, every)
+    except KeyboardInterrupt:
+        pass
+
+
+def _live(run: Followed, every: float) -> None:
+    """The page in the place of the terminal's content until the end; the last page stays."""
+    try:
+        with Live(page(run), console=console, screen=True, auto_refresh=False) as live:
+            while not run.has_ended:
+                time.sleep(every)
+                run.look()
+                live.update(page(run), refresh=True)
+    finally:
+        console.print(page(run))
+
+
+def _lines(run: Followed, news: News, every: float) -> None:
+    """What is written, line by line; of what was there before the last lines."""
+    steps = run.config.steps
+    n_lines = sum(isinstance(record, Logged | Evaluated) for record in news.records)
+    skipped = max(0, n_lines - SHOWN_BEFORE)
+    if skipped:
+        say(f"({skipped:,} lines before)")
+    _say(news, steps, skipped, len(news.events) - SHOWN_BEFORE)
+    while not run.has_ended:
+        time.sleep(every)
+        _say(run.look(), run.config.steps)
+    say(state_in_words(run))
+
+
+def _say(news: News, steps: int, skip: int = 0, skip_events: int = 0) -> None:
+    told = [record for record in news.records if isinstance(record, Logged | Evaluated)]
+    for record in told[skip:]:
+        say(line(as_record(record), steps))
+    for event in news.events[max(0, skip_events) :]:
+        say(f"{event.kind} after step {event.step}: {event.text.partition(chr(10))[0]}")
+    sys.stdout.flush()

@@ -1,0 +1,177 @@
+"""The page of `shardwright watch`."""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.cli.common import columns, console, visible
+from shardwright.cli.followed import MOST_RANKS, Followed
+from shardwright.report.words import layout_in_words, model_in_words
+from shardwright.run_folder import Evaluated, Event, Logged, Saved, step_of
+from shardwright.units import format_bytes, format_count, format_seconds, percent
+
+EVENTS_SHOWN = 8
+CHECKPOINTS_SHOWN = 4
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_WIDTH = 32
+"""Characters of a line of values."""
+
+
+def page(run: Followed) -> RenderableType:
+    """All that is to be seen of a run as it was at its last look."""
+    title = f"{model_in_words(run.config)}, on {layout_in_words(run.config.layout.layout())}"
+    parts: list[RenderableType] = [Text(title, style="bold"), Text(f"{run.folder}: {state_in_words(run)}")]
+    parts.append(_numbers(run))
+    if (ranks := _ranks(run)) is not None:
+        parts += [_rule("Ranks"), ranks]
+    if (saved := _checkpoints(run)) is not None:
+        parts += [_rule("Checkpoints"), saved]
+    if run.events:
+        parts += [_rule("Events"), _events(run.events[-EVENTS_SHOWN:])]
+    return Group(*parts)
+
+
+def _rule(name: str) -> Rule:
+    return Rule(Text(name, style="bold"), align="left", characters="─", style="dim")
+
+
+def state_in_words(run: Followed) -> str:
+    """`step 40 of 100, 12 s left`, `all 100 steps are done`, `ended at step 40 of 100`."""
+    step, steps, runs = run.step, run.config.steps, run.runs
+    if step >= steps:
+        return f"all {steps:,} steps are done" + (", the run goes on to its end" if runs else "")
+    told = f"step {step:,} of {steps:,}"
+    if runs is False:
+        return f"ended, or not going on yet, at {told}; written last {_ago(run)}"
+    left = f", {format_seconds(run.train[-1].step_s * (steps - step))} of steps left" if run.train else ""
+    if runs is None:
+        return f"{told}{left}; not a process of this machine, written last {_ago(run)}"
+    return f"{told}{left}; written last {_ago(run)}"
+
+
+def _ago(run: Followed) -> str:
+    return f"{format_seconds(max(1.0, round(run.quiet_s)))} ago"
+
+
+def _numbers(run: Followed) -> Table:
+    """Name and value of what is logged, with how it went so far."""
+    table = Table.grid(padding=(0, 2))
+    done = f"{run.step / run.config.steps:.0%}"
+    table.add_row("steps", done, ProgressBar(total=run.config.steps, completed=run.step, width=_WIDTH), "")
+    train = run.train
+    if not train:
+        table.add_row("loss", "none", "", Text("no step has been logged yet", style="dim"))
+        return table
+    last = train[-1]
+
+    def row(name: str, value: str, values: Sequence[float] = (), remark: str = "") -> None:
+        table.add_row(name, Text(value, style="bold"), Text(drawn(values, _WIDTH)), Text(remark, style="dim"))
+
+    row("loss", f"{last.loss:.4f}", [record.loss for record in train], f"step {last.step:,}")
+    evaluated = [record for record in run.records if isinstance(record, Evaluated)]
+    if evaluated:
+        losses = [record.loss for record in evaluated]
+        row("validation loss", f"{losses[-1]:.4f}", losses, f"step {evaluated[-1].step:,}")
+    row("gradient norm", f"{last.grad_norm:.3g}", [record.grad_norm for record in train])
+    row("learning rate", f"{last.lr:.2e}", [record.lr for record in train])
+    mfu = "n/a" if last.mfu is None else f"{last.mfu:.1%}"
+    speeds = [record.tokens_per_s for record in train]
+    row("tokens per second", format_count(last.tokens_per_s), speeds, f"MFU {mfu}")
+    row("memory", format_bytes(last.memory_bytes), [record.memory_bytes for record in train], "peak of rank 0")
+    split = f"data {percent(last.data_s / last.step_s)}, optimizer {percent(last.optimizer_s / last.step_s)}"
+    row("step", format_seconds(last.step_s), [record.step_s for record in train], split)
+    if last.skipped_steps:
+        row("skipped steps", f"{last.skipped_steps:,}")
+    return table
+
+
+def drawn(values: Sequence[float], width: int) -> str:
+    """Values as a line of at most `width` blocks, from the lowest to the highest; each is the mean of its part. A gap
+    stands for what is not finite."""
+    if len(values) < 2:
+        return ""
+    n_blocks = min(width, len(values))
+    parts = [values[len(values) * i // n_blocks : len(values) * (i + 1) // n_blocks] for i in range(n_blocks)]
+    finite = [[value for value in part if math.isfinite(value)] for part in parts]
+    means = [sum(part) / len(part) if part else math.nan for part in finite]
+    known = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    scale = (len(_HEIGHTS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_HEIGHTS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means)
+
+
+def _ranks(run: Followed) -> RenderableType | None:
+    """Where the ranks are, and how long each computes; of many, those that take longest."""
+    n_ranks = run.config.layout.layout().world_size
+    last = run.train[-1] if run.train else None
+    own_s = last.own_s_by_rank if last is not None else ()
+    order = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])[:MOST_RANKS]
+    ranks = sorted(order) if own_s else list(range(min(n_ranks, MOST_RANKS)))
+    places = run.places(ranks)
+    if n_ranks == 1 or not (places or own_s):
+        return None
+    table = columns("rank", "host", "phase", "step", "own time", "slowest = 100%")
+    for rank in ranks:
+        place = places.get(rank)
+        own = (format_seconds(own_s[rank]), f"{own_s[rank] / max(own_s):.0%}") if own_s and max(own_s) > 0 else ("", "")
+        slow = last is not None and rank in last.stragglers
+        table.add_row(
+            str(rank),
+            Text(place.identity.host if place else ""),
+            place.state.phase if place else "",
+            f"{place.state.step + 1:,}" if place else "",
+            *own,
+            style="bold red" if slow else "",
+        )
+    return Group(table, Text(_slowest(last), style="dim")) if last is not None else table
+
+
+def _slowest(last: Logged) -> str:
+    if last.slowest_rank is None or last.slowest_costs_s is None:
+        return ""
+    costs = format_seconds(max(last.slowest_costs_s, 0.0))
+    return f"rank {last.slowest_rank} takes {costs} a step longer than the median of its peers"
+
+
+def _checkpoints(run: Followed) -> RenderableType | None:
+    there = run.checkpoints
+    if not there:
+        return None
+    told = {record.step: record for record in run.records if isinstance(record, Saved)}
+    table = columns("checkpoint", "bytes", "took", "training stood still", left=1)
+    for path in there[-CHECKPOINTS_SHOWN:]:
+        saved = told.get(step_of(path))
+        numbers = ("", "", "")
+        if saved is not None:
+            took, blocked = format_seconds(saved.took_s), format_seconds(saved.blocked_s)
+            numbers = (format_bytes(saved.n_bytes), took, blocked)
+        table.add_row(Text(path.name), *numbers)
+    return table
+
+
+def _events(events: Sequence[Event]) -> Table:
+    table = columns("time", "event", "after step", "rank", "what", left=5)
+    for event in events:
+        usual = event.kind in ("start", "save")
+        table.add_row(
+            _clock_time(event.time),
+            event.kind,
+            f"{event.step:,}",
+            "" if event.rank is None else str(event.rank),
+            Text(visible(event.text.partition("\n")[0]), overflow="ellipsis", no_wrap=console.is_terminal),
+            style="" if usual else "bold red",
+        )
+    return table
+
+
+def _clock_time(time: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(time).astimezone(UTC):%H:%M:%S}"
+    except ValueError:
+        return ""

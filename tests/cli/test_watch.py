@@ -1,0 +1,251 @@
+"""Proves that `shardwright watch` shows a run that goes on, has ended, or is being copied, and ends with it."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from shardwright.cli import watch as module
+from shardwright.cli.followed import Followed
+from shardwright.cli.watch import watch
+from shardwright.cli.watch_page import drawn, state_in_words
+from shardwright.run_folder import Event, append_event
+from tests.report.runs import evaluation, train_record, usual, write_run
+
+app = typer.Typer()
+app.command()(watch)
+RANKS = {"slowest_rank": 1, "slowest_costs_s": 0.012, "stragglers": [1], "own_s_by_rank": [0.04, 0.052]}
+SAVED = {"kind": "checkpoint", "step": 50, "blocked_s": 0.25, "took_s": 1.5, "n_bytes": 2**20}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def owned_by(folder: Path, pid: int, host: str | None = None) -> None:
+    """Write down who trains in a folder."""
+    (folder / ".lock").write_text(f"process {pid} on {host or socket.gethostname()}\n")
+
+
+def gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def add(folder: Path, text: str) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(text)
+
+
+def test_one_page_has_the_numbers_the_ranks_the_checkpoints_and_the_events(tmp_path: Path) -> None:
+    folder = usual(tmp_path)
+    add(folder, json.dumps(train_record(60, **RANKS)) + "\n" + json.dumps(SAVED) + "\n")
+    append_event(folder, Event("straggler", 52, "rank 1 is a straggler: 1.3 times", 1))
+    owned_by(folder, os.getppid())
+    done = run(folder, "--once")
+    assert done.exit_code == 0, done.output
+    words = " ".join(done.output.split())
+    for part in (
+        "debug, 250K parameters, on 2 ranks with ZeRO-3",
+        "step 60 of 100, 2.56 s of steps left",
+        "loss 4.8000",
+        "validation loss 5.1000",
+        "tokens per second 1K",
+        "memory 1 MiB",
+        "0 40 ms 77%",
+        "1 52 ms 100%",
+        "rank 1 takes 12 ms a step longer than the median of its peers",
+        "step-00000050 1 MiB 1.5 s 250 ms",
+        "straggler 52 1 rank 1 is a straggler: 1.3 times",
+    ):
+        assert part in words, done.output
+
+
+def test_without_a_terminal_the_lines_come_until_the_run_ends(tmp_path: Path, monkeypatch) -> None:
+    """The run writes a record in two halves, an event and its last step, and is then gone."""
+    folder = usual(tmp_path)
+    owned_by(folder, os.getppid())
+    looks, last = [], json.dumps(train_record(100))
+
+    def goes_on(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            add(folder, last[:40])
+        elif len(looks) == 2:
+            add(folder, last[40:] + "\n")
+            append_event(folder, Event("save", 100, "saved it"))
+        else:
+            owned_by(folder, gone())
+
+    monkeypatch.setattr(module.time, "sleep", goes_on)
+    done = run(folder, "--every", "0.5")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert [line.split("|")[0].split() for line in lines[:-2]] == [
+        ["step", "0/100"],
+        *(["step", f"{step}/100"] for step in (10, 20, 30, 40, 50)),
+        ["step", "50/100"],
+        ["step", "100/100"],
+    ]
+    assert lines[-2:] == ["save after step 100: saved it", "all 100 steps are done"]
+    assert looks == [0.5] * 3
+
+
+def test_of_a_long_run_the_last_lines_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, [train_record(step) for step in range(1, 101)])
+    lines = run(tmp_path).output.splitlines()
+    assert lines[0] == "(90 lines before)"
+    assert lines[1].startswith("step    91/100 | ")
+    assert len(lines) == 12
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
+    followed = Followed(usual(tmp_path))
+    assert len(followed.look().records) == 7
+    write_run(tmp_path, [train_record(10), train_record(20)])
+    news = followed.look()
+    assert (news.anew, [record.step for record in followed.records]) == (True, [10, 20])
+    fresh = tmp_path / "fresh"
+    fresh.write_text("".join(json.dumps(train_record(step)) + "\n" for step in (10, 20, 30)))
+    fresh.replace(tmp_path / "metrics.jsonl")
+    assert [record.step for record in followed.look().records] == [10, 20, 30]
+    assert followed.look().records == []
+
+
+def test_a_folder_that_is_copied_while_it_is_written_is_read_at_every_length(tmp_path: Path) -> None:
+    whole = (usual(tmp_path / "there") / "metrics.jsonl").read_bytes()
+    here = write_run(tmp_path / "here", [])
+    followed, n_records = Followed(here), 0
+    for length in range(0, len(whole) + 1, 7):
+        (here / "metrics.jsonl").write_bytes(whole[:length])
+        n_records += len(followed.look().records)
+        assert n_records == whole[:length].count(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("step", "owner", "quiet_s", "ended", "told"),
+    [
+        (100, "gone", 0, True, "all 100 steps are done"),
+        (100, "there", 0, False, "the run goes on to its end"),
+        (50, "there", 1000, False, "step 50 of 100"),
+        (50, "gone", 0, False, "ended, or not going on yet, at step 50 of 100"),  # it may be restarted
+        (50, "gone", 1000, True, "ended, or not going on yet, at step 50 of 100; written last 16 min 40 s ago"),
+        (50, "elsewhere", 1000, False, "not a process of this machine"),
+        (100, "elsewhere", 0, True, "all 100 steps are done"),
+    ],
+)
+def test_when_a_run_has_ended(step: int, owner: str, quiet_s: float, ended: bool, told: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [train_record(step)])
+    pid = gone() if owner == "gone" else os.getppid()
+    owned_by(folder, pid, "node7" if owner == "elsewhere" else None)
+    for name in ("metrics.jsonl", "run.toml"):
+        os.utime(folder / name, (time.time() - quiet_s,) * 2)
+    followed = Followed(folder)
+    followed.look()
+    assert followed.has_ended == ended
+    assert told in state_in_words(followed)
+
+
+def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, monkeypatch) -> None:
+    folder = usual(tmp_path)
+    owned_by(folder, os.getppid())
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.time, "sleep", interrupted)
+    done = run(folder)
+    assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_a_terminal_shows_a_page_that_changes(tmp_path: Path) -> None:
+    """In a process of its own, whose stdout is a terminal."""
+    folder = usual(tmp_path)
+    owned_by(folder, os.getpid())
+    ours, theirs = os.openpty()
+    code = "import sys; from shardwright.cli.main import app; sys.argv[0] = 'shardwright'; app()"
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
+    command = [os.sys.executable, "-c", code, "watch", str(folder), "--every", "0.1"]
+    seen: list[bytes] = []
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        reader = threading.Thread(target=read_all, args=(ours, seen))
+        reader.start()
+        until(lambda: b"5.0000" in b"".join(seen))
+        add(folder, json.dumps(train_record(100)) + "\n")
+        until(lambda: b"4.0000" in b"".join(seen))
+        owned_by(folder, gone())
+        assert process.wait(60) == 0
+    reader.join()
+    os.close(ours)
+    text = b"".join(seen).decode()
+    assert "\x1b[?1049h" in text  # another screen, and back
+    last = text.rpartition("\x1b[?1049l")[2]
+    assert "all 100 steps are done" in last
+    assert "Traceback" not in text
+
+
+def read_all(descriptor: int, into: list[bytes]) -> None:
+    while True:
+        try:
+            into.append(os.read(descriptor, 4096))
+        except OSError:  # the other end is closed
+            return
+
+
+def until(what, timeout_s: float = 60.0) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    assert run(tmp_path / "none").exit_code == 2
+    (tmp_path / "empty").mkdir()
+    empty = run(tmp_path / "empty", "--once")
+    assert empty.exit_code == 2
+    assert "has no metrics.jsonl and no run.toml" in empty.stderr
+    (tmp_path / "file").touch()
+    assert "is a file; give the folder of a run" in run(tmp_path / "file").stderr
+    for every in ("0", "-1", "nan", "1e9"):
+        refused = run(write_run(tmp_path / "run", []), "--every", every)
+        assert (refused.exit_code, "--every" in refused.stderr) == (2, True)
+
+
+def test_a_damaged_line_is_named_and_an_escape_of_the_terminal_is_not_obeyed(tmp_path: Path) -> None:
+    folder = usual(tmp_path)
+    append_event(folder, Event("fault", 3, "\x1b]0;mine\x07 [bold]x[/]"))
+    output = run(folder, "--once").output
+    assert "\\x1b]0;mine\\x07 [bold]x[/]" in output
+    assert "\x1b" not in output
+    add(folder, '{"kind": "train", "step": "x"}\n')
+    damaged = run(folder, "--once")
+    assert damaged.exit_code == 2
+    assert "metrics.jsonl, line 8 is not a record of a run" in damaged.stderr
+
+
+def test_a_run_without_a_step_yet_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [])
+    done = run(folder, "--once")
+    assert done.exit_code == 0, done.output
+    assert "no step has been logged yet" in done.output
+    add(folder, json.dumps(evaluation(0, 6.2)) + "\n")
+    assert run(folder, "--once").exit_code == 0
+
+
+def test_values_are_drawn_from_the_lowest_to_the_highest() -> None:
+    assert drawn([1, 2, 3], 10) == "▁▅█"
+    assert drawn([1, float("nan"), 3], 10) == "▁ █"
+    assert drawn([1, 1, 3, 3], 2) == "▁█"
+    assert drawn([5, 5], 10) == "▁▁"
+    assert drawn([5], 10) == ""
