@@ -22,7 +22,7 @@ from tests.measuring.machines import PARTIAL, RAMP, RATE, machine, weights_point
 
 ONE, TWO = Settings.of([Degrees(1)]), Settings.of([Degrees(2)])
 PASSES = GenerationPoints(
-    layer_s=500e-6, pass_s=600e-6, request_s=30e-6, request_layer_s=3e-6, prompt_s=60e-6, split_layer_s=1300e-6,
+    layer_s=500e-6, pass_s=600e-6, request_s=30e-6, head_s=1e-6, prompt_s=60e-6, split_layer_s=1300e-6,
     split_pass_s=2000e-6, matmuls=weights_points(),
 )  # fmt: skip
 ROW, WEIGHTS = 8e9, 5e9
@@ -64,7 +64,7 @@ def test_a_token_takes_the_launches_the_weights_and_the_operations():
     there = served()
     model = there.model
     weights = 4 * (model.n_matmul_parameters) / ROW
-    launches = model.n_layers * (PASSES.layer_s + PASSES.request_layer_s) + PASSES.pass_s + PASSES.request_s
+    launches = model.n_layers * (PASSES.layer_s + model.n_heads * PASSES.head_s) + PASSES.pass_s + PASSES.request_s
     operations = decode(there, 1.0) - weights - launches
     # Norms were measured as 20 bytes an element of 16 bits, at 8 GB/s; the others are those of the stack.
     of_layer = model.d_model * 2 * (20 + SHARDWRIGHT.residual_bytes) + model.d_ffn * SHARDWRIGHT.gated_bytes

@@ -45,7 +45,7 @@ class GenerationTable(Table):
     layer_us: NotNegative = Field(description="of a layer in each pass, microseconds")
     pass_us: NotNegative = Field(description="of each pass: embedding, head, and choosing the batch, microseconds")
     request_us: NotNegative = Field(description="of each sequence in each pass, microseconds")
-    request_layer_us: NotNegative = Field(description="of each sequence in each layer of a decode pass, microseconds")
+    head_us: NotNegative = Field(description="of each head of each sequence in a layer of a decode pass, microseconds")
     prompt_us: NotNegative = Field(description="of each prompt in each layer of the pass that reads it, microseconds")
     split_layer_us: NotNegative = Field(
         description="of a layer that is sharded over tp, without its collectives, microseconds"

@@ -105,7 +105,7 @@ def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[st
             "layer_us": passes.layer_s * 1e6,
             "pass_us": passes.pass_s * 1e6,
             "request_us": passes.request_s * 1e6,
-            "request_layer_us": passes.request_layer_s * 1e6,
+            "head_us": passes.head_s * 1e6,
             "prompt_us": passes.prompt_s * 1e6,
             "split_layer_us": passes.split_layer_s * 1e6,
             "split_pass_us": passes.split_pass_s * 1e6,

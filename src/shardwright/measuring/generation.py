@@ -17,7 +17,7 @@ from shardwright.generation.generate import without_training
 from shardwright.generation.sampling import Sampling
 from shardwright.layout import Layout
 from shardwright.measuring.clock import Clock, Kind, worst
-from shardwright.measuring.overheads import FEW, MANY, small_model
+from shardwright.measuring.overheads import FEW, MANY, SMALL_HEADS, small_model
 from shardwright.measuring.points import GenerationPoints, MatmulPoint, MessagePoint
 from shardwright.measuring.steps import run_file
 from shardwright.model.spec import ModelSpec
@@ -101,14 +101,14 @@ def generation_points(
     (read_one, one), (read_few, few), (read_one_deep, deep), (read_deep, most) = found
     more, others = MANY - FEW, SEQUENCES - 1
     layer_s = max(deep - one, 0.0) / more
-    request_layer_s = max(most - deep - (few - one), 0.0) / (others * more)
+    sequence_layer_s = max(most - deep - (few - one), 0.0) / (others * more)
     (matmuls,) = run_ranks(small_matmuls, 1, kind, budget_s, n_threads=threads)
     split_layer_s, split_pass_s = _split(run_ranks, kind, threads, inside) if inside else (0.0, 0.0)
     return GenerationPoints(
         layer_s=layer_s,
         pass_s=max(one - FEW * layer_s, 0.0),
-        request_s=max((few - one) / others - FEW * request_layer_s, 0.0),
-        request_layer_s=request_layer_s,
+        request_s=max((few - one) / others - FEW * sequence_layer_s, 0.0),
+        head_s=sequence_layer_s / SMALL_HEADS,
         prompt_s=max(read_deep - read_one_deep - (read_few - read_one), 0.0) / (others * more),
         split_layer_s=split_layer_s,
         split_pass_s=split_pass_s,

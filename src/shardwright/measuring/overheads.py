@@ -21,6 +21,7 @@ from shardwright.training.build import build_model, build_trainer
 FEW, MANY = 2, 8
 """Layers of two models; micro-batches of two steps."""
 STEPS = 8
+SMALL_HEADS = 2
 RunRanks = Callable[..., list[Any]]
 
 
@@ -61,7 +62,8 @@ def overheads(
 
 def small_model(layers: int) -> dict[str, Any]:
     """A model that computes next to nothing, as a section of a run file."""
-    sizes = {"n_layers": layers, "d_model": 32, "d_ffn": 64, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+    heads = {"n_heads": SMALL_HEADS, "n_kv_heads": SMALL_HEADS, "head_dim": 32 // SMALL_HEADS}
+    sizes = {"n_layers": layers, "d_model": 32, "d_ffn": 64, **heads}
     return {"preset": "debug", **sizes, "vocab_size": 64, "max_seq_len": 64}
 
 

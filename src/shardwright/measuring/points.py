@@ -82,13 +82,14 @@ class Overheads:
 @dataclass(frozen=True)
 class GenerationPoints:
     """Seconds of passes of `shardwright generate` beside their work: of a layer; of a pass; of each sequence in a pass,
-    and in a layer of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: of two ranks of tp,
-    without the collectives. `matmuls`: of few tokens, each with weights that no matmul before it has read."""
+    and of each of its heads in a layer of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: of
+    two ranks of tp, without the collectives. `matmuls`: of few tokens, each with weights that no matmul before it has
+    read."""
 
     layer_s: float
     pass_s: float
     request_s: float
-    request_layer_s: float
+    head_s: float
     prompt_s: float
     split_layer_s: float
     split_pass_s: float

@@ -75,9 +75,11 @@ def layer_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
     """What a layer takes beside its work: its operations are started one by one, attention once for each prompt."""
     _, passes = measured_of(serving)
     return ledger.compute(
-        "waiting between kernels", "(layer_s + request_s * requests + prompt_s * prompts) / core_share", "s", SOURCE,
+        "waiting between kernels", "(layer_s + head_s * heads / tp * requests + prompt_s * prompts) / core_share", "s",
+        SOURCE,
         layer_s=np.where(settings.tp > 1, passes.split_layer_us, passes.layer_us) * 1e-6,
-        request_s=passes.request_layer_us * 1e-6, requests=batch.requests, prompt_s=passes.prompt_us * 1e-6,
+        head_s=passes.head_us * 1e-6, heads=serving.model.n_heads, tp=settings.tp, requests=batch.requests,
+        prompt_s=passes.prompt_us * 1e-6,
         prompts=batch.prompts, core_share=serving.cluster.accelerator.core_share,
     )  # fmt: skip
 
