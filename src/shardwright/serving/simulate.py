@@ -123,6 +123,15 @@ class Served:
         """Output tokens a second."""
         return self.output_tokens / self.span_s
 
+    def first_s(self, percentile: float) -> float:
+        """Seconds to the first token, of so many of 100 requests at most."""
+        return float(np.percentile(self.ttft_s, percentile))
+
+    def further_s(self, percentile: float) -> float:
+        """Seconds of a further token, of so many of 100 requests at most; 0 where each request has one token only."""
+        there = self.tpot_s[~np.isnan(self.tpot_s)]
+        return float(np.percentile(there, percentile)) if len(there) else 0.0
+
 
 def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
     """Lengths of n requests, evenly drawn from `shortest` x stated to stated."""
