@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil, inf, sqrt
 
 import numpy as np
@@ -135,7 +136,7 @@ class _Run:
     def _send(self, at: int, now: float) -> None:
         """A user sends a request, which the scheduler has somewhat later."""
         self.arrived[at] = max(self.arrived[at], now)
-        self._at(self.arrived[at] + self.reading.table.arrive_s, lambda: self._arrive(at))
+        self._at(self.arrived[at] + self.reading.table.arrive_s, partial(self._arrive, at))
 
     def _arrive(self, at: int) -> None:
         self.waiting.append(at)
@@ -149,10 +150,12 @@ class _Run:
                 for at in taken:
                     self.began[at] = self.now
                 seconds = self._prefill_s([self.requests[at].input_len for at in taken])
-                self._at(self.now + seconds, lambda reader=reader, taken=taken: self._has_read(reader, taken))
+                self._at(self.now + seconds, partial(self._has_read, reader, taken))
 
     def _taken(self, reader: _Reader) -> list[int]:
-        limit, taken, tokens = self.reading, [], 0
+        """The prompts of its next pass."""
+        limit, tokens = self.reading, 0
+        taken: list[int] = []
         while self.waiting and len(taken) < limit.max_batch:
             size = self.requests[self.waiting[0]].input_len
             full = reader.held + size > limit.cache_tokens and reader.held > 0
@@ -196,8 +199,7 @@ class _Run:
             writer.taken += 1
             writer.held += self._reserved(at)
             self.left_s[at] = self.now
-            self._at(self.now + self.latency_s, lambda at=at, reader=reader, writer=writer: self._cross(
-                _Transfer(at, reader, writer)))  # fmt: skip
+            self._at(self.now + self.latency_s, partial(self._cross, _Transfer(at, reader, writer)))
 
     def _reserved(self, at: int) -> float:
         return self.requests[at].input_len + RESERVED * self.requests[at].output_len
@@ -229,7 +231,7 @@ class _Run:
         if self.transfers:
             ends, which = min(((max(t.left, 0.0) / self._rate(t), k) for k, t in enumerate(self.transfers)))
             arrived = self.transfers[which]
-            self._at(self.now + ends, lambda: self._has_crossed(arrived, version))
+            self._at(self.now + ends, partial(self._has_crossed, arrived, version))
 
     def _has_crossed(self, transfer: _Transfer, version: int) -> None:
         if version != self.crossing_version:
@@ -272,7 +274,7 @@ class _Run:
             at = heapq.heappop(writer.ends)[1]
             done = self.requests[at]
             writer.cached = max(writer.cached - (done.input_len + done.output_len - 1), 0.0)
-            self._at(writer.now, lambda at=at: self._leave(at, writer))
+            self._at(writer.now, partial(self._leave, at, writer))
 
     def _foresee_end(self, writer: _Writer) -> None:
         writer.version += 1
@@ -280,7 +282,7 @@ class _Run:
         if writer.ends:
             each, grows = self._pass_s(writer)
             count = writer.ends[0][0] - writer.passes
-            self._at(writer.now + count * each + grows * count * (count - 1) / 2, lambda: self._ends(writer, version))
+            self._at(writer.now + count * each + grows * count * (count - 1) / 2, partial(self._ends, writer, version))
 
     def _ends(self, writer: _Writer, version: int) -> None:
         if version == writer.version:
