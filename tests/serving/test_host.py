@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli.main import app
-from shardwright.cost.hardware import cluster
+from shardwright.cost.hardware import Cluster, cluster
 from shardwright.cost.speed import SHARDWRIGHT
 from shardwright.measuring.file import hardware_toml
 from shardwright.measuring.points import GenerationPoints
@@ -18,6 +18,7 @@ from shardwright.serving import forms, host
 from shardwright.serving.host import rates_of
 from shardwright.serving.setting import Degrees, Serving, Settings
 from shardwright.serving.simulate import PassTable, Scheduler, closed_loop, run
+from shardwright.serving.space import layouts
 from tests.measuring.machines import PARTIAL, RAMP, RATE, machine, weights_points
 
 ONE, TWO = Settings.of([Degrees(1)]), Settings.of([Degrees(2)])
@@ -35,11 +36,15 @@ def hardware() -> str:
     return hardware_toml(replace(found, ranks=ranks), "mine", "shardwright measure")
 
 
-def served(ranks: int = 1) -> Serving:
+def cluster_of(ranks: int) -> Cluster:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "mine.toml"
         path.write_text(hardware())
-        there = cluster(f"mine:{ranks}/{ranks}", path)
+        return cluster(f"mine:{ranks}/{ranks}", path)
+
+
+def served(ranks: int = 1) -> Serving:
+    there = cluster_of(ranks)
     assert there.accelerator.rates is not None
     rates = rates_of(there.accelerator.rates)
     return Serving(model=resolve("debug"), cluster=there, rates=rates, precision="fp32", kv_precision="fp32")
@@ -154,12 +159,24 @@ def test_what_cannot_be_priced_on_a_processor_is_refused(mine: Path, tmp_path: P
         (("--model", "debug", "--hardware", old, "--cluster", "mine:2", *ASKED), "measured without the passes of"),
         (("nowhere", *here), "nowhere: there is no such file or folder; name a run file"),
         ((tmp_path, *here), "it has no run.toml; name a run file"),
+        (("--model", "debug", *here, "--separate"), "generate reads prompts and decodes on the same ranks"),
         ((mine, "--model", "debug", *here), "both name a model; leave one out"),
         (("--model", "debug", *here, "--precision", "fp8"), "--precision fp8: mine has no fp8; it has fp32, bf16"),
     ):
         result = serve(*arguments)
         assert result.exit_code == 2, result.output
         assert said in result.output, result.output
+    large = serve("--model", "llama-3.1-8b", *here)
+    assert large.exit_code == 1
+    assert "nothing fits" in large.output
+    assert "accelerators instead" not in large.output  # ranks of a processor share its memory
+
+
+def test_experts_of_generate_are_whole():
+    there = cluster_of(4)
+    assert {
+        each.degrees.ep == each.degrees.tp * each.degrees.dp for each in layouts(resolve("mixtral-8x7b"), there)
+    } == {True}
 
 
 def test_rates_of_few_tokens_are_found_again():

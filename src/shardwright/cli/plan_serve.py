@@ -151,6 +151,7 @@ def _print(found: "Plan", remedies: list[str]) -> None:
 
 def ask(options: Options) -> "tuple[Task, str]":
     """What is to be served, and the model's name. Raises InputError with every problem at once."""
+    from shardwright.serving.engines import GENERATE
     from shardwright.serving.search import Speculation, Task
     from shardwright.serving.setting import Serving
 
@@ -162,7 +163,10 @@ def ask(options: Options) -> "tuple[Task, str]":
     engine = _engine(options, machine, wrong)
     precision = options.precision or ("fp32" if machine is not None and machine.accelerator.on_host else "bf16")
     kv = options.kv_precision or precision
-    wrong += _wrong_precisions({"--precision": precision, "--kv-precision": kv}, machine)
+    asked = {"--precision": precision} | ({"--kv-precision": kv} if options.kv_precision else {})
+    wrong += _wrong_precisions(asked, machine)
+    if engine is GENERATE and options.separate:
+        wrong.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
     if wrong or model is None or machine is None or options.input_len is None or options.output_len is None:
         raise InputError(*wrong)
     rates = _rates(engine, machine)

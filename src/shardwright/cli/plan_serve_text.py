@@ -121,7 +121,11 @@ def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
         f"{format_bytes(working)} of working memory + {format_bytes(token * plan.task.length)} for one request, of "
         f"{format_bytes(whole)}"
     )
-    say(f"would fit: {'; '.join(remedies)}" if remedies else "no precision and no eightfold cluster would make it fit")
+    say(
+        f"would fit: {'; '.join(remedies)}"
+        if remedies
+        else "no other precision and no larger cluster would make it fit"
+    )
 
 
 def print_no_limits_kept(plan: Plan) -> None:

@@ -306,13 +306,17 @@ def smaller_need(task: Task) -> Iterator[str]:
     serving = task.serving
     chip = serving.cluster.accelerator
     tries = []
+    if "bf16" in chip.flops_per_s and serving.precision == "fp32":
+        tries.append(("--precision bf16", replace(serving, precision="bf16", kv_precision="bf16")))
     if "fp8" in chip.flops_per_s and serving.precision != "fp8":
         tries.append(("--precision fp8", replace(serving, precision="fp8")))
-    if serving.kv_precision != "fp8":
+    if "fp8" in chip.flops_per_s and serving.kv_precision != "fp8":
         tries.append(("--kv-precision fp8", replace(serving, kv_precision="fp8")))
     for words, changed in tries:
         if _fits(replace(task, serving=changed)):
             yield words
+    if chip.on_host:  # more ranks have no more memory together
+        return
     size = serving.cluster.size
     for _ in range(8):
         size *= 2
