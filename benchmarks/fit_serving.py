@@ -1,6 +1,6 @@
 """Fit the constants of serving to published measurements, and write src/shardwright/serving/rates.toml.
 
-    python benchmarks/fit_serving.py [TABLE.csv] [--left-out]
+    python benchmarks/fit_serving.py [TABLE.csv] [--left-out] [--out FILE.toml]
 
 Least squares on the logarithm of predicted / measured, robust against rows that nothing explains. A constant of an
 engine's generation stays near the mean of all engines, and a factor of an accelerator near 1, unless rows speak
@@ -8,7 +8,7 @@ against it; where there are no rows, that mean is what it gets ("others"). A sou
 MOST_ROWS. Of closed loops, which are simulated, every ninth counts. With --left-out every source is left out once, too.
 """
 
-import sys
+import argparse
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -243,17 +243,21 @@ def without_each(rows: Sequence[Case], problem: Problem, x: Floats) -> dict[str,
     return found
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Fit, write, and print the errors."""
-    paths = [Path(each) for each in arguments if not each.startswith("-")]
-    rows = cases(read(paths[0] if paths else MEASUREMENTS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, nargs="?", default=MEASUREMENTS, help="by default the packaged one")
+    parser.add_argument("--left-out", action="store_true", help="fit without each source, too")
+    parser.add_argument("--out", type=Path, default=PACKAGED, help="by default the packaged file")
+    options = parser.parse_args()
+    rows = cases(read(options.table))
     problem = Problem(thinned(rows))
     x = problem.solve(None, ROUNDS)
     best = problem.fitted(x)
     summary(problem, best)
-    left_out = without_each(rows, problem, x) if "--left-out" in arguments else {}
-    PACKAGED.write_text(written(best, left_out), encoding="utf-8")
+    left_out = without_each(rows, problem, x) if options.left_out else {}
+    options.out.write_text(written(best, left_out), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,13 +1,23 @@
 """Proves that `shardwright measure` measures this machine for plan, and refuses bad input before it starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from shardwright.cli import measure as module
 from shardwright.cli.main import app
+from shardwright.cost.hardware import cluster
+from shardwright.measuring.generation import passes_of
+from shardwright.model.presets import resolve
+from shardwright.processes import threads_of_a_rank
+from shardwright.serving import forms
+from shardwright.serving.host import rates_of
+from shardwright.serving.setting import Degrees, Serving, Settings
+from shardwright.verification.ranks import run_ranks
 from tests.cli.imports import help_imports_nothing_heavy
 from tests.marks import prove
 
@@ -28,6 +38,24 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path):
     planned = CliRunner().invoke(app, [*words, "--precision", "fp32", "--hardware", str(out), "--json"])
     assert planned.exit_code == 0, planned.output
     assert json.loads(planned.stdout)["best"][0]["step_s"] > 0
+    for tp in (1, 2):
+        for predicted, took in generation_here(out, tp, sequences=8):
+            assert 1 / 3 < predicted / took < 3, (tp, predicted, took)
+
+
+def generation_here(hardware: Path, tp: int, sequences: int) -> list[tuple[float, float]]:
+    """CPU-seconds of prefill and of a decode pass of a small model as predicted and as they were."""
+    there = cluster(f"mine:{tp}/{tp}", hardware)
+    assert there.accelerator.rates is not None
+    sizes = {"d_model": 256, "d_ffn": 704, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32}
+    model = replace(resolve("debug"), n_layers=4, **sizes)
+    serving = Serving(
+        model=model, cluster=there, rates=rates_of(there.accelerator.rates), precision="fp32", kv_precision="fp32"
+    )
+    settings = Settings.of([Degrees(tp)])
+    predicted = forms.prefill_s(serving, settings, sequences, 32), forms.decode_s(serving, settings, sequences, 36)
+    ranks = run_ranks(passes_of, tp, model, "cpu", tp, sequences, 32, 9, n_threads=threads_of_a_rank(tp))
+    return [(float(np.max(said)), max(rank[at] for rank in ranks)) for at, said in enumerate(predicted)]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,17 @@ def matmul_points(ranks: int = 1) -> tuple[MatmulPoint, ...]:
     return tuple(points)
 
 
+def weights_points() -> tuple[MatmulPoint, ...]:
+    """Of few tokens: weights are read at 8 GB/s by one, and laid out at 5 GB/s for several."""
+    points = []
+    for tokens in (1, 8, 32):
+        for k, n in ((256, 256), (256, 768), (512, 512)):
+            share = 0.25 * (n / 128) / (0.25 * (n / 128) + PARTIAL) * k / (k + RAMP)
+            together = 4 * k * n / 5e9 + 2 * tokens * k * n / (RATE * share)
+            points.append(MatmulPoint("fp32", tokens, k, n, 4 * k * n / 8e9 if tokens == 1 else together))
+    return tuple(points)
+
+
 def attention_points(rate: float = RATE) -> tuple[AttentionPoint, ...]:
     points = []
     for length in (64, 256, 1024):

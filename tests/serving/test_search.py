@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from shardwright.serving.search import PERCENTILE, Option, Speculation, pareto, price, search, smaller_need
-from shardwright.serving.separate import separate
 from shardwright.serving.setting import Degrees, Settings
 from shardwright.serving.space import Layout, batches, layouts
 from shardwright.serving.words import reasons
@@ -98,18 +97,6 @@ def test_drafting_helps_a_small_batch():
     plain = task("llama-3.1-70b", "h100:8", concurrency=4)
     drafting = replace(plain, speculation=Speculation(3, 0.8, 0.02))
     assert search(drafting).best[0].tpot_s() < 0.6 * search(plain).best[0].tpot_s()
-
-
-def test_separate_prefill_keeps_up_and_nobody_waits_for_prompts():
-    there = task("llama-3.1-70b", "h100:16", tpot_s=0.03)
-    found = separate(there, list(layouts(there.serving.model, there.serving.cluster)))
-    assert found is not None
-    used = found.readers * found.prefill.size + found.writers * found.decode.size
-    assert used <= 16 == found.accelerators
-    assert found.tpot_s <= 0.03
-    decoded = found.writers * found.batch / found.tpot_s
-    assert found.tokens_per_s <= decoded * (1 + 1e-9)
-    assert found.transfer_s > 0
 
 
 @prove

@@ -14,6 +14,8 @@ from shardwright.errors import InputError, nearest
 if TYPE_CHECKING:
     from shardwright.cost.hardware import Cluster
     from shardwright.model.spec import ModelSpec
+    from shardwright.serving.engines import Engine
+    from shardwright.serving.rates import Rates
     from shardwright.serving.search import Plan, Task
     from shardwright.serving.setting import Degrees
 
@@ -25,6 +27,10 @@ _RATES = {"s": 1.0, "min": 1 / 60, "h": 1 / 3600}
 class Options:
     """Arguments and options of the verb."""
 
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="a run file, or the folder of a run, whose model is served"),
+    ] = None
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="a preset, or another served model, such as llama-3.1-70b")
     ] = None
@@ -43,16 +49,25 @@ class Options:
     tpot: Annotated[
         str | None, typer.Option(metavar="TIME", help="limit of the time of each further token, such as 40ms")
     ] = None
-    precision: Annotated[str, typer.Option(metavar="NAME", help="of weights and matmuls: bf16, fp16, fp8, fp32")] = (
-        "bf16"
-    )
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="of weights and matmuls: bf16, fp16, fp8, fp32; if not given bf16, and fp32 for generate",
+        ),
+    ] = None
     kv_precision: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="of the cache of keys and values; that of the weights if not given"),
     ] = None
-    engine: Annotated[str, typer.Option(metavar="NAME", help="whose constants are taken: see docs/serving.md")] = (
-        "trtllm-1"
-    )
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="whose constants are taken, see docs/serving.md; if not given trtllm-1, and on a CPU that "
+            "`shardwright measure` has measured generate",
+        ),
+    ] = None
     separate: Annotated[
         bool, typer.Option("--separate", help="also plan prefill and decode on separate accelerators")
     ] = False
@@ -89,6 +104,8 @@ def plan_serve(options: Options) -> None:
     100 requests.
 
     shardwright plan serve --model llama-3.1-70b --cluster h100:8 --input-len 2048 --output-len 512 --precision fp8
+
+    shardwright plan serve quickstart/run --hardware mine.toml --cluster mine:2 --input-len 32 --output-len 64
 
     Exit codes: 0 found, 1 nothing fits or keeps the limits, 2 the input cannot be used.
     """
@@ -134,49 +151,92 @@ def _print(found: "Plan", remedies: list[str]) -> None:
 
 def ask(options: Options) -> "tuple[Task, str]":
     """What is to be served, and the model's name. Raises InputError with every problem at once."""
-    from shardwright.serving.engines import ENGINES
-    from shardwright.serving.rates import fitted
+    from shardwright.serving.engines import GENERATE
     from shardwright.serving.search import Speculation, Task
     from shardwright.serving.setting import Serving
 
     wrong = _wrong_numbers(options)
-    engines = {each.name: each for each in ENGINES}
-    if options.engine not in engines:
-        hint = nearest(options.engine, engines)
-        wrong.append(f"--engine {options.engine}: not one that constants are known for; {hint}")
     ttft_s, tpot_s = _read(wrong, "--ttft", options.ttft, _SECONDS), _read(wrong, "--tpot", options.tpot, _SECONDS)
     rate = _read(wrong, "--rate", options.rate, _RATES, per=True)
     name, model = _model(options, wrong)
     machine = _machine(options, wrong)
-    wrong += _wrong_precisions(options, machine)
+    engine = _engine(options, machine, wrong)
+    precision = options.precision or ("fp32" if machine is not None and machine.accelerator.on_host else "bf16")
+    kv = options.kv_precision or precision
+    asked = {"--precision": precision} | ({"--kv-precision": kv} if options.kv_precision else {})
+    wrong += _wrong_precisions(asked, machine)
+    if engine is GENERATE and options.separate:
+        wrong.append("--separate: generate reads prompts and decodes on the same ranks; leave it out")
     if wrong or model is None or machine is None or options.input_len is None or options.output_len is None:
         raise InputError(*wrong)
-    rates = fitted()[0].rates(options.engine, machine.accelerator.name)
-    kv = options.kv_precision or options.precision
-    serving = Serving(model=model, cluster=machine, rates=rates, precision=options.precision, kv_precision=kv)
+    rates = _rates(engine, machine)
+    serving = Serving(model=model, cluster=machine, rates=rates, precision=precision, kv_precision=kv)
     speculation = Speculation()
     if options.draft_tokens:
         speculation = Speculation(options.draft_tokens, options.acceptance or 0.0, options.draft_cost)
     task = Task(
-        serving=serving, input_len=options.input_len, output_len=options.output_len, engine=engines[options.engine],
+        serving=serving, input_len=options.input_len, output_len=options.output_len, engine=engine,
         concurrency=options.concurrency, rate_per_s=rate, ttft_s=ttft_s or math.inf, tpot_s=tpot_s or math.inf,
         speculation=speculation, price_per_hour=options.price,
     )  # fmt: skip
     return task, name
 
 
+def _engine(options: Options, machine: "Cluster | None", wrong: list[str]) -> "Engine":
+    """Whose constants are taken; problems are added to `wrong`."""
+    from shardwright.serving.engines import ENGINES, GENERATE, USUAL
+
+    chip = None if machine is None else machine.accelerator
+    on_host = chip is not None and chip.on_host
+    engines = {each.name: each for each in (*ENGINES, GENERATE)}
+    chosen = engines.get(options.engine or (GENERATE if on_host else USUAL).name)
+    if chosen is None:
+        hint = nearest(options.engine or "", engines)
+        wrong.append(f"--engine {options.engine}: not one that constants are known for; {hint}")
+    elif chip is None:
+        return chosen
+    elif on_host and chosen is not GENERATE:
+        wrong.append(f"--engine {chosen.name}: that engine runs on GPUs, and {chip.name} is a CPU; valid: generate")
+    elif on_host and (chip.rates is None or chip.rates.generation is None):
+        wrong.append(
+            f"--hardware {options.hardware}: {chip.name} was measured without the passes of generate; measure it "
+            f"again: shardwright measure --out {options.hardware} --overwrite"
+        )
+    elif chosen is GENERATE and not on_host:
+        wrong.append(
+            f"--engine generate: it is priced on a CPU that `shardwright measure --out mine.toml` has measured, with "
+            f"--hardware mine.toml --cluster mine:COUNT, and {chip.name} is none; valid here: "
+            + ", ".join(each.name for each in ENGINES)
+        )
+    return chosen or USUAL
+
+
+def _rates(engine: "Engine", machine: "Cluster") -> "Rates":
+    """The constants of an engine on a machine."""
+    from shardwright.serving.engines import GENERATE
+    from shardwright.serving.host import rates_of
+    from shardwright.serving.rates import fitted
+
+    if engine is GENERATE and machine.accelerator.rates is not None:
+        return rates_of(machine.accelerator.rates)
+    return fitted()[0].rates(engine.name, machine.accelerator.name)
+
+
 def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
     """The model and its name; problems are added to `wrong`."""
     from shardwright.serving.models import named
 
-    if options.model is None:
-        wrong.append("--model is missing; name a preset, such as llama-3.1-70b")
+    given = options.model or options.run
+    if given is None:
+        wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run")
         return "", None
+    if options.model is not None and options.run is not None:
+        wrong.append(f"--model {options.model} and {options.run}: both name a model; leave one out")
     try:
-        name, model = named(options.model)
+        name, model = _of_run(given) if isinstance(given, Path) else named(given)
     except InputError as error:
         wrong += error.problems
-        return options.model, None
+        return str(given), None
     length = (options.input_len or 0) + (options.output_len or 0)
     if length > model.max_seq_len:
         wrong.append(
@@ -184,6 +244,18 @@ def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]"
             f"meant for {model.max_seq_len} at most"
         )
     return name, model
+
+
+def _of_run(path: Path) -> "tuple[str, ModelSpec]":
+    """The model of a run file, or of the folder of a run, named by its path."""
+    from shardwright.config import load
+    from shardwright.run_folder import RUN_FILE
+
+    file = path / RUN_FILE if path.is_dir() else path
+    if not file.exists():
+        way_out = f"it has no {RUN_FILE}" if path.is_dir() else "there is no such file or folder"
+        raise InputError(f"{path}: {way_out}; name a run file, the folder of a run, or a preset with --model")
+    return str(path), load(file).model.spec()
 
 
 def _machine(options: Options, wrong: list[str]) -> "Cluster | None":
@@ -200,13 +272,12 @@ def _machine(options: Options, wrong: list[str]) -> "Cluster | None":
         return None
 
 
-def _wrong_precisions(options: Options, machine: "Cluster | None") -> list[str]:
+def _wrong_precisions(asked: dict[str, str], machine: "Cluster | None") -> list[str]:
+    """By option, what it asks for."""
     from shardwright.serving.setting import ELEMENT_BYTES
 
     wrong = []
-    for option, precision in (("--precision", options.precision), ("--kv-precision", options.kv_precision)):
-        if precision is None:
-            continue
+    for option, precision in asked.items():
         if precision not in ELEMENT_BYTES:
             wrong.append(f"{option} {precision}: not one that is planned for; {nearest(precision, ELEMENT_BYTES)}")
         elif machine is not None and precision not in (has := machine.accelerator.flops_per_s):

@@ -121,7 +121,11 @@ def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
         f"{format_bytes(working)} of working memory + {format_bytes(token * plan.task.length)} for one request, of "
         f"{format_bytes(whole)}"
     )
-    say(f"would fit: {'; '.join(remedies)}" if remedies else "no precision and no eightfold cluster would make it fit")
+    say(
+        f"would fit: {'; '.join(remedies)}"
+        if remedies
+        else "no other precision and no larger cluster would make it fit"
+    )
 
 
 def print_no_limits_kept(plan: Plan) -> None:
@@ -155,20 +159,29 @@ def print_no_limits_kept(plan: Plan) -> None:
 
 def print_separate(task: Task, apart: "Separate | None", plan: Plan) -> None:
     """Prefill and decode on separate accelerators, against together."""
-    say("\nPrefill and decode on separate accelerators, by closed forms")
+    say("\nPrefill and decode on separate accelerators, simulated")
     if apart is None:
         say("  no split of the cluster fits and keeps the limits")
         return
-    say(
-        f"  prefill {apart.readers} x ({apart.prefill}), decode {apart.writers} x ({apart.decode}) with "
-        f"{apart.batch:,} requests each"
-    )
+    split, crossed = apart.split, apart.crossed
     together = ""
     if plan.best:
         share = apart.per_accelerator() / plan.best[0].per_accelerator - 1
         together = f", {share:+.0%} against the best layout above"
-    say(
-        f"  {apart.tokens_per_s:,.0f} tokens/s, {apart.per_accelerator():,.0f} of each accelerator{together}; first "
-        f"token {format_seconds(apart.ttft_s)}, of which {format_seconds(apart.transfer_s)} for the transfer of the "
-        f"cache; further tokens each {format_seconds(apart.tpot_s)}"
+    under_way = f"; {apart.requests:,} requests at a time" if apart.requests is not None else ""
+    table = columns("", "", left=2)
+    table.show_header = False
+    table.add_row("  prefill", f"{split.readers} x ({split.prefill})")
+    table.add_row("  decode", f"{split.writers} x ({split.decode}), at most {split.batch:,} requests each{under_way}")
+    table.add_row(
+        "  tokens/s", f"{apart.tokens_per_s:,.0f}; {apart.per_accelerator():,.0f} of each accelerator{together}"
     )
+    for what, value in (("first token", apart.ttft_s), ("further token", apart.tpot_s)):
+        said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
+        table.add_row(f"  {what}", said)
+    table.add_row(
+        "  of the first",
+        f"{format_seconds(float(crossed.queued_s.mean()))} in the line before prefill, "
+        f"{format_seconds(float(crossed.transfer_s.mean()))} for the transfer of the cache, on average",
+    )
+    print_table(table)

@@ -39,6 +39,26 @@ class MeasuredTable(Table):
     took_s: NotNegative = Field(description="seconds that the measurement took")
 
 
+class GenerationTable(Table):
+    """What a pass of `shardwright generate` takes on a processor beside its work, and the matmuls of few tokens."""
+
+    layer_us: NotNegative = Field(description="of a layer in each pass, microseconds")
+    pass_us: NotNegative = Field(description="of each pass: embedding, head, and choosing the batch, microseconds")
+    request_us: NotNegative = Field(description="of each sequence in each pass, microseconds")
+    head_us: NotNegative = Field(description="of each head of each sequence in a layer of a decode pass, microseconds")
+    prompt_us: NotNegative = Field(description="of each prompt in each layer of the pass that reads it, microseconds")
+    split_layer_us: NotNegative = Field(
+        description="of a layer that is sharded over tp, without its collectives, microseconds"
+    )
+    split_pass_us: NotNegative = Field(
+        description="of each pass that is sharded over tp, without its collectives, microseconds"
+    )
+    row_gb_per_s: Positive = Field(description="rate at which a matmul of one token reads its weights, GB/s")
+    weights_gb_per_s: Positive = Field(
+        description="rate at which a matmul of several tokens reads its weights, before it multiplies, GB/s"
+    )
+
+
 class RatesTable(Table):
     """Rates of one rank of a node of so many."""
 
@@ -58,6 +78,9 @@ class RatesTable(Table):
     step_us: NotNegative = Field(description="of a step beyond its work, microseconds")
     bucket_us: NotNegative = Field(description="to gather or reduce a block's parameters, beyond the collective")
     kernels: dict[Kernel, NotNegative] = Field(description="bytes moved for each element by our kernels; cost/speed.py")
+    generation: GenerationTable | None = Field(
+        None, description="passes of shardwright generate, of a CPU; without them plan serve cannot price it"
+    )
 
 
 def of_ranks(tables: Mapping[str, RatesTable], ranks: int, cores: int | None) -> tuple[RatesTable, float] | None:

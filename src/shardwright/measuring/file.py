@@ -12,7 +12,7 @@ import torch
 import shardwright
 from shardwright.cost.hardware import packaged_accelerators
 from shardwright.cost.measured import VERSION
-from shardwright.measuring.fit import copy_bytes_per_s, fit_attention, fit_link, fit_matmuls, kernel_bytes
+from shardwright.measuring.fit import copy_bytes_per_s, fit_attention, fit_link, fit_matmuls, fit_weights, kernel_bytes
 from shardwright.measuring.points import Machine, RankPoints
 from shardwright.units import GiB, MiB
 
@@ -97,7 +97,22 @@ def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[st
         "bucket_us": over.bucket_s * 1e6,
         "kernels": kernel_bytes(points.kernels, copied) | {"heads_bytes": 0.0},
     }
-    return figures, {"matmuls": matmuls.error, "attention": attention.error}
+    errors = {"matmuls": matmuls.error, "attention": attention.error}
+    if points.generation is not None:
+        passes = points.generation
+        row, weights, errors["matmuls of few tokens"] = fit_weights(passes.matmuls, matmuls)
+        figures["generation"] = {
+            "layer_us": passes.layer_s * 1e6,
+            "pass_us": passes.pass_s * 1e6,
+            "request_us": passes.request_s * 1e6,
+            "head_us": passes.head_s * 1e6,
+            "prompt_us": passes.prompt_s * 1e6,
+            "split_layer_us": passes.split_layer_s * 1e6,
+            "split_pass_us": passes.split_pass_s * 1e6,
+            "row_gb_per_s": row / 1e9,
+            "weights_gb_per_s": weights / 1e9,
+        }
+    return figures, errors
 
 
 def _peaks(machine: Machine, fits: dict[int, tuple[dict[str, object], dict[str, float]]]) -> dict[str, float]:

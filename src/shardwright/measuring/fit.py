@@ -27,6 +27,12 @@ class MatmulFit:
     partial_wave: float
     error: float
 
+    def share(self, shapes: Sequence[tuple[int, int, int]]) -> Floats:
+        """Of `flops_per_s`, by shape (m, k, n), on one multiprocessor."""
+        m, k, n = np.array(shapes, dtype=float).T
+        waves = np.maximum(m / TILE_ROWS, 0.25) * np.maximum(n / TILE_COLUMNS, 0.25)
+        return np.asarray(waves / (waves + self.partial_wave) * (k / (k + self.ramp_k)))
+
 
 def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> MatmulFit:
     """How the rate depends on the shape follows from the points of the first precision, which has most of them, and so
@@ -52,6 +58,24 @@ def fit_matmuls(points: Sequence[MatmulPoint], multiprocessors: int = 1) -> Matm
     peaks = [float(np.exp(np.log(rate / reached)[which == at].mean())) for at in range(len(names))]
     error = _error((peaks[0] * reached)[which == 0], rate[which == 0])
     return MatmulFit(dict(zip(names, peaks, strict=True)), ramp_k, partial_wave, error)
+
+
+def fit_weights(points: Sequence[MatmulPoint], large: MatmulFit) -> tuple[float, float, float]:
+    """Bytes/s at which matmuls of one token read their weights, and those of several before they multiply, as
+    `serving.host.matmul_s` has it; and the mean of the absolute relative errors of the latter's times."""
+    n_bytes = np.array([4.0 * each.k * each.n for each in points])
+    seconds = np.array([each.seconds for each in points])
+    alone = np.array([each.m == 1 for each in points])
+    rates = np.array([large.flops_per_s[each.precision] for each in points])
+    multiplying = np.array([each.flops for each in points]) / (rates * large.share([(p.m, p.k, p.n) for p in points]))
+    row = float(np.exp(np.log(n_bytes / seconds)[alone].mean()))
+    reading = n_bytes / seconds  # relative errors: 1 = reading x + multiplying / seconds
+    rest = 1 - multiplying / seconds
+    per_byte = float((reading * rest)[~alone].sum() / (reading**2)[~alone].sum())
+    if per_byte <= 0:  # a machine on which it takes no time beside multiplying
+        per_byte = 1e-6 / row
+    error = _error(n_bytes[~alone] * per_byte + multiplying[~alone], seconds[~alone])
+    return row, 1 / per_byte, error
 
 
 @dataclass(frozen=True)

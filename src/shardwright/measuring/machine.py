@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.measuring.clock import Clock, Kind
+from shardwright.measuring.generation import generation_points
 from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
@@ -43,7 +44,11 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
         mine = _middle([each for each, _ in found])
         if count > 1:
             inside = found[0][1]
-        points.append(_with_overheads(mine, kind, device, inside, say))
+        mine = _with_overheads(mine, kind, device, inside, say)
+        if on_host:
+            say("passes of generate")
+            mine = replace(mine, generation=generation_points(run_ranks, kind, budget_s, threads, inside))
+        points.append(mine)
     say("the disk")
     return Machine(
         name=machine_name(device),

@@ -21,6 +21,7 @@ from shardwright.training.build import build_model, build_trainer
 FEW, MANY = 2, 8
 """Layers of two models; micro-batches of two steps."""
 STEPS = 8
+SMALL_HEADS = 2
 RunRanks = Callable[..., list[Any]]
 
 
@@ -39,7 +40,7 @@ def overheads(
 
     def step_s(layers: int, microbatches: int, **layout: Any) -> float:
         ranks = 2 if layout else 1
-        table = run_file(_small(layers), _batch(microbatches * ranks), layout, "fp32")
+        table = run_file(small_model(layers), _batch(microbatches * ranks), layout, "fp32")
         found = run_ranks(run_steps, ranks, table, STEPS, device, n_threads=threads)
         held.extend(each.peak_bytes for each in found)
         return seconds_of(found, clock)
@@ -59,8 +60,10 @@ def overheads(
     return Overheads(layer_s, ends_s, rest_s, backward, bucket_s), max(held)
 
 
-def _small(layers: int) -> dict[str, Any]:
-    sizes = {"n_layers": layers, "d_model": 32, "d_ffn": 64, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+def small_model(layers: int) -> dict[str, Any]:
+    """A model that computes next to nothing, as a section of a run file."""
+    heads = {"n_heads": SMALL_HEADS, "n_kv_heads": SMALL_HEADS, "head_dim": 32 // SMALL_HEADS}
+    sizes = {"n_layers": layers, "d_model": 32, "d_ffn": 64, **heads}
     return {"preset": "debug", **sizes, "vocab_size": 64, "max_seq_len": 64}
 
 
@@ -71,7 +74,7 @@ def _batch(sequences: int) -> dict[str, int]:
 def backward_share(device: str) -> float:
     """Time of the backward pass of a small layer relative to its forward pass, on one thread's CPU-seconds: what the
     host does."""
-    spec = parse(run_file(_small(FEW), _batch(FEW), {}, "fp32")).model.spec()
+    spec = parse(run_file(small_model(FEW), _batch(FEW), {}, "fp32")).model.spec()
     block = Block(spec, 0).to(device)
     x = torch.randn(1, 16, spec.d_model, device=device, requires_grad=True)
     positions = torch.arange(16, device=device)

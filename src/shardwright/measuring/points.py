@@ -80,6 +80,23 @@ class Overheads:
 
 
 @dataclass(frozen=True)
+class GenerationPoints:
+    """Seconds of passes of `shardwright generate` beside their work: of a layer; of a pass; of each sequence in a pass,
+    and of each of its heads in a layer of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: of
+    two ranks of tp, without the collectives. `matmuls`: of few tokens, each with weights that no matmul before it has
+    read."""
+
+    layer_s: float
+    pass_s: float
+    request_s: float
+    head_s: float
+    prompt_s: float
+    split_layer_s: float
+    split_pass_s: float
+    matmuls: tuple[MatmulPoint, ...]
+
+
+@dataclass(frozen=True)
 class RankPoints:
     """Of a rank, while the others of its node do the same."""
 
@@ -92,6 +109,7 @@ class RankPoints:
     kernels: tuple[KernelPoint, ...]
     copies: tuple[CopyPoint, ...]
     overheads: Overheads
+    generation: GenerationPoints | None = None
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,11 @@ ENGINES = (
     Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False),
 )
 """By engine, generations from old to new."""
+GENERATE = Engine("generate", r"\bshardwright\b", max_batch=256, mixed=False)
+"""`shardwright generate`, whose constants are those that `shardwright measure` has measured (`serving.host`), and which
+no published table names."""
 USUAL = ENGINES[4]
-"""Of `plan serve`."""
+"""Of `plan serve`, but on a processor that was measured."""
 
 
 def engine_of(text: str) -> Engine | None:

@@ -81,9 +81,11 @@ def _working(serving: Serving, settings: Settings, max_tokens: Floats) -> Floats
         block.inner + (model.moe.top_k * block.expert_inner if model.moe and block.experts else 0)
         for block in blocks(model)
     )
+    rates = serving.cluster.accelerator.rates
+    context_bytes = rates.process_gib * GiB if serving.on_host and rates is not None else CONTEXT_BYTES
     return ledger.compute(
         "working memory", "context_bytes + max_tokens / dp * e * (4 * h + 3 * inner / tp)", "B", "",
-        context_bytes=CONTEXT_BYTES, max_tokens=max_tokens, dp=settings.dp, e=serving.wide_bytes, h=model.d_model,
+        context_bytes=context_bytes, max_tokens=max_tokens, dp=settings.dp, e=serving.wide_bytes, h=model.d_model,
         inner=inner, tp=settings.tp,
     )  # fmt: skip
 

@@ -99,12 +99,11 @@ class Found:
 
     def ttft_s(self, percentile: float = 50) -> float:
         """Seconds to the first token."""
-        return float(np.percentile(self.served.ttft_s, percentile))
+        return self.served.first_s(percentile)
 
     def tpot_s(self, percentile: float = 50) -> float:
         """Seconds of a further token; 0 where each request has one token only."""
-        there = self.served.tpot_s[~np.isnan(self.served.tpot_s)]
-        return float(np.percentile(there, percentile)) if len(there) else 0.0
+        return self.served.further_s(percentile)
 
     @property
     def per_user(self) -> float:
@@ -113,7 +112,7 @@ class Found:
 
     def keeps(self, task: Task) -> bool:
         """Whether the limits are kept by `PERCENTILE` of 100 requests."""
-        return self.ttft_s(PERCENTILE) <= task.ttft_s and self.tpot_s(PERCENTILE) <= task.tpot_s
+        return keeps_limits(task, self.served)
 
     def cost_per_million(self, task: Task) -> float | None:
         """Price of a million output tokens."""
@@ -220,18 +219,23 @@ def _simulated(
         table = tables.setdefault(option.layout.degrees, pass_table(task, option.layout.degrees))
         room = token_room[option.layout] * option.layout.degrees.dp
         found = simulate(task, option, table, room)
-        (good if found.keeps(task) and _keeps_up(task, found) else bad).append(found)
+        (good if found.keeps(task) and keeps_up(task, found.served) else bad).append(found)
     good.sort(key=lambda each: each.tpot_s() if task.rate_per_s else -each.per_accelerator)
     first = {each.layout: each for each in reversed(good)}
     return [each for each in good if first[each.layout] is each][:top], bad
 
 
-def _keeps_up(task: Task, found: Found) -> bool:
+def keeps_limits(task: Task, served: Served) -> bool:
+    """Whether the limits are kept by `PERCENTILE` of 100 requests."""
+    return served.first_s(PERCENTILE) <= task.ttft_s and served.further_s(PERCENTILE) <= task.tpot_s
+
+
+def keeps_up(task: Task, served: Served) -> bool:
     """Whether an instance serves as many requests a second as arrive. If not, each waits longer than the one before it:
     those of the last tenth 7 times as long as those of the first quarter."""
     if task.rate_per_s is None:
         return True
-    ttft = found.served.ttft_s
+    ttft = served.ttft_s
     first, last = np.median(ttft[: len(ttft) // 4]), np.median(ttft[-(len(ttft) // 10) :])
     return bool(last <= 3 * first)
 
@@ -302,13 +306,17 @@ def smaller_need(task: Task) -> Iterator[str]:
     serving = task.serving
     chip = serving.cluster.accelerator
     tries = []
+    if "bf16" in chip.flops_per_s and serving.precision == "fp32":
+        tries.append(("--precision bf16", replace(serving, precision="bf16", kv_precision="bf16")))
     if "fp8" in chip.flops_per_s and serving.precision != "fp8":
         tries.append(("--precision fp8", replace(serving, precision="fp8")))
-    if serving.kv_precision != "fp8":
+    if "fp8" in chip.flops_per_s and serving.kv_precision != "fp8":
         tries.append(("--kv-precision fp8", replace(serving, kv_precision="fp8")))
     for words, changed in tries:
         if _fits(replace(task, serving=changed)):
             yield words
+    if chip.on_host:  # more ranks have no more memory together
+        return
     size = serving.cluster.size
     for _ in range(8):
         size *= 2

@@ -1,29 +1,40 @@
 """Prefill and decode on separate accelerators (disaggregated serving).
 
 Some instances read prompts only, others decode only, and the cache of a prompt crosses from the first to the second.
-No user waits for another's prompt between two tokens. Sources: Patel et al., Splitwise (arXiv 2311.18677), Zhong et
-al., DistServe (arXiv 2401.09670). Ignored: queueing before prefill, and that the transfer of one layer can overlap with
-the prefill of the next.
+No user waits for another's prompt between two tokens. Splits of the cluster are ordered by closed forms, and one stream
+of requests through both pools is simulated for the most promising ones (`serving.pools`). Sources: Patel et al.,
+Splitwise (arXiv 2311.18677), Zhong et al., DistServe (arXiv 2401.09670).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shardwright.cost.job import Floats
 from shardwright.serving import forms
 from shardwright.serving.memory import memory
-from shardwright.serving.search import Task
+from shardwright.serving.pools import Crossed, Pool, run
+from shardwright.serving.search import LEAST_REQUESTS, Task, keeps_limits, keeps_up, pass_table
 from shardwright.serving.setting import Batch, Degrees, Settings
+from shardwright.serving.simulate import PassTable, Request, closed_loop, poisson
 from shardwright.serving.space import Layout, batches
 from shardwright.serving.work import cache_token_bytes, period_s
 
+SIMULATED = 10
+"""The most splits of a cluster that are simulated."""
+LOADS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.4)
+"""Parts of the requests that a split can have under way, of which the most that keep the limits are taken where neither
+their number nor their rate is given."""
+
 
 @dataclass(frozen=True)
-class Separate:
-    """`readers` instances of `prefill` and `writers` of `decode`, each of the latter with `batch` requests. Seconds are
-    means; `transfer_s`: of the cache of a prompt, part of `ttft_s`. `accelerators`: that are used."""
+class Split:
+    """`readers` instances of `prefill` and `writers` of `decode`, each of the latter with `batch` requests at most; by
+    closed forms: seconds to the first token, of a further one, of the transfer of a prompt's cache, and requests a
+    second. `per_s`: the most of them."""
 
     prefill: Degrees
     readers: int
@@ -33,6 +44,21 @@ class Separate:
     ttft_s: float
     tpot_s: float
     transfer_s: float
+    per_s: float
+
+    def under_way(self, task: Task, per_s: float) -> int:
+        """Requests that are there at a time, where they come at this rate, by Little's law."""
+        return max(1, ceil(per_s * (self.ttft_s + task.output_len * self.tpot_s)))
+
+
+@dataclass(frozen=True)
+class Separate:
+    """A split as simulated. `requests`: at a time, None where they arrive at a rate; `tokens_per_s`: of the cluster;
+    `accelerators`: of the cluster."""
+
+    split: Split
+    crossed: Crossed
+    requests: int | None
     tokens_per_s: float
     accelerators: int
 
@@ -40,44 +66,144 @@ class Separate:
         """Output tokens a second of one accelerator."""
         return self.tokens_per_s / self.accelerators
 
+    def ttft_s(self, percentile: float = 50) -> float:
+        """Seconds to the first token: the wait for prefill, prefill, the wait for a place, and the transfer."""
+        return self.crossed.served.first_s(percentile)
+
+    def tpot_s(self, percentile: float = 50) -> float:
+        """Seconds of a further token."""
+        return self.crossed.served.further_s(percentile)
+
 
 def separate(task: Task, every: Sequence[Layout]) -> Separate | None:
-    """The split of the cluster with the most tokens a second within the limits; None where there is none.
+    """The split of the cluster with the most tokens a second within the limits, or at a given rate with the least time
+    of a token; None where there is none."""
+    found = [each for split in _promising(task, every) if (each := _best_load(task, split)) is not None]
+    if task.rate_per_s is not None:
+        return min(found, key=lambda each: (each.tpot_s(), each.ttft_s()), default=None)
+    return max(found, key=lambda each: each.tokens_per_s, default=None)
 
-    Each number of accelerators for prefill is tried with the layout that reads the most prompts a second on one of its
-    accelerators within the limit of the first token, beside each layout and batch for decoding.
-    """
+
+def _best_load(task: Task, split: Split) -> Separate | None:
+    """A split with as many requests as are asked for, or as it serves within the limits; None where it keeps none."""
+    fixed = task.rate_per_s is not None or task.concurrency is not None
+    for part in (1.0,) if fixed else LOADS:
+        users = None if task.rate_per_s is not None else task.concurrency or split.under_way(task, part * split.per_s)
+        found = simulated(task, split, users)
+        if keeps_limits(task, found.crossed.served) and keeps_up(task, found.crossed.served):
+            return found
+    return None
+
+
+def simulated(task: Task, split: Split, users: int | None) -> Separate:
+    """A stream of requests through a split: of `users` at a time, or without it at the rate of the task."""
+    readers, writers = _pools(task, split)
+    latency_s = task.serving.cluster.across.latency_s
+    if users is not None:
+        rounds = max(3, min(100, LEAST_REQUESTS // users))
+        crossed = run(readers, writers, _loop(task, split, users, rounds), users, latency_s).after(users)
+        rate = users * task.output_len / float(crossed.served.e2e_s.mean())
+    else:
+        assert task.rate_per_s is not None
+        n = LEAST_REQUESTS + 4 * split.under_way(task, task.rate_per_s)
+        crossed = run(
+            readers, writers, poisson(task.rate_per_s, [task.input_len] * n, [task.output_len] * n), None, latency_s
+        )
+        rate = crossed.served.tokens_per_s
+    return Separate(split, crossed, users, rate, task.serving.cluster.size)
+
+
+def _loop(task: Task, split: Split, users: int, rounds: int) -> list[Request]:
+    """A closed loop whose users begin independently of one another, within the time from one request of a user to the
+    next: if all began at once, they would wait for prefill together for ever."""
+    around_s = max(split.ttft_s + task.output_len * split.tpot_s, users / split.per_s)
+    begin = np.sort(np.random.default_rng(3).uniform(0.0, around_s, users))
+    first = [Request(float(at), task.input_len, task.output_len) for at in begin]
+    n = users * (rounds - 1)
+    return [*first, *closed_loop([task.input_len] * n, [task.output_len] * n)]
+
+
+def _pools(task: Task, split: Split) -> tuple[Pool, Pool]:
+    """Both pools of a split."""
+    engine, found = task.engine, []
+    for degrees in (split.prefill, split.decode):
+        settings = Settings.of([degrees])
+        held = memory(task.serving, settings, engine.max_tokens)
+        found.append((float(np.max(held.cache / held.token)) * degrees.dp, float(token_transfer_s(task, settings)[0])))
+    (read_room, sends_s), (write_room, receives_s) = found
+    reads = PassTable(task.serving, split.prefill, engine.max_tokens)
+    most = engine.max_batch * split.prefill.dp
+    return (
+        Pool(reads, split.readers, most, engine.max_tokens, read_room, sends_s),
+        Pool(
+            pass_table(task, split.decode), split.writers, split.batch, engine.max_tokens, write_room, receives_s,
+            task.speculation.accepted,
+        ),
+    )  # fmt: skip
+
+
+def _promising(task: Task, every: Sequence[Layout]) -> list[Split]:
+    """Splits that keep the limits by closed forms, the best of each pair of layouts: with the most requests a second,
+    or at a given rate with the least time of a token."""
     degrees = list(dict.fromkeys(each.degrees for each in every))
-    readers = _readers(task, degrees)
-    writers = _writers(task, degrees)
-    total = task.serving.cluster.size
-    best: Separate | None = None
-    for prefill, read_s, way_s in readers:
-        ttft = read_s + way_s
-        if ttft > task.ttft_s:
-            continue
-        for decode, batch, tpot in writers:
+    best: dict[tuple[Degrees, Degrees], Split] = {}
+    for split in _splits(task, degrees):
+        pair = split.prefill, split.decode
+        if pair not in best or _order(task, split) < _order(task, best[pair]):
+            best[pair] = split
+    return sorted(best.values(), key=lambda each: _order(task, each))[:SIMULATED]
+
+
+def _order(task: Task, split: Split) -> tuple[float, ...]:
+    return (split.tpot_s, split.ttft_s) if task.rate_per_s is not None else (-split.per_s, split.tpot_s)
+
+
+def _splits(task: Task, degrees: Sequence[Degrees]) -> Iterator[Split]:
+    """Every pair of layouts and batch, with the numbers of instances that suit them best. At a given rate the batch is
+    what gives the time of a token, and the limit is the largest one that keeps that time's, for requests that come
+    close after one another."""
+    writers, total = _writers(task, degrees), task.serving.cluster.size
+    largest = {decode: batch for decode, batch, _, _ in writers}  # they are in ascending order
+    for prefill, read_s, sends_s in _readers(task, degrees):
+        for decode, batch, tpot, receives_s in writers:
             if prefill.size + decode.size > total:
                 continue
-            each_reads, each_writes = 1 / read_s, batch / (task.output_len * tpot)
-            found = _split(total, prefill.size, decode.size, each_reads, each_writes)
-            rate = min(found[0] * each_reads, found[1] * each_writes) * task.output_len
-            if best is None or rate > best.tokens_per_s:
-                best = Separate(prefill, found[0], decode, found[1], batch, ttft, tpot, way_s, rate, total)
-    return best
+            numbers = np.arange(1, (total - decode.size) // prefill.size + 1)
+            others = (total - numbers * prefill.size) // decode.size
+            reads, writes = numbers / read_s, others * batch / (task.output_len * tpot)
+            way, per_s = max(sends_s, receives_s), np.minimum(reads, writes)
+            if task.rate_per_s is None:
+                first = np.full(len(numbers), read_s + way)
+                if task.concurrency is not None:
+                    per_s = np.minimum(per_s, task.concurrency / (read_s + way + task.output_len * tpot))
+                cost = -per_s
+            else:
+                first = read_s + way + waiting_s(task.rate_per_s, read_s, numbers)
+                cost = np.where(per_s > task.rate_per_s, first, inf)
+            at = int(np.argmin(cost))
+            if cost[at] < inf and first[at] <= task.ttft_s:
+                limit = batch if task.rate_per_s is None else largest[decode]
+                yield Split(
+                    prefill, int(numbers[at]), decode, int(others[at]), limit, float(first[at]), tpot, way,
+                    float(per_s[at]),
+                )  # fmt: skip
 
 
-def _split(total: int, size_read: int, size_write: int, each_reads: float, each_writes: float) -> tuple[int, int]:
-    """Numbers of instances that keep up with one another best."""
-    most = (total - size_write) // size_read
-    numbers = np.arange(1, most + 1)
-    others = (total - numbers * size_read) // size_write
-    at = int(np.argmax(np.minimum(numbers * each_reads, others * each_writes)))
-    return int(numbers[at]), int(others[at])
+def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
+    """Mean seconds in the line before equal instances that serve one request at a time, each in `each_s`, where they
+    arrive independently of one another; infinite where they come faster than that.
+
+    M/D/c by Sakasegawa (1977), rho^(sqrt(2 (c + 1)) - 1) / (c (1 - rho)) x each_s / 2; exact for one instance.
+    """
+    c = np.asarray(instances, dtype=np.float64)
+    load = per_s * each_s / c
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = load ** (np.sqrt(2 * (c + 1)) - 1) / (c * (1 - load)) * each_s / 2
+    return np.where(load < 1, found, inf)
 
 
 def _readers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
-    """Layouts that hold weights and a prompt, with the seconds of a prompt and of its transfer."""
+    """Layouts that hold weights and a prompt, with the seconds of a prompt and of sending its cache."""
     settings = Settings.of(degrees)
     held = memory(task.serving, settings, max(task.engine.max_tokens, task.input_len))
     fits = held.cache / held.token * settings.dp >= task.input_len
@@ -87,15 +213,20 @@ def _readers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, floa
 
 
 def transfer_s(task: Task, settings: Settings) -> Floats:
-    """Seconds of the cache of a prompt over the network: every rank of an instance sends what it holds."""
-    model, across = task.serving.model, task.serving.cluster.across
-    layers = np.ceil(model.n_layers / settings.pp)
-    held = layers * cache_token_bytes(task.serving, settings.tp) * task.input_len
-    return np.asarray(held / across.bytes_per_s + across.latency_s)
+    """Seconds of the cache of a prompt over the network, alone."""
+    return np.asarray(token_transfer_s(task, settings) * task.input_len + task.serving.cluster.across.latency_s)
 
 
-def _writers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int, float]]:
-    """Layouts and batches that keep the limit of a further token, with its seconds."""
+def token_transfer_s(task: Task, settings: Settings) -> Floats:
+    """Seconds of the cache of a token through the links of an instance: each of its ranks sends, or receives, what it
+    holds."""
+    layers = np.ceil(task.serving.model.n_layers / settings.pp)
+    return np.asarray(layers * cache_token_bytes(task.serving, settings.tp) / task.serving.cluster.across.bytes_per_s)
+
+
+def _writers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int, float, float]]:
+    """Layouts and batches that keep the limit of a further token, with its seconds and those of receiving the cache of
+    a prompt."""
     settings = Settings.of(degrees)
     held = memory(task.serving, settings, task.engine.max_tokens)
     most = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp)
@@ -115,4 +246,9 @@ def _writers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int,
     )  # fmt: skip
     each = period_s(task.serving, Settings.of([degrees[k] for k in at]), batch)
     tpot = each * (1 + drafted * task.speculation.draft_cost) / task.speculation.accepted
-    return [(degrees[at[k]], int(requests[k]), float(tpot[k])) for k in range(len(pairs)) if tpot[k] <= task.tpot_s]
+    way = transfer_s(task, settings)
+    return [
+        (degrees[at[k]], int(requests[k]), float(tpot[k]), float(way[at[k]]))
+        for k in range(len(pairs))
+        if tpot[k] <= task.tpot_s
+    ]

@@ -33,6 +33,13 @@ class Serving:
     kv_precision: str = "bf16"
 
     @property
+    def on_host(self) -> bool:
+        """Whether the processor that computes also runs Python, and passes of `generate` were measured on it
+        (`serving.host`)."""
+        chip = self.cluster.accelerator
+        return chip.on_host and chip.rates is not None and chip.rates.generation is not None
+
+    @property
     def wide(self) -> str:
         """Precision of attention, the head and the residual stream."""
         return "bf16" if self.precision == "fp8" else self.precision
@@ -130,6 +137,12 @@ class Batch:
             asked / split, self.context, np.asarray(self.prompt) / split, self.attended,
             np.asarray(self.logits) / split, self.drafted,
         )  # fmt: skip
+
+    @property
+    def prompts(self) -> Floats:
+        """Prompts of which the last token is in this pass."""
+        decoded = np.asarray(self.requests) * (1.0 + np.asarray(self.drafted))
+        return np.asarray(np.maximum(np.asarray(self.logits) - decoded, 0.0))
 
     @property
     def tokens(self) -> Floats:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwright.cost.job import Floats
+from shardwright.serving import host
 from shardwright.serving.setting import Batch, Degrees, Serving, Settings
 from shardwright.serving.work import period_s
 
@@ -47,22 +48,25 @@ class PassTable:
         self._decode: list[float] = _row(period_s(serving, settings, decode) * dearer, grid)
         self._prompt: list[float] = _row(period_s(serving, settings, Batch(prompt=grid, logits=1.0)), grid)
         self.request_s = float(np.max(rates.request_s))
+        self.prompt_s = host.prompt_s(serving) if serving.on_host else 0.0
         self.arrive_s = float(np.max(serving.rates.arrive_s))
         far, one = 1e5, np.ones(1)
         near = Batch(requests=one, logits=one, drafted=drafted)
         away = Batch(requests=one, logits=one, drafted=drafted, context=far)
         self.cached_s = float((period_s(serving, settings, away) - period_s(serving, settings, near))[0]) / far
-        read, pairs = Batch(prompt=one, logits=one), Batch(prompt=one, logits=one, attended=far)
-        self.pair_s = float((period_s(serving, settings, pairs) - period_s(serving, settings, read))[0]) / far
+        attended = host.TYPICAL if serving.on_host else far
+        read, pairs = Batch(prompt=one, logits=one), Batch(prompt=one, logits=one, attended=attended)
+        self.pair_s = float((period_s(serving, settings, pairs) - period_s(serving, settings, read))[0]) / attended
 
     def decode_s(self, requests: int) -> float:
         """Of a pass in which requests without any cached token decode."""
         return _between(self._tokens, self._decode, requests)
 
-    def read_s(self, tokens: float, pairs: float, requests: int, cached: float) -> float:
-        """Of a pass of `tokens`, of which `requests` decode with `cached` tokens and the others are of prompts with
+    def read_s(self, tokens: float, pairs: float, requests: int, cached: float, prompts: int = 1) -> float:
+        """Of a pass of `tokens`, of which `requests` decode with `cached` tokens and the others are of `prompts` with
         `pairs` of tokens; at least what the host takes to start its kernels."""
         computing = _between(self._tokens, self._prompt, tokens) + self.pair_s * pairs + self.cached_s * cached
+        computing += self.prompt_s * (prompts - 1)
         return max(computing, self.least_s) + self.request_s * requests
 
 
@@ -118,6 +122,15 @@ class Served:
     def tokens_per_s(self) -> float:
         """Output tokens a second."""
         return self.output_tokens / self.span_s
+
+    def first_s(self, percentile: float) -> float:
+        """Seconds to the first token, of so many of 100 requests at most."""
+        return float(np.percentile(self.ttft_s, percentile))
+
+    def further_s(self, percentile: float) -> float:
+        """Seconds of a further token, of so many of 100 requests at most; 0 where each request has one token only."""
+        there = self.tpot_s[~np.isnan(self.tpot_s)]
+        return float(np.percentile(there, percentile)) if len(there) else 0.0
 
 
 def lengths(stated: int, shortest: float, n: int, seed: int = 0) -> list[int]:
@@ -227,7 +240,7 @@ class _Run:
                 break
             ready.append(self.reading.popleft()[0])
         cached = self.cached if decoding else 0.0
-        self.now += self.table.read_s(tokens + decoding, pairs, decoding, cached)
+        self.now += self.table.read_s(tokens + decoding, pairs, decoding, cached, max(len(ready), 1))
         if decoding:
             self._advance(1)
         for at in ready:

@@ -27,7 +27,8 @@ def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[Layout]:
 
     tp divides the heads and stays inside a node, where its all-reduces are fast; pp divides the layers into stages of
     at most one layer's difference; dp attention goes with experts, whose ep is 1 (all ranks share each expert), all
-    ranks of a stage (whole experts), or the ranks of dp.
+    ranks of a stage (whole experts), or the ranks of dp. On a measured processor, where `generate` runs, experts are
+    whole.
     """
     for size in _divisors(cluster.size):
         for tp in _divisors(size):
@@ -38,6 +39,8 @@ def layouts(model: ModelSpec, cluster: Cluster) -> Iterator[Layout]:
                 if pp > min(model.n_layers, 16):
                     continue
                 for ep in sorted(_expert_degrees(model, tp, dp)):
+                    if cluster.accelerator.on_host and model.moe is not None and ep != tp * dp:
+                        continue
                     yield Layout(Degrees(tp, pp, dp, ep), cluster.size // size)
 
 

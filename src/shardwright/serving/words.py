@@ -164,11 +164,16 @@ def found_document(task: Task, found: Found) -> dict[str, Any]:
 
 
 def _separate_document(apart: Separate) -> dict[str, Any]:
-    named = {name: getattr(apart, name) for name in ("readers", "writers", "batch", "ttft_s", "tpot_s", "transfer_s")}
+    split, percentiles = apart.split, (50, 90, 95, 99)
     return {
-        "prefill": apart.prefill._asdict(),
-        "decode": apart.decode._asdict(),
-        **named,
+        "prefill": split.prefill._asdict(),
+        "decode": split.decode._asdict(),
+        **{name: getattr(split, name) for name in ("readers", "writers", "batch")},
+        "requests": apart.requests,
+        "ttft_s": {f"p{each}": apart.ttft_s(each) for each in percentiles},
+        "tpot_s": {f"p{each}": apart.tpot_s(each) for each in percentiles},
+        "queued_s": float(apart.crossed.queued_s.mean()),
+        "transfer_s": float(apart.crossed.transfer_s.mean()),
         "tokens_per_s": apart.tokens_per_s,
         "tokens_per_s_per_accelerator": apart.per_accelerator(),
     }

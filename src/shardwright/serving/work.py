@@ -14,6 +14,7 @@ from shardwright.cost.blocks import Block, Group, blocks
 from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.cost.job import Floats, Ints
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
+from shardwright.serving import host
 from shardwright.serving.setting import ELEMENT_BYTES, Batch, Serving, Settings
 
 PARTIAL_WAVE, RAMP_K = 0.41, 110.0
@@ -71,13 +72,15 @@ def pass_time(serving: Serving, settings: Settings, batch: Batch) -> PassTime:
             n_bytes = batch.tokens / settings.dp * model.d_model * serving.wide_bytes
             stride = settings.stage_ranks
             send = collectives.point_to_point(serving.cluster, n_bytes, settings.pp, stride, "to the next stage")
-        host = ledger.compute(
+        if serving.on_host:
+            return PassTime(layers, head, host.pass_s(serving, settings, batch), send)
+        once = ledger.compute(
             "scheduling and sampling", "pass_s + prefill_s * reads_prompts + request_s * requests", "s", "rates.toml",
             pass_s=rates.pass_s, prefill_s=rates.prefill_s, reads_prompts=np.asarray(batch.prompt) > 0,
             request_s=rates.request_s, requests=batch.requests,
         )  # fmt: skip
         layers = _at_least_started(serving, batch, layers)
-    return PassTime(layers, head, host, send)
+    return PassTime(layers, head, once, send)
 
 
 def _at_least_started(serving: Serving, batch: Batch, layers_s: Floats) -> Floats:
@@ -105,6 +108,9 @@ def _layer_s(serving: Serving, settings: Settings, batch: Batch, block: Block) -
     parts["attention over prompts"] = _prompt_attention_s(serving, settings, batch)
     parts["element-wise kernels"] = _elementwise_s(serving, settings, block, tokens)
     parts |= _communication_s(serving, settings, batch, block)
+    if serving.on_host:
+        parts["waiting between kernels"] = host.layer_s(serving, settings, batch)
+        return ledger.total(block.name, parts)
     parts["waiting between kernels"] = np.asarray(serving.rates.layer_s)
     if block.experts:
         parts["routing"] = np.asarray(serving.rates.exchange_s)
@@ -137,11 +143,13 @@ def _matmul_s(
     batch: Floats | float = 1.0, bandwidth: Floats | None = None,
 ) -> Floats:  # fmt: skip
     """(m, k) by (k, n), `batch` times: computing and reading the weights, whichever is slower, smoothly."""
+    m, e = np.maximum(m, 1e-9), serving.weight_bytes if precision == serving.precision else serving.wide_bytes
+    if serving.on_host:
+        return host.matmul_s(serving, what, m, k, n, precision, e, batch)
     return ledger.compute(
-        what, _MATMUL, "s", "roofline; tiles as in training (cost/matmuls.py)", M=np.maximum(m, 1e-9), K=k, N=n,
+        what, _MATMUL, "s", "roofline; tiles as in training (cost/matmuls.py)", M=m, K=k, N=n,
         batch=batch, multiprocessors=serving.cluster.accelerator.multiprocessors,
-        rate=serving.flops_per_s(precision), e=serving.weight_bytes if precision == serving.precision else
-        serving.wide_bytes, e_input=serving.wide_bytes,
+        rate=serving.flops_per_s(precision), e=e, e_input=serving.wide_bytes,
         bandwidth=serving.bytes_per_s if bandwidth is None else bandwidth,
     )  # fmt: skip
 
@@ -202,6 +210,8 @@ def _decode_attention_s(serving: Serving, settings: Settings, batch: Batch) -> F
 
 def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> Floats:
     """Scores and weighted sums of a prompt's tokens; a token attends to half of its prompt on average."""
+    if serving.on_host:
+        return host.prompt_attention_s(serving, settings, batch)
     model = serving.model
     return ledger.compute(
         "attention over prompts", "2 * prompt / dp * attended * heads / tp * (qk_dim + c) / rate", "s",
@@ -213,6 +223,8 @@ def _prompt_attention_s(serving: Serving, settings: Settings, batch: Batch) -> F
 
 def _elementwise_s(serving: Serving, settings: Settings, block: Block, tokens: Floats) -> Floats:
     """Norms, residual sums, rotation, activation, quantisation: what they read and write."""
+    if serving.on_host:
+        return host.elementwise_s(serving, settings, block, tokens)
     inner = block.inner / settings.tp
     if block.experts and serving.model.moe is not None:
         inner = inner + serving.model.moe.top_k * block.expert_inner / settings.stage_ranks
@@ -242,7 +254,9 @@ def _communication_s(serving: Serving, settings: Settings, batch: Batch, block: 
 
 def _all_reduce_s(serving: Serving, n_bytes: Floats, size: Ints) -> Floats:
     """The faster of the library's all-reduce and the engine's own kernel, which inside a node reads its part of every
-    other rank's buffer and writes the sum back: a start and 2 S (n-1)/n bytes."""
+    other rank's buffer and writes the sum back: a start and 2 S (n-1)/n bytes. `generate` has no kernel of its own."""
+    if serving.on_host:
+        return collectives.all_reduce(serving.cluster, n_bytes, size)
     link, rates = serving.cluster.inside, serving.rates
     own = np.asarray(rates.reduce_s) + 2 * n_bytes * (size - 1) / size / (
         link.bytes_per_s * np.asarray(rates.link_share)

@@ -7,6 +7,7 @@ _SIMULATION, _WORK = "shardwright.serving.simulate:_Run", "shardwright.serving.w
 _ONE_BY_ONE = "tests/serving/test_simulate.py:test_passes_computed_at_once_are_those_computed_one_by_one"
 _TOUCHED = "tests/serving/test_work.py:test_experts_that_a_batch_touches_are_those_that_random_choices_touch"
 _SHARED = "tests/serving/test_work.py:test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not"
+_HOST, _POOLS, _APART = "tests/serving/test_host.py", "tests/serving/test_pools.py", "shardwright.serving.pools:_Run"
 
 SERVING: dict[str, AnyBug] = {
     "each token of a batch touches experts of its own": UnitBug(
@@ -24,6 +25,50 @@ SERVING: dict[str, AnyBug] = {
             "block.expert_numel / settings.tp",
         ),
         _SHARED,
+    ),
+    "a measured processor reads its weights once for each token of a batch": UnitBug(
+        Mutation("shardwright.serving.work:host.matmul_s", "_MATMUL", "_MATMUL.replace('min(', 'max(')"),
+        f"{_HOST}:test_many_tokens_read_the_weights_together",
+    ),
+    "ranks beyond the cores of a processor do not share them": UnitBug(
+        Mutation(
+            "shardwright.serving.work:host.layer_s",
+            "serving.cluster.accelerator.core_share",
+            "1.0",
+        ),
+        f"{_HOST}:test_ranks_beyond_the_cores_share_them",
+    ),
+    "attention of each prompt on a processor is started once for all": UnitBug(
+        Mutation("shardwright.serving.work:host.layer_s", "batch.prompts", "np.minimum(batch.prompts, 1)"),
+        f"{_HOST}:test_each_prompt_is_attended_by_itself",
+    ),
+    "a layer over tp is launched like a whole one": UnitBug(
+        Mutation("shardwright.serving.work:host.layer_s", "settings.tp > 1", "settings.tp > 2"),
+        f"{_HOST}:test_over_tp_a_layer_has_its_own_launches_and_its_messages",
+    ),
+    "each transfer of a cache has the whole link": UnitBug(
+        Mutation(f"{_APART}._rate", "self.reading.transfer_s * transfer.reader.sending", "self.reading.transfer_s"),
+        f"{_POOLS}:check_the_link_is_shared",
+    ),
+    "a place for decoding is taken when the cache has arrived": UnitBug(
+        Mutation(
+            f"{_APART}._pull", "writer.taken >= self.writing.max_batch", "len(writer.ends) >= self.writing.max_batch"
+        ),
+        f"{_POOLS}:check_places_are_free_when_they_are_taken",
+    ),
+    "a request joins a pass for decoding that is under way": UnitBug(
+        Mutation(
+            "shardwright.serving.pools:_passes",
+            "ceil((sqrt(half * half + 2 * grows * seconds) - half) / grows - 1e-9)",
+            "int((sqrt(half * half + 2 * grows * seconds) - half) / grows)",
+        ),
+        f"{_POOLS}:check_passes_of_decoding",
+    ),
+    "an instance that reads prompts begins with others meanwhile": UnitBug(
+        Mutation(
+            f"{_APART}._read", "not reader.busy and (taken := self._taken(reader))", "(taken := self._taken(reader))"
+        ),
+        f"{_POOLS}:check_the_line_before_prefill",
     ),
     "the cache of a request that ended is not free": UnitBug(
         Mutation(

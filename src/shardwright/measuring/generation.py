@@ -1,0 +1,130 @@
+"""What `shardwright generate` takes of a pass: prefill and decode of models so small that they compute next to nothing,
+and matmuls of as few tokens as a decode pass has."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.config import parse
+from shardwright.generation.continuous import Batcher
+from shardwright.generation.engine import LayoutEngine, WholeEngine
+from shardwright.generation.generate import without_training
+from shardwright.generation.sampling import Sampling
+from shardwright.layout import Layout
+from shardwright.measuring.clock import Clock, Kind, worst
+from shardwright.measuring.overheads import FEW, MANY, SMALL_HEADS, small_model
+from shardwright.measuring.points import GenerationPoints, MatmulPoint, MessagePoint
+from shardwright.measuring.steps import run_file
+from shardwright.model.spec import ModelSpec
+from shardwright.model.transformer import Transformer
+from shardwright.parallel.apply import apply
+
+PROMPT, NEW, REPEATS = 4, 13, 5
+"""Tokens of a prompt and of its continuation; how often they are measured."""
+SEQUENCES = 32
+DRAWN = Sampling(temperature=0.8, top_k=40)
+"""As `generate` draws when nothing else is said."""
+TOKENS = (1, 8, 16, 32)
+SHAPES = ((256, 256), (256, 768), (768, 256), (512, 512))
+WEIGHT_BYTES = 2**24
+"""Of the matrices of one shape: more than the caches nearest to a core hold, as the weights of a model are."""
+RunRanks = Callable[..., list[Any]]
+
+
+def pass_seconds(batcher: Batcher, clock: Clock, sequences: int, prompt: int, new: int) -> tuple[float, float]:
+    """Seconds of the prefill of so many prompts of `prompt` tokens, and of a decode pass: the medians of `REPEATS`
+    generations of one token and of `new`. Every rank of a layout calls it."""
+    vocabulary = batcher.engine.model.spec.vocab_size  # type: ignore[attr-defined]
+    prompts = {index: [(index + at) % vocabulary for at in range(prompt)] for index in range(sequences)}
+    prefill, decode = [], []
+    for repeat in range(REPEATS + 1):
+        times = [clock.now()]
+        for tokens in (1, new):
+            batcher.complete(prompts, tokens)
+            times.append(clock.now())
+        if repeat:
+            prefill.append(times[1] - times[0])
+            decode.append((times[2] - 2 * times[1] + times[0]) / (new - 1))
+    return statistics.median(prefill), statistics.median(decode)
+
+
+def passes_of(spec: ModelSpec, kind: Kind, tp: int, sequences: int, prompt: int, new: int) -> tuple[float, float]:
+    """`pass_seconds` of a model with random weights in fp32, on this rank of tp."""
+    device, positions = torch.device("cpu"), prompt + new
+    if tp == 1:
+        batcher = Batcher(WholeEngine(Transformer(spec), sequences, positions), DRAWN, positions)
+    else:
+        layout = without_training(Layout(tp=tp), spec)
+        model = apply(spec, layout, device, seed=0, param_dtype=torch.float32, compute_dtype=torch.float32)
+        batcher = Batcher(LayoutEngine(model, device, sequences, positions), DRAWN, positions)
+    return pass_seconds(batcher, Clock(device, kind), sequences, prompt, new)
+
+
+def small_passes(kind: Kind, cases: Sequence[tuple[int, int]], tp: int) -> list[tuple[float, float]]:
+    """`pass_seconds` of small models, by (layers, sequences), on this rank of tp."""
+    batch = {"seq_len": 16, "global_batch": 1, "micro_batch": 1}
+    specs = [parse(run_file(small_model(layers), batch, {}, "fp32")).model.spec() for layers, _ in cases]
+    return [
+        passes_of(spec, kind, tp, sequences, PROMPT, NEW) for spec, (_, sequences) in zip(specs, cases, strict=True)
+    ]
+
+
+def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
+    """(tokens, k) by (k, n) for few tokens; each reads another matrix than the one before it."""
+    clock, found = Clock(torch.device("cpu"), kind, budget_s), []
+    for k, n in SHAPES:
+        weights = [torch.randn(n, k) for _ in range(WEIGHT_BYTES // (4 * n * k))]
+        for tokens in TOKENS:
+            seconds = clock.seconds(partial(_one_after_another, torch.randn(tokens, k), weights))
+            found.append(MatmulPoint("fp32", tokens, k, n, seconds / len(weights)))
+    return tuple(found)
+
+
+@torch.inference_mode()
+def _one_after_another(x: Tensor, weights: Sequence[Tensor]) -> None:
+    for weight in weights:
+        F.linear(x, weight)
+
+
+def generation_points(
+    run_ranks: RunRanks, kind: Kind, budget_s: float, threads: int, inside: Sequence[MessagePoint]
+) -> GenerationPoints:
+    """From differences of passes: of more layers, of more sequences, and sharded over two ranks of tp, where messages
+    between ranks were measured. `run_ranks`: as `verification.ranks.run_ranks`."""
+    cases = [(layers, sequences) for layers in (FEW, MANY) for sequences in (1, SEQUENCES)]
+    (found,) = run_ranks(small_passes, 1, kind, cases, 1, n_threads=threads)
+    (read_one, one), (read_few, few), (read_one_deep, deep), (read_deep, most) = found
+    more, others = MANY - FEW, SEQUENCES - 1
+    layer_s = max(deep - one, 0.0) / more
+    sequence_layer_s = max(most - deep - (few - one), 0.0) / (others * more)
+    (matmuls,) = run_ranks(small_matmuls, 1, kind, budget_s, n_threads=threads)
+    split_layer_s, split_pass_s = _split(run_ranks, kind, threads, inside) if inside else (0.0, 0.0)
+    return GenerationPoints(
+        layer_s=layer_s,
+        pass_s=max(one - FEW * layer_s, 0.0),
+        request_s=max((few - one) / others - FEW * sequence_layer_s, 0.0),
+        head_s=sequence_layer_s / SMALL_HEADS,
+        prompt_s=max(read_deep - read_one_deep - (read_few - read_one), 0.0) / (others * more),
+        split_layer_s=split_layer_s,
+        split_pass_s=split_pass_s,
+        matmuls=matmuls,
+    )
+
+
+def _split(run_ranks: RunRanks, kind: Kind, threads: int, inside: Sequence[MessagePoint]) -> tuple[float, float]:
+    """Of a layer and of a pass on two ranks of tp, without two all-reduces a layer, one of the embedding and the
+    all-gather of the logits."""
+    ranks = run_ranks(small_passes, 2, kind, [(FEW, 1), (MANY, 1)], 2, n_threads=threads)
+    few, deep = (worst([rank[at][1] for rank in ranks]) for at in (0, 1))
+    # Messages of a ring of n ranks take n - 1 times as long as those of two.
+    reduce_s, gather_s = (
+        min(each.seconds / (each.ranks - 1) for each in inside if each.collective == kind_)
+        for kind_ in ("all_reduce", "all_gather")
+    )
+    layer_s = (deep - few) / (MANY - FEW)
+    return max(layer_s - 2 * reduce_s, 0.0), max(few - FEW * layer_s - reduce_s - gather_s, 0.0)

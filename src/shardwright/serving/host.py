@@ -1,0 +1,145 @@
+"""Passes of `shardwright generate` on a processor that `shardwright measure` has measured.
+
+The processor that computes also runs Python, so nothing overlaps: the time of a pass is the sum of its parts. All rates
+are those of the measured machine (`cost.measured`), and none is fitted to published runs. Ignored: drawing tokens from
+a large vocabulary, and tokens of a pass that padding adds.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from shardwright.cost import collectives, ledger
+from shardwright.cost.blocks import Block
+from shardwright.cost.job import Floats
+from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
+from shardwright.cost.measured import GenerationTable, RatesTable
+from shardwright.cost.speed import SHARDWRIGHT, Speed
+from shardwright.serving.rates import Rates
+
+if TYPE_CHECKING:
+    from shardwright.serving.setting import Batch, Serving, Settings
+
+SOURCE = "measured on this machine"
+ATTENTION_BLOCK = 64
+"""Tokens by which attention over a prompt reads more than half of the scores: whole blocks on the diagonal, as
+`measuring.points.AttentionPoint` counts them from 64 tokens on."""
+TYPICAL = 256.0
+"""Attended tokens at which a simulation takes the rate of attention over prompts, which depends on their length."""
+
+
+def rates_of(measured: RatesTable) -> Rates:
+    """The constants of `generate` on a measured machine: its rates are in the figures of the accelerator, and what a
+    pass takes beside its work is computed here. No server stands between a request and the batch."""
+    return Rates(
+        matmul_share=1.0, memory_share=1.0, cache_share=1.0, flash_share=measured.attention_share, cached_share=1.0,
+        expert_share=1.0, layer_s=0.0, pass_s=0.0, prefill_s=0.0, launch_s=0.0, expert_launch_s=0.0, arrive_s=0.0,
+        request_s=0.0, reduce_s=0.0, exchange_s=0.0, link_share=1.0,
+    )  # fmt: skip
+
+
+def measured_of(serving: "Serving") -> tuple[RatesTable, GenerationTable]:
+    """The measured tables of the machine; there are some where `Serving.on_host` is true."""
+    rates = serving.cluster.accelerator.rates
+    assert rates is not None
+    assert rates.generation is not None
+    return rates, rates.generation
+
+
+_MATMUL = (
+    f"w = max(M / {TILE_ROWS}, 0.25) * max(N / {TILE_COLUMNS}, 0.25); "
+    "q = w / (w + partial_wave) * (K / (K + ramp_k)); "
+    "one_by_one = e * M * K * N * batch / row_rate; "
+    "together = e * K * N * batch / weights_rate + 2 * M * K * N * batch / (rate * q); "
+    "min(one_by_one, together)"
+)
+
+
+def matmul_s(
+    serving: "Serving", what: str, m: ArrayLike, k: ArrayLike, n: ArrayLike, precision: str, e: int, batch: ArrayLike
+) -> Floats:
+    """(m, k) by (k, n), `batch` times: token by token, each of which reads the weights, or the weights are laid out
+    once for the multiplication of all tokens, whichever is faster."""
+    rates, generation = measured_of(serving)
+    share = serving.cluster.accelerator.core_share
+    return ledger.compute(
+        what, _MATMUL, "s", SOURCE, M=m, K=k, N=n, batch=batch, e=e, partial_wave=rates.partial_wave,
+        ramp_k=rates.ramp_k, row_rate=generation.row_gb_per_s * 1e9 * share,
+        weights_rate=generation.weights_gb_per_s * 1e9 * share, rate=serving.flops_per_s(precision),
+    )  # fmt: skip
+
+
+def layer_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
+    """What a layer takes beside its work: its operations are started one by one, attention once for each prompt."""
+    _, passes = measured_of(serving)
+    return ledger.compute(
+        "waiting between kernels", "(layer_s + head_s * heads / tp * requests + prompt_s * prompts) / core_share", "s",
+        SOURCE,
+        layer_s=np.where(settings.tp > 1, passes.split_layer_us, passes.layer_us) * 1e-6,
+        head_s=passes.head_us * 1e-6, heads=serving.model.n_heads, tp=settings.tp, requests=batch.requests,
+        prompt_s=passes.prompt_us * 1e-6,
+        prompts=batch.prompts, core_share=serving.cluster.accelerator.core_share,
+    )  # fmt: skip
+
+
+def pass_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
+    """What a pass takes once beside its work; over tp the sum of the embedding's rows and the logits of all ranks."""
+    _, passes = measured_of(serving)
+    tokens = np.asarray(batch.tokens)
+    found = ledger.compute(
+        "scheduling and sampling", "(pass_s + request_s * requests) / core_share", "s", SOURCE,
+        pass_s=np.where(settings.tp > 1, passes.split_pass_us, passes.pass_us) * 1e-6,
+        request_s=passes.request_us * 1e-6, requests=np.asarray(batch.requests) + batch.prompts,
+        core_share=serving.cluster.accelerator.core_share,
+    )  # fmt: skip
+    if np.max(settings.tp) == 1:
+        return found
+    model, e = serving.model, serving.wide_bytes
+    rows = collectives.all_reduce(serving.cluster, tokens * model.d_model * e, settings.tp, 1, "rows of the embedding")
+    logits = np.asarray(batch.logits) * model.vocab_size * e
+    return found + rows + collectives.all_gather(serving.cluster, logits, settings.tp, 1, "logits of all ranks")
+
+
+def prompt_s(serving: "Serving") -> float:
+    """By how much a pass over prompts is longer for another prompt, beside its tokens."""
+    _, passes = measured_of(serving)
+    each = serving.model.n_layers * passes.prompt_us + passes.request_us
+    return each * 1e-6 / serving.cluster.accelerator.core_share
+
+
+def elementwise_s(serving: "Serving", settings: "Settings", block: Block, tokens: Floats) -> Floats:
+    """The operations of a layer as training's forward pass has them (`cost.layer`), in measured bytes."""
+    model, speed = serving.model, _speed(serving)
+    return ledger.compute(
+        "element-wise kernels",
+        "tokens * e / 2 * (h * (norms * norm_bytes + branches * residual_bytes) + qk_dim * (heads + kv_heads) / tp * "
+        "rope_bytes + inner / tp * activation_bytes) / bandwidth", "s", SOURCE, tokens=tokens, e=serving.wide_bytes,
+        h=model.d_model, norms=block.norms, branches=block.branches, residual_bytes=speed.residual_bytes,
+        norm_bytes=speed.norm_bytes if model.norm == "layernorm" else speed.rmsnorm_bytes, qk_dim=model.qk_dim,
+        heads=model.n_heads, kv_heads=model.n_kv_heads,
+        tp=settings.tp, rope_bytes=speed.rope_bytes * (model.positions == "rope"),
+        inner=block.inner + (model.moe.top_k * block.expert_inner if model.moe is not None and block.experts else 0),
+        activation_bytes=speed.gated_bytes if block.gated else speed.gelu_bytes, bandwidth=serving.bytes_per_s,
+    )  # fmt: skip
+
+
+def _speed(serving: "Serving") -> Speed:
+    """This system's, with measured bytes of an element of 16 bits in the place of counted ones."""
+    kernels: dict[str, Any] = {str(name): moved for name, moved in measured_of(serving)[0].kernels.items()}
+    return replace(SHARDWRIGHT, **kernels)
+
+
+def prompt_attention_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
+    """Attention over prompts at its measured rate for the width of a head and the length of a prompt."""
+    rates, model = measured_of(serving)[0], serving.model
+    return ledger.compute(
+        "attention over prompts",
+        "length = max(2 * attended, 1); reached = c / (c + width) * (length / (length + half_length)); "
+        f"scores = prompt * min(attended + {ATTENTION_BLOCK}, 3 * attended); "
+        "2 * scores * heads / tp * (qk_dim + c) / (rate * share * reached)",
+        "s", SOURCE, attended=batch.attended, c=model.head_dim, width=rates.attention_width,
+        half_length=rates.attention_length, prompt=batch.prompt, heads=model.n_heads, tp=settings.tp,
+        qk_dim=model.qk_dim, rate=serving.flops_per_s(serving.wide), share=np.asarray(serving.rates.flash_share),
+    )  # fmt: skip

@@ -1,0 +1,311 @@
+"""One stream of requests through instances that read prompts and others that decode.
+
+A request waits for an instance that reads prompts, in the order of arrival; then until an instance for decoding has a
+place for it, while its cache stays where it was made; then its cache crosses, at the rate that both links have left
+beside the other transfers under way; then it decodes with the next pass. Its first token is shown when its cache has
+arrived. Sources: the queues of DistServe (arXiv 2401.09670, section 4.3, where decoding instances pull) and of
+Splitwise (arXiv 2311.18677). Ignored: that the transfer of one layer can overlap with the prefill of the next.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import ceil, inf, sqrt
+
+import numpy as np
+
+from shardwright.cost.job import Floats
+from shardwright.serving.simulate import RESERVED, PassTable, Request, Served
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Equal instances that do the same. `max_tokens`: of a pass over prompts; `max_batch`: requests that decode at a
+    time in an instance, or prompts of a pass; `cache_tokens`: of an instance; `transfer_s`: of the cache of a token
+    through its links alone; `accepted`: tokens of a request in a decode pass."""
+
+    table: PassTable
+    instances: int
+    max_batch: int
+    max_tokens: int
+    cache_tokens: float
+    transfer_s: float = 0.0
+    accepted: float = 1.0
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """`served`: what users see. By request, (n,): seconds that it waited for its prefill to begin, and that its cache
+    took to cross."""
+
+    served: Served
+    queued_s: Floats
+    transfer_s: Floats
+
+    def after(self, n: int) -> "Crossed":
+        """Without the first n requests, which start with nothing under way."""
+        return Crossed(self.served.after(n), self.queued_s[n:], self.transfer_s[n:])
+
+
+def run(
+    readers: Pool, writers: Pool, requests: Sequence[Request], concurrency: int | None = None, latency_s: float = 0.0
+) -> Crossed:
+    """Serve requests in the order of their arrival; with `concurrency`, at most so many at a time are there, and the
+    next one arrives when one has ended. `latency_s`: of a transfer, beside its bytes."""
+    return _Run(readers, writers, requests, concurrency, latency_s).crossed()
+
+
+@dataclass
+class _Reader:
+    """`held`: tokens in its cache, of prompts that are read or wait to cross; `sending`: transfers under way."""
+
+    held: float = 0.0
+    busy: bool = False
+    sending: int = 0
+
+
+@dataclass
+class _Writer:
+    """The state at the end of its last pass, which may be the one under way. `taken`: requests that have a place;
+    `held`: tokens of the cache that are reserved for them; `ends`: (pass of the last token, request); `version`: of the
+    state, by which an event is told that was foreseen before the state changed."""
+
+    now: float = 0.0
+    passes: int = 0
+    cached: float = 0.0
+    taken: int = 0
+    held: float = 0.0
+    receiving: int = 0
+    version: int = 0
+    ends: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class _Transfer:
+    """`left`: of the whole, 1 at the start."""
+
+    request: int
+    reader: _Reader
+    writer: _Writer
+    left: float = 1.0
+
+
+class _Run:
+    """The state of a simulation: events in the order of their times."""
+
+    def __init__(
+        self, readers: Pool, writers: Pool, requests: Sequence[Request], concurrency: int | None, latency_s: float
+    ) -> None:
+        self.reading, self.writing, self.requests, self.latency_s = readers, writers, requests, latency_s
+        self.readers = [_Reader() for _ in range(readers.instances)]
+        self.writers = [_Writer() for _ in range(writers.instances)]
+        self.events: list[tuple[float, int, Action]] = []
+        self.n_events = 0
+        self.waiting: deque[int] = deque()
+        self.ready: deque[tuple[int, _Reader]] = deque()
+        self.transfers: list[_Transfer] = []
+        self.crossing_since, self.crossing_version = 0.0, 0
+        n = len(requests)
+        self.arrived = [each.arrival_s for each in requests]
+        self.began, self.first, self.last, self.left_s = ([0.0] * n for _ in range(4))
+        self.later = deque(range(n))
+        for _ in range(min(concurrency or n, n)):
+            self._send(self.later.popleft(), 0.0)
+
+    def crossed(self) -> Crossed:
+        """Run to the last token."""
+        while self.events:
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+        first, last, arrived = map(np.array, (self.first, self.last, self.arrived))
+        out = np.array([each.output_len for each in self.requests])
+        tpot = np.where(out > 1, (last - first) / np.maximum(out - 1, 1), np.nan)
+        span = float(last.max() - arrived.min())
+        served = Served(first - arrived, tpot, last - arrived, span, int(out.sum()))
+        crossing = np.where(out > 1, first - np.array(self.left_s), 0.0)
+        return Crossed(served, np.array(self.began) - arrived - self.reading.table.arrive_s, crossing)
+
+    def _at(self, when: float, action: Action) -> None:
+        self.n_events += 1
+        heapq.heappush(self.events, (when, self.n_events, action))
+
+    def _send(self, at: int, now: float) -> None:
+        """A user sends a request, which the scheduler has somewhat later."""
+        self.arrived[at] = max(self.arrived[at], now)
+        self._at(self.arrived[at] + self.reading.table.arrive_s, partial(self._arrive, at))
+
+    def _arrive(self, at: int) -> None:
+        self.waiting.append(at)
+        self._at(self.now, self._read)  # after others that arrive at the same time
+
+    def _read(self) -> None:
+        """Every instance that is free begins a pass over the prompts that wait and have room in its cache."""
+        for reader in self.readers:
+            if not reader.busy and (taken := self._taken(reader)):
+                reader.busy = True
+                for at in taken:
+                    self.began[at] = self.now
+                seconds = self._prefill_s([self.requests[at].input_len for at in taken])
+                self._at(self.now + seconds, partial(self._has_read, reader, taken))
+
+    def _taken(self, reader: _Reader) -> list[int]:
+        """The prompts of its next pass."""
+        limit, tokens = self.reading, 0
+        taken: list[int] = []
+        while self.waiting and len(taken) < limit.max_batch:
+            size = self.requests[self.waiting[0]].input_len
+            full = reader.held + size > limit.cache_tokens and reader.held > 0
+            if full or (taken and tokens + size > limit.max_tokens):
+                break
+            taken.append(self.waiting.popleft())
+            tokens += size
+            reader.held += size
+        return taken
+
+    def _prefill_s(self, prompts: Sequence[int]) -> float:
+        """Of prompts in one pass, or of one that is longer than a pass, in chunks."""
+        table, most = self.reading.table, self.reading.max_tokens
+        if len(prompts) > 1:
+            return table.read_s(sum(prompts), sum(size * size / 2 for size in prompts), 0, 0.0, len(prompts))
+        size = prompts[0]
+        chunks = [(done, min(most, size - done)) for done in range(0, size, most)]
+        return sum(table.read_s(chunk, chunk * (done + chunk / 2), 0, 0.0) for done, chunk in chunks)
+
+    def _has_read(self, reader: _Reader, taken: Sequence[int]) -> None:
+        reader.busy = False
+        for at in taken:
+            if self.requests[at].output_len == 1:
+                reader.held -= self.requests[at].input_len
+                self.first[at] = self.now
+                self._end(at, self.now)
+            else:
+                self.ready.append((at, reader))
+        self._pull()
+        self._read()
+
+    def _pull(self) -> None:
+        """Requests that were read take places for decoding, in their order, and begin to cross."""
+        while self.ready:
+            at, reader = self.ready[0]
+            writer = min(self.writers, key=lambda each: each.taken)
+            full = writer.held + self._reserved(at) > self.writing.cache_tokens and writer.taken > 0
+            if writer.taken >= self.writing.max_batch or full:
+                return
+            self.ready.popleft()
+            writer.taken += 1
+            writer.held += self._reserved(at)
+            self.left_s[at] = self.now
+            self._at(self.now + self.latency_s, partial(self._cross, _Transfer(at, reader, writer)))
+
+    def _reserved(self, at: int) -> float:
+        return self.requests[at].input_len + RESERVED * self.requests[at].output_len
+
+    def _cross(self, begun: _Transfer) -> None:
+        self._advance_transfers()
+        self.transfers.append(begun)
+        begun.reader.sending += 1
+        begun.writer.receiving += 1
+        self._foresee_transfer()
+
+    def _rate(self, transfer: _Transfer) -> float:
+        """Of the whole, a second: the equal part that it has of the slower of both links."""
+        size = self.requests[transfer.request].input_len
+        sends = self.reading.transfer_s * transfer.reader.sending
+        receives = self.writing.transfer_s * transfer.writer.receiving
+        return 1 / (size * max(sends, receives)) if max(sends, receives) > 0 else inf
+
+    def _advance_transfers(self) -> None:
+        passed = self.now - self.crossing_since
+        for each in self.transfers:
+            if passed > 0:
+                each.left -= passed * self._rate(each)
+        self.crossing_since = self.now
+
+    def _foresee_transfer(self) -> None:
+        self.crossing_version += 1
+        version = self.crossing_version
+        if self.transfers:
+            ends, which = min(((max(t.left, 0.0) / self._rate(t), k) for k, t in enumerate(self.transfers)))
+            arrived = self.transfers[which]
+            self._at(self.now + ends, partial(self._has_crossed, arrived, version))
+
+    def _has_crossed(self, transfer: _Transfer, version: int) -> None:
+        if version != self.crossing_version:
+            return
+        self._advance_transfers()
+        self.transfers.remove(transfer)
+        at, reader, writer = transfer.request, transfer.reader, transfer.writer
+        reader.sending -= 1
+        writer.receiving -= 1
+        reader.held -= self.requests[at].input_len
+        self.first[at] = self.now
+        self._foresee_transfer()
+        self._join(at, writer)
+        self._read()
+
+    def _join(self, at: int, writer: _Writer) -> None:
+        """A request decodes from the end of the pass under way."""
+        if writer.ends:
+            each, grows = self._pass_s(writer)
+            self._pass(writer, min(_passes(self.now - writer.now, each, grows), writer.ends[0][0] - writer.passes))
+        else:
+            writer.now = max(writer.now, self.now)
+        needed = ceil((self.requests[at].output_len - 1) / self.writing.accepted)
+        heapq.heappush(writer.ends, (writer.passes + needed, at))
+        writer.cached += self.requests[at].input_len
+        self._foresee_end(writer)
+
+    def _pass_s(self, writer: _Writer) -> tuple[float, float]:
+        """Seconds of its next pass, and by how much each pass is longer than the one before it."""
+        table, n = self.writing.table, len(writer.ends)
+        return table.decode_s(n) + table.cached_s * writer.cached, table.cached_s * n * self.writing.accepted
+
+    def _pass(self, writer: _Writer, count: int) -> None:
+        """So many passes, and the end of requests that have their last token with them."""
+        each, grows = self._pass_s(writer)
+        writer.now += count * each + grows * count * (count - 1) / 2
+        writer.passes += count
+        writer.cached += len(writer.ends) * count * self.writing.accepted
+        while writer.ends and writer.ends[0][0] <= writer.passes:
+            at = heapq.heappop(writer.ends)[1]
+            done = self.requests[at]
+            writer.cached = max(writer.cached - (done.input_len + done.output_len - 1), 0.0)
+            self._at(writer.now, partial(self._leave, at, writer))
+
+    def _foresee_end(self, writer: _Writer) -> None:
+        writer.version += 1
+        version = writer.version
+        if writer.ends:
+            each, grows = self._pass_s(writer)
+            count = writer.ends[0][0] - writer.passes
+            self._at(writer.now + count * each + grows * count * (count - 1) / 2, partial(self._ends, writer, version))
+
+    def _ends(self, writer: _Writer, version: int) -> None:
+        if version == writer.version:
+            self._pass(writer, writer.ends[0][0] - writer.passes)
+            self._foresee_end(writer)
+
+    def _leave(self, at: int, writer: _Writer) -> None:
+        writer.taken -= 1
+        writer.held -= self._reserved(at)
+        self._end(at, self.now)
+        self._pull()
+
+    def _end(self, at: int, now: float) -> None:
+        self.last[at] = now
+        if self.later:
+            self._send(self.later.popleft(), now)
+
+
+def _passes(seconds: float, each: float, grows: float) -> int:
+    """The fewest passes that take so long: k each + grows k (k - 1) / 2 >= seconds."""
+    if seconds <= 0:
+        return 0
+    if grows * seconds < 1e-9 * each * each:
+        return ceil(seconds / each - 1e-9)
+    half = each - grows / 2
+    return ceil((sqrt(half * half + 2 * grows * seconds) - half) / grows - 1e-9)
