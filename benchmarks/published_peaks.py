@@ -19,6 +19,7 @@ from typing import Any
 from shardwright.config import RunConfig, parse
 from shardwright.dry_run.planned import planned
 from shardwright.dry_run.run import How, dry_run, fullest_by_plan, needed_bytes
+from shardwright.model.presets import resolve
 from shardwright.planner.choice import choice_at
 from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.planner.measured_run import Run
@@ -43,9 +44,8 @@ def of_our_kind() -> list[Run]:
 def config_of(run: Run) -> RunConfig:
     """The run file of a row."""
     choice, row = choice_at(run.candidates, 0), run.measured
-    model: dict[str, Any] = {"preset": row.model.lower().replace("llama", "llama-")}
-    if row.seq_len > run.job.model.max_seq_len:
-        model["max_seq_len"] = row.seq_len
+    preset = row.model.lower().replace("llama", "llama-")
+    model: dict[str, Any] = {"preset": preset, "max_seq_len": max(row.seq_len, resolve(preset).max_seq_len)}
     return parse(
         {
             "out": "none",
