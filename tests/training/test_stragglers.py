@@ -84,6 +84,7 @@ def test_a_rank_that_is_slow_in_some_steps_is_not_named():
     own_s = times(400, 4)
     own_s[::3, 1] *= 3
     own_s[100:106, 2] *= 3
+    own_s[:, 3] *= np.where(np.arange(400) % 10 < 6, 1.5, 1.0)  # its median is too high, but not in 8 of 10 steps
     assert judged(FOUR, own_s) == []
 
 

@@ -31,7 +31,7 @@ def ranks_svg(run: RunRecord) -> str:
 
     def compose(figure: "Figure") -> None:
         ax = figure.subplots()
-        figure.subplots_adjust(left=0.06, right=1.0, bottom=0.45 / height_in, top=1 - 0.35 / height_in)
+        figure.subplots_adjust(left=0.06, right=0.985, bottom=0.45 / height_in, top=1 - 0.35 / height_in)
         _draw(figure, ax, edges, ratios)
 
     return rendered((10, height_in), compose, "svg", transparent=True).decode("utf-8")

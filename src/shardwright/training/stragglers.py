@@ -109,8 +109,11 @@ class Stragglers:
                 ratios[:, self.alone] = 1.0
             else:
                 ratios[:, self.alone] /= np.median(np.stack(self._past), 0)[self.alone]
-        median_R, hits_R = np.median(ratios, 0), (ratios >= HIT).sum(0)
-        slow = {int(rank) for rank in np.flatnonzero((median_R >= SLOW) & (hits_R >= HITS))} - self.named
+        often_R = (ratios >= HIT).sum(0) >= HITS
+        if not (self.named or often_R.any()):
+            return []  # nearly always, and without a median, which takes longer than all the rest
+        median_R = np.median(ratios, 0)
+        slow = {int(rank) for rank in np.flatnonzero((median_R >= SLOW) & often_R)} - self.named
         again = {rank for rank in self.named if median_R[rank] < AGAIN}
         self.named = (self.named | slow) - again
         changes = [Change(rank, step, self._in_words(rank, step, float(median_R[rank]))) for rank in sorted(slow)]
