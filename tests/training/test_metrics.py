@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+import resource
 import socket
 import sys
 import types
 import urllib.request
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from shardwright.training.load import expert_numbers
 from shardwright.training.metrics import JsonLines, _numbers, line, missing_extras, open_writers
 from shardwright.training.start import start
 from tests.marks import prove
-from tests.training.runs import lines, records, train, training, trajectory, write_run_file
+from tests.training.runs import checkpoints, lines, records, train, training, trajectory, write_run_file
 
 RECORD = {
     "kind": "train",
@@ -135,6 +137,52 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(t
     writer.close()
     found = [json.loads(text) for text in path.read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in found] == [(1, 2.5), (2, 2.5), (3, 9.0)]
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path):
+    """A limit on the size of files stands for the disk: what was written before it stays, half a line too."""
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path, resumed_step=0)
+    told = [{"kind": "evaluation", "step": step, "loss": 1 / step} for step in range(1, 6)]
+    writer.write(told[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+    try:
+        for record in told[1:4]:
+            writer.write(record)
+        assert path.read_text().count("\n") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(told[4])
+    writer.close()
+    assert [json.loads(each) for each in path.read_text().splitlines()] == told
+
+
+def disk_is_full_from_step_8_to_11(out: Path, rank: int) -> None:
+    """Of any rank no file grows beyond the size that the metrics had, in which the checkpoint of step 10 falls."""
+    from shardwright.training.step import Trainer
+
+    step, limits = Trainer.step, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self, batch, at, rate):
+        if at in (8, 11):
+            n_bytes = (out / "metrics.jsonl").stat().st_size if at == 8 else limits[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limits[1]))
+        return step(self, batch, at, rate)
+
+    Trainer.step = limited
+
+
+@prove
+def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while_without_a_checkpoint_or_a_lost_line(tmp_path, tokens):
+    path = write_run_file(tmp_path, tokens)
+    run = train(
+        path, "--set", "checkpoint.on_error=continue", fault=partial(disk_is_full_from_step_8_to_11, tmp_path / "out")
+    )
+    told = "the checkpoint after step 10 is not written: "
+    assert told in " ".join(run.stdout.split())
+    assert [record["step"] for record in records(path)] == list(range(1, 21))
+    assert checkpoints(path) == ["step-00000015", "step-00000020"]
 
 
 def test_every_line_has_the_time_and_each_start_says_where_and_with_what(tmp_path: Path, tokens: Path):

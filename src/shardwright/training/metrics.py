@@ -1,16 +1,21 @@
 """Writers of a run's records: JSON lines, TensorBoard, W&B, Prometheus, and a line of text for the screen."""
 
+import errno
 import importlib.util
 import json
 import socket
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from shardwright.config import RunConfig
 from shardwright.errors import InputError
 from shardwright.files import write_whole
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
 from shardwright.units import format_bytes, format_count, format_seconds
+
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of an OSError: there is no space, or a quota or a limit of the size of files is reached."""
 
 
 class Writer(Protocol):
@@ -27,13 +32,15 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again."""
+    """OUT/metrics.jsonl. A run that is resumed drops the lines of steps it will take again. Lines that a full disk does
+    not take are written with the next one that it does."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
+        self._unwritten = b""
         self._file = self._from(resumed_step)
 
-    def _from(self, step: int) -> TextIO:
+    def _from(self, step: int) -> FileIO:
         try:
             keep = [line for line in whole_lines(self.path) if _stays(json.loads(line), step)]
         except (ValueError, KeyError) as error:
@@ -41,18 +48,27 @@ class JsonLines:
         if step == 0:  # a run from the beginning evaluates before its first step, too
             keep = []
         write_whole(self.path, "".join(line + "\n" for line in keep).encode())
-        return self.path.open("a")
+        return self.path.open("ab", buffering=0)
 
     def rewind(self, step: int) -> None:
-        self._file.close()
+        self.close()
         self._file = self._from(step)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._unwritten += json.dumps(record).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in DISK_IS_FULL:
+                raise
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
-        self._file.close()
+        with self._file:
+            self._write()
 
 
 class TensorBoard:

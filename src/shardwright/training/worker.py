@@ -7,6 +7,7 @@ import signal
 import sys
 import tomllib
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,9 +51,11 @@ def serve(
         run_toml, quiet = link.next_task()
         link.done(run(parse(tomllib.loads(run_toml)), place, quiet=quiet))
     except BaseException as failure:
-        traceback.print_exception(failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # The log may be on the disk whose being full is the failure.
+        with suppress(OSError):
+            traceback.print_exception(failure)
+            sys.stdout.flush()
+            sys.stderr.flush()
         link.failed(failure)
         # The other ranks may be waiting in a collective that this one never joins: no clean-up can succeed.
         os._exit(exit_code(failure))
