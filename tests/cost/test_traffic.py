@@ -224,11 +224,11 @@ BUGS = {
         ),
     ),
     "matrices that travel as products are summed whole, too": (
-        LAYOUTS[-7],
+        LAYOUTS[42],
         Mutation(f"{DATA}:groups", "held.dense - held.untrained - held.factored", "held.dense - held.untrained"),
     ),
     "parts of a stacked matrix have one right factor": (
-        LAYOUTS[-5],
+        LAYOUTS[44],
         Mutation(
             "shardwright.cost.products:_of_row", "experts * len(row.parts) * row.shape[-1]", "experts * row.shape[-1]"
         ),

@@ -42,7 +42,7 @@ REDUCTION: dict[str, Bug] = {
     "6: only the outermost group is told to sum": Bug(
         Mutation(
             f"{APPLY}:shard",
-            "for group in (root, *ordered):\n"
+            "for group in groups:\n"
             "    group.set_force_sum_reduction_for_comms(True)\n    group.set_gradient_divide_factor(1.0)",
             "for group in (root,):\n"
             "    group.set_force_sum_reduction_for_comms(True)\n    group.set_gradient_divide_factor(1.0)",
