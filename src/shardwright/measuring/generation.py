@@ -97,12 +97,12 @@ def generation_points(
     """From differences of passes: of more layers, of more sequences, and sharded over two ranks of tp, where messages
     between ranks were measured. `run_ranks`: as `verification.ranks.run_ranks`."""
     cases = [(layers, sequences) for layers in (FEW, MANY) for sequences in (1, SEQUENCES)]
-    (found,) = run_ranks(small_passes, 1, kind, cases, 1, n_threads=threads)
+    (found,) = run_ranks(small_passes, 1, kind, cases, 1, timeout_s=600, n_threads=threads)
     (read_one, one), (read_few, few), (read_one_deep, deep), (read_deep, most) = found
     more, others = MANY - FEW, SEQUENCES - 1
     layer_s = max(deep - one, 0.0) / more
     sequence_layer_s = max(most - deep - (few - one), 0.0) / (others * more)
-    (matmuls,) = run_ranks(small_matmuls, 1, kind, budget_s, n_threads=threads)
+    (matmuls,) = run_ranks(small_matmuls, 1, kind, budget_s, timeout_s=600, n_threads=threads)
     split_layer_s, split_pass_s = _split(run_ranks, kind, threads, inside) if inside else (0.0, 0.0)
     return GenerationPoints(
         layer_s=layer_s,
@@ -119,7 +119,7 @@ def generation_points(
 def _split(run_ranks: RunRanks, kind: Kind, threads: int, inside: Sequence[MessagePoint]) -> tuple[float, float]:
     """Of a layer and of a pass on two ranks of tp, without two all-reduces a layer, one of the embedding and the
     all-gather of the logits."""
-    ranks = run_ranks(small_passes, 2, kind, [(FEW, 1), (MANY, 1)], 2, n_threads=threads)
+    ranks = run_ranks(small_passes, 2, kind, [(FEW, 1), (MANY, 1)], 2, timeout_s=600, n_threads=threads)
     few, deep = (worst([rank[at][1] for rank in ranks]) for at in (0, 1))
     # Messages of a ring of n ranks take n - 1 times as long as those of two.
     reduce_s, gather_s = (
