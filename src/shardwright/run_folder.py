@@ -322,6 +322,6 @@ def _parsed(
         except (ValueError, TypeError, KeyError) as error:
             told = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+                found = error.errors()[0]
+                told = f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
             raise InputError(f"{path}, line {number} is not {what} ({told}): {line[:60]!r}; {way_out}") from None

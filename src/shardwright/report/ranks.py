@@ -72,6 +72,6 @@ def _draw(figure: "Figure", ax: "Axes", edges: list[int], ratios: list[list[floa
     ax.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 2.5, 5, 10], integer=True))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     bar = figure.colorbar(colours, ax=ax, pad=0.015, fraction=0.03, ticks=[LEAST, 1.0, MOST], extend="both")
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     header(ax, "Time that each rank computes, over the median of all ranks")
     name_axis(ax, "step")
