@@ -6,8 +6,8 @@ For each such row of the table that `shardwright plan evaluate` reads: the publi
 reserved; the prediction of `plan` for torchtitan's stack; and what this system needs for the same model, layout and
 batch, by its plan and by a dry run as on a GPU, with what both add for libraries and the allocator. These runs were
 compiled and had matmuls in fp8, which keep no more; dry runs are eager and in bf16. Their loss is another one: it holds
-more copies of the logits in fp32 than ours, which is why this system needs less. Dry runs are kept in --results; `--write`
-writes the table to benchmarks/results.
+more copies of the logits in fp32 than ours, which is why this system needs less. Dry runs are kept in --results;
+`--write` writes the table to benchmarks/results.
 """
 
 import argparse
