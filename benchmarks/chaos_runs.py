@@ -30,8 +30,8 @@ checkpoint = {{ every = 5 }}
 metrics = {{ every = 1 }}
 evaluation = {{ samples = 0 }}
 """
-WAIT_S = 180.0
-"""For what comes within seconds on a machine that is not loaded."""
+WAIT_S = 900.0
+"""For what comes within seconds on a machine that is not loaded, and in minutes where much else runs."""
 Process = tuple[int, str]
 """Its id, and when it began: ids are used again."""
 
