@@ -83,11 +83,12 @@ class Disturbed:
     def close(self) -> None:
         """End the run, if it goes on, and give the disk back."""
         if self.run.launcher is not None and self.run.ended() is None:
+            self.run.seen()
             os.kill(self.run.pid, signal.SIGKILL)
             self.run.finish()
             self.run.orphans()
         if self.mounted:
-            subprocess.run(["umount", str(self.disk)], check=False)
+            subprocess.run(["umount", "--lazy", str(self.disk)], check=False)
 
     def put(self, kind: str) -> None:
         """A fault, and what is said of it once a step is taken after it."""
@@ -110,8 +111,7 @@ class Disturbed:
                 ask.unlink()
             else:
                 wait_for(lambda: not ask.exists() or run.ended() is not None, f"{kind} of rank {rank}")
-                until = step + 10  # copies are compared every 5 steps
-                self.wait_beyond(until)
+                self.wait_beyond(step + (6 if kind == "flip" else 1))  # copies are compared every 5 steps
         processes = {pid for pid, _ in run.states().values()}
         if run.ended() is not None:
             self.found.given_again += 1

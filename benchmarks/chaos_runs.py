@@ -30,8 +30,8 @@ checkpoint = {{ every = 5 }}
 metrics = {{ every = 1 }}
 evaluation = {{ samples = 0 }}
 """
-WAIT_S = 180.0
-"""For what comes within seconds on a machine that is not loaded."""
+WAIT_S = 900.0
+"""For what comes within seconds on a machine that is not loaded, and in minutes where much else runs."""
 Process = tuple[int, str]
 """Its id, and when it began: ids are used again."""
 
@@ -295,7 +295,10 @@ def kills(folder: Path, tokens: Path, n: int, seed: int, say: Callable[[str], No
 def flips(checkpoint: Path, n: int, seed: int) -> Iterator[tuple[str, str]]:
     """Flip one bit of a file of a checkpoint, try to load it, flip it back; `n` times. Yields the place and what was
     said; nothing where it was loaded."""
+    from contextlib import nullcontext
+
     import torch
+    import torch.distributed as dist
 
     from shardwright.config import load as load_run_file
     from shardwright.errors import CheckpointError
@@ -303,11 +306,14 @@ def flips(checkpoint: Path, n: int, seed: int) -> Iterator[tuple[str, str]]:
     from shardwright.training.checkpoint.state import load
     from shardwright.training.ranks import Place, process_group
 
-    config, chance = load_run_file(checkpoint / "run.toml", ["layout.dp_shard=1"]), random.Random(seed)
+    config, chance = (
+        load_run_file(checkpoint / "run.toml", [f"layout.{axis}=1" for axis in ("dp_replicate", "dp_shard", "tp")]),
+        random.Random(seed),
+    )
     device = torch.device("cpu")
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
     sizes = [path.stat().st_size for path in files]
-    with process_group(Place(), device):
+    with nullcontext() if dist.is_initialized() else process_group(Place(), device):
         trainer = build_trainer(config, build_model(config, device, compiled=False), device, compiled=False)
         load(checkpoint, trainer, None)
         for _ in range(n):

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, reduction, resource_tracker, util
@@ -20,6 +21,8 @@ from types import ModuleType
 from typing import Any
 
 context = multiprocessing.get_context("forkserver")
+LONGEST_ADDRESS = 107
+"""Characters of the path of a Unix socket, on Linux."""
 _imported: list[str] = []
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
 """In the environment that the server starts with: the temporary folder of the process that starts it."""
@@ -42,7 +45,7 @@ def undisturbed() -> Iterator[None]:
     resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = ModuleType("__main__")
-    os.environ[_TEMPORARY] = util.get_temp_dir()
+    os.environ[_TEMPORARY] = _temporary_folder()
     try:
         forkserver.ensure_running()
         yield
@@ -50,6 +53,18 @@ def undisturbed() -> Iterator[None]:
         del os.environ[_TEMPORARY]
         sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _temporary_folder() -> str:
+    """That of this process, in which the socket of the server will be; one in /tmp where the address of the socket, 107
+    characters at most, would be too long in TMPDIR."""
+    folder: str = util.get_temp_dir()
+    if len(folder) + len("/listener-12345678") <= LONGEST_ADDRESS:
+        return folder
+    folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+    util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+    multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+    return folder
 
 
 def fork(target: Callable[..., None], *args: Any) -> BaseProcess:
