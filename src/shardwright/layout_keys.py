@@ -269,7 +269,11 @@ class LayoutKeys:
         help="zero 3 without pp: consecutive ranks of dp_shard x cp, those of a node, that keep the parameters of a "
         "layer from its forward pass on, each a part, and gather them from one another for its backward pass (hpZ of "
         "ZeRO++, arXiv 2306.10209); 1: all ranks of dp_shard x cp gather their shards again",
-        words=lambda layout, sizes: "ranks of a node keep gathered parameters for the backward pass, each a part",
+        words=lambda layout, sizes: (
+            "all ranks gather the layers again for the backward pass"
+            if layout.zero_secondary_ranks == 1
+            else "ranks of a node keep gathered parameters for the backward pass, each a part"
+        ),
         used=lambda layout: (
             (layout.zero == 3)
             & (layout.pp == 1)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shardwright.config import parse
+from shardwright.dry_run.planned import Planned, planned
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import DISK, LINK, READ, TO_DEVICE, TO_HOST, WRITE, RankRecord
 from shardwright.dry_run.run import DryRun, How, dry_run, how_of
@@ -116,6 +117,11 @@ def test_shards_on_the_host_are_no_bytes_of_a_gpu_and_each_gather_and_reduction_
         assert found.peak_of_kinds["gathered"] == on_device.peak_of_kinds["gathered"]
         assert found.sent[LINK, TO_DEVICE].n_bytes == 3 * (shard_bytes + layers_bytes)
         assert found.sent[LINK, TO_HOST].n_bytes == 3 * shard_bytes
+        by_plan = planned(parse(run_file("dense", shared | on_host, "bf16")), 0)
+        assert isinstance(by_plan, Planned)
+        assert {key: by_plan.sent[key] for key in ((LINK, TO_HOST), (LINK, TO_DEVICE))} == {
+            key: sums for key, sums in found.sent.items() if key[0] == LINK
+        }
         assert found.curve[-2].action == "optimizer"
         assert found.curve[-2].n_bytes < 0.1 * on_device.curve[-2].n_bytes, "nothing is left on the device"
     counters = 4 * len(list(rows(spec)))

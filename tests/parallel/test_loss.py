@@ -132,3 +132,15 @@ def test_the_peak_in_16_bits_has_the_last_product_beside_the_sum():
     assert 0 <= found[0] - (kept + 4 * V * e + V * D * (e + 4)) < 1000
     # Logits in 16 bits, their copy in 32, and the exponentials.
     assert 0 <= found[1] - (kept + 50 * V * (e + 4 + 4)) < 5000
+
+
+def test_an_input_whose_tokens_are_not_one_after_another_has_the_same_gradient():
+    x_BTD, targets_BT = inputs()
+    strided_BTD = x_BTD.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    assert not strided_BTD.is_contiguous()
+    for each in (x_BTD, strided_BTD):
+        chunked(Ends(False, torch.float64), 16)(each, targets_BT).backward()
+    assert x_BTD.grad is not None
+    assert x_BTD.grad.any()
+    assert strided_BTD.grad is not None
+    assert torch.equal(strided_BTD.grad, x_BTD.grad)

@@ -89,7 +89,7 @@ GATHERED, GATHERED_AGAIN = "weights, all-gather", "weights of layers, all-gather
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Parameters of a rank that are communicated over the same process groups: `count` of them, in `calls` messages, of
     which `again` are in layers, in `calls_again`. Gradients are reduced over `reduce_ranks`, `stride` apart; ZeRO
     shards over `shards` of these. `calls_over_replicas`: messages in which
@@ -115,7 +115,7 @@ class _Group:
         return found
 
 
-def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Group]:
+def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Group]:
     """Experts are apart from the parameters of all tokens where ep or tp gives them other ranks."""
     apart = (candidates.ep * candidates.tp > 1) & np.any(held.experts)
     of_experts, filled = held.experts + held.expert_padding, held.layer_padding + held.end_padding
@@ -145,9 +145,9 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[_Grou
     expert_shards = np.where(candidates.zero == 0, 1, candidates.expert_shards)
     expert_node_ranks = np.maximum(layout.node_ranks * candidates.tp // candidates.ep, 1)
     found = [
-        _Group("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards, candidates.tp,
+        Group("dense", dense, layers, dense_calls, calls(layers, held.blocks), ranks, candidates.shards, candidates.tp,
                over_replicas(dense, dense_calls, shards), layout.node_ranks, again_ranks(job, candidates)),
-        _Group("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
+        Group("experts", experts, experts, expert_calls, expert_calls, expert_ranks, candidates.expert_shards,
                candidates.ep, over_replicas(experts, expert_calls, expert_shards), expert_node_ranks,
                again_ranks(job, candidates, experts=True)),
     ]  # fmt: skip
@@ -202,15 +202,22 @@ class _Traffic:
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
 
-    def _over_link(self, what: str, group: _Group) -> Floats:
+    def _over_link(self, what: str, group: Group) -> Floats:
         """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
-        elements = (group.again if what == GATHERED_AGAIN else group.count) / group.shards
-        if what == GATHERED_AGAIN:
-            elements = np.where(group.keeps_parts, 0.0, elements)  # parts are on the device
         return ledger.compute(
             f"{what}, {group.name}, host", "4 * elements / host_rate", "s", "FSDP2 copies shards in fp32",
-            elements=elements, host_rate=self.job.cluster.accelerator.host_bytes_per_s,
+            elements=over_link(what, group)[1], host_rate=self.job.cluster.accelerator.host_bytes_per_s,
         )  # fmt: skip
+
+
+def over_link(what: str, group: Group) -> tuple[Ints, Floats]:
+    """Copies between device and host that go with one of the collectives of a group whose shards are on the host, and
+    the elements that they have together, (n,)."""
+    if what == GATHERED_AGAIN:  # parts that a rank keeps are on the device
+        return np.where(group.keeps_parts, 0, group.calls_again), np.where(
+            group.keeps_parts, 0.0, group.again / group.shards
+        )
+    return group.calls, group.count / group.shards
 
 
 F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
@@ -232,7 +239,7 @@ def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tupl
     return [*once, ("(m - 1)", (SCATTERED,), I_AND_W)] if zero == 2 else once
 
 
-def data_messages(job: Job, layout: Layout, what: str, group: _Group) -> list[Message]:
+def data_messages(job: Job, layout: Layout, what: str, group: Group) -> list[Message]:
     """One of the collectives of a step for a group of parameters: messages for each block or bucket. `layout`: one that
     has the same way of compression as all candidates."""
     name, sums = f"{what}, {group.name}", Sums.of(job, layout, group.node_ranks)

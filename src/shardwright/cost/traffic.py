@@ -4,6 +4,7 @@ Not listed: numbers of a few bytes once a step (target tokens, norm of the gradi
 each expert, their load and losses).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import numpy as np
 
 from shardwright.cost import data_parallel, products
 from shardwright.cost.collectives import point_to_point
+from shardwright.cost.data_parallel import RankParameters
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.message import Message
 from shardwright.cost.step import StagePasses
@@ -29,20 +31,42 @@ def of_step(job: Job, candidates: Candidates, rank: int) -> list[Message]:
     ]
     found += _between_stages(job, candidates, rank, m)
     held = data_parallel.rank_parameters(job, candidates, rank)
-    times = {"1": 1, "m": m, "(m - 1)": m - 1}
-    for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
-        for what in whats:
-            messages = [
-                message
-                for group in data_parallel.groups(job, candidates, held)
-                for message in data_parallel.data_messages(job, candidates.shared, what, group)
-            ]
-            found += [replace(message, calls=message.calls * times[often]) for message in messages]
+    for times, what, group in _collectives(job, candidates, held, m):
+        messages = data_parallel.data_messages(job, candidates.shared, what, group)
+        found += [replace(message, calls=message.calls * times) for message in messages]
     end = (held.end_groups == 1).astype(np.int64)
     found += [*data_parallel.replica_messages(job, candidates, held, end), *products.messages(candidates, held)]
     return [
         message for message in found if np.all(message.size * np.sign(message.calls) * np.sign(message.n_bytes) > 1)
     ]
+
+
+def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, tuple[int, int]]:
+    """With shards of parameters in the memory of the host: copies "to the device" and "to the host" of rank `rank` of
+    `pp` in a step of one layout, and their bytes; else none."""
+    if candidates.shared.offload_parameters == "none":
+        return {}
+    held = data_parallel.rank_parameters(job, candidates, rank)
+    calls: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for times, what, group in _collectives(job, candidates, held, int(candidates.microbatches(job.global_batch)[0])):
+        if what != data_parallel.ACROSS:
+            where = "to the host" if what == data_parallel.SCATTERED else "to the device"
+            n, count = data_parallel.over_link(what, group)
+            calls[where] += times * int(n[0])
+            elements[where] += times * round(float(count[0]))
+    return {where: (calls[where], 4 * elements[where]) for where in calls}
+
+
+def _collectives(
+    job: Job, candidates: Candidates, held: RankParameters, m: int
+) -> Iterator[tuple[int, str, data_parallel.Group]]:
+    """Of weights and gradients, in a step: how often, which, and of which parameters."""
+    times = {"1": 1, "m": m, "(m - 1)": m - 1}
+    for often, whats, _ in data_parallel.stage_collectives(candidates, int(candidates.zero[0])):
+        for what in whats:
+            for group in data_parallel.groups(job, candidates, held):
+                yield times[often], what, group
 
 
 def _between_stages(job: Job, candidates: Candidates, rank: int, m: int) -> Iterator[Message]:

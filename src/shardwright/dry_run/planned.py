@@ -13,9 +13,9 @@ from shardwright.cost.flops import executed_flops
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.message import Message, named
-from shardwright.cost.traffic import of_step
+from shardwright.cost.traffic import of_step, shards_over_link
 from shardwright.dry_run.axes import axes_of
-from shardwright.dry_run.record import RankRecord, Traffic
+from shardwright.dry_run.record import LINK, RankRecord, Traffic
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 
@@ -36,7 +36,7 @@ class Planned:
     """Bytes of a rank by the plan. `peak_bytes`: at its peak, without `workspace_bytes` of libraries, which no dry run
     sees; `groups`: those of GROUPS; `fragmentation`: what the allocator needs beyond that, as a fraction; `flops`: of a
     step, the mean over ranks; `sent`: what the rank sends, by axis and operation, without the numbers of a few bytes
-    that the plan does not price."""
+    that the plan does not price, and shards of parameters that it copies between host and device."""
 
     peak_bytes: float
     workspace_bytes: float
@@ -85,7 +85,11 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
         groups,
         MOMENTS[int(memory.moment[0, pp_rank])],
         float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,
-        _sent(of_step(job, candidates, pp_rank), layout, rank),
+        _sent(of_step(job, candidates, pp_rank), layout, rank)
+        | {
+            (LINK, f"copy {where}"): Traffic(*each)
+            for where, each in shards_over_link(job, candidates, pp_rank).items()
+        },
     )
 
 

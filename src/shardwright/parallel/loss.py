@@ -132,7 +132,8 @@ class _ChunkedLoss(torch.autograd.Function):
             x_BTD = axis.start_gather(x_BTD).wait()
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=x_BTD.device)
-        dx_BTD = torch.zeros_like(x_BTD) if wanted else x_BTD
+        # Contiguous, so that its chunks are views of it: gathered token shards may not be.
+        dx_BTD = torch.zeros_like(x_BTD, memory_format=torch.contiguous_format) if wanted else x_BTD
         dweight_vD = torch.zeros_like(weight_vD, dtype=wide) if wanted else weight_vD
         chunks = [
             tensor.split(loss.n_tokens) for tensor in (x_BTD.flatten(0, 1), targets_BT.flatten(), dx_BTD.flatten(0, 1))

@@ -56,9 +56,9 @@ SCALE = {
     ),
     "the plan copies shards of all ranks from the host for each gather": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:_Traffic._over_link",
-            "(group.again if what == GATHERED_AGAIN else group.count) / group.shards",
-            "group.again if what == GATHERED_AGAIN else group.count",
+            f"{_COST}.data_parallel:over_link",
+            "return group.calls, group.count / group.shards",
+            "return group.calls, group.count",
         ),
         _PLANNED,
     ),

@@ -46,7 +46,9 @@ SCALE: dict[str, AnyBug] = {
     ),
     "the plan copies shards from the host though parts are on the device": UnitBug(
         Mutation(
-            f"{_COST}.data_parallel:_Traffic._over_link", "np.where(group.keeps_parts, 0.0, elements)", "elements"
+            f"{_COST}.data_parallel:over_link",
+            "np.where(group.keeps_parts, 0.0, group.again / group.shards)",
+            "group.again / group.shards",
         ),
         _PLANNED + "test_parts_are_on_the_device_so_that_shards_come_from_the_host_once_a_microbatch",
     ),
