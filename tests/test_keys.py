@@ -47,7 +47,10 @@ LARGE = Layout(
     compress_weights="int8",
     node_ranks=2,
 )
-"""No key at its default."""
+"""No key at its default but those of SECONDARY."""
+SECONDARY = Layout(dp_shard=4, zero=3, zero_secondary_ranks=2)
+"""Keys that a pipeline cannot have."""
+EXAMPLES = dict.fromkeys(KEYS, LARGE) | {"zero_secondary_ranks": SECONDARY}
 RUN = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 128, "global_batch": 32}}
 
 
@@ -55,19 +58,20 @@ def test_every_field_says_what_it_is_and_what_its_value_means():
     assert list(KEYS) == [each.name for each in fields(Layout)]
     for name, key in KEYS.items():
         assert key.help, name
-        assert key.words(LARGE, SIZES), name
-        assert key.used(LARGE), name
-        assert getattr(LARGE, name) != key.default, f"{name}: the example has the default"
+        assert key.words(EXAMPLES[name], SIZES), name
+        assert key.used(EXAMPLES[name]), name
+        assert getattr(EXAMPLES[name], name) != key.default, f"{name}: the example has the default"
 
 
 def test_every_key_is_in_the_run_file_with_the_default_of_python():
     paths = {key.path for key in run_file_keys()}
     for name, key in KEYS.items():
         assert f"layout.{name}" in paths
-        if getattr(LARGE, name) != key.default:
-            section = {name: list(value) if isinstance(value := getattr(LARGE, name), tuple) else value}
+        value = getattr(EXAMPLES[name], name)
+        if value != key.default:
+            section = {name: list(value) if isinstance(value, tuple) else value}
             try:
-                alone = Layout(**{name: getattr(LARGE, name)})
+                alone = Layout(**{name: value})
             except LayoutError:
                 continue
             assert parse(RUN | {"layout": section}).layout.layout() == alone
@@ -92,13 +96,13 @@ def test_a_resolved_run_file_has_every_key_and_gives_the_layout_back():
 
 
 def test_every_key_is_in_the_candidates_in_the_line_of_a_plan_and_read_back():
-    choice = Choice(LARGE, 2)
-    assert set(choice.settings()) == {*KEYS, "micro_batch"}
-    assert read(str(choice)) == choice
-    assert choice_at(choice.candidates, 0) == choice
-    for name in KEYS:
-        of = choice.candidates
-        assert name in COLUMNS or getattr(of.shared, name) == getattr(LARGE, name)
+    choices = [Choice(layout, 2) for layout in (LARGE, SECONDARY)]
+    assert {key for choice in choices for key in choice.settings()} == {*KEYS, "micro_batch"}
+    for choice in choices:
+        assert read(str(choice)) == choice
+        assert choice_at(choice.candidates, 0) == choice
+        for name in KEYS:
+            assert name in COLUMNS or getattr(choice.candidates.shared, name) == getattr(choice.layout, name)
     assert {name for names in CHOICES.values() for name in names} == {*KEYS, "micro_batch"}
 
 
@@ -118,7 +122,7 @@ def test_the_matrix_of_verify_varies_every_key_or_says_why_not():
 
 
 def test_every_key_can_be_switched_off_in_the_search_for_a_culprit():
-    switched = {name.partition("=")[0] for name, _ in _fewer(LARGE)}
+    switched = {name.partition("=")[0] for layout in (LARGE, SECONDARY) for name, _ in _fewer(layout)}
     # Without cp nothing is left of it; sequence_parallel is off.
     assert switched == set(KEYS) - {"sequence_parallel"}
     assert "sequence_parallel" in {name.partition("=")[0] for name, _ in _fewer(replace(LARGE, sequence_parallel=True))}

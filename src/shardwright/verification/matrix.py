@@ -29,7 +29,8 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
     either zero_pp_gather), sequence_parallel, cp_method, ep. Last comes, for each combination of degrees, one of its
     layouts with a chunked loss, with optimizer states on a disk, and with recomputation, selective and full in turn
-    (`Key.in_turn`). Keys left at their default say why (`Key.unverified`).
+    (`Key.in_turn`), and where none of these could have a value, the first layout that can. Keys left at their default
+    say why (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
     with all or none of cp given to Ulysses, ep without experts, and ZeRO with nothing to shard over.
@@ -50,7 +51,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
         taken = _covering(possible) if degrees["pp"] > 1 else list(possible)
         found += taken
         varied += _varied(taken, len(varied))
-    return found + varied
+    return found + varied + list(_left(found, varied))
 
 
 def _degrees(world_size: int) -> Iterator[Choice]:
@@ -98,6 +99,15 @@ def _varied(those: Sequence[Layout], number: int) -> Iterator[Layout]:
             if key.in_turn:
                 layout = _with_one_of(layout, name, [*key.in_turn[number % len(key.in_turn) :], *key.in_turn])
         yield layout
+
+
+def _left(found: Sequence[Layout], varied: Sequence[Layout]) -> Iterator[Layout]:
+    """For each value of a key that is varied in turn and that no layout has, the first layout that can have it."""
+    for name, key in KEYS.items():
+        for value in key.in_turn:
+            if all(getattr(layout, name) != value for layout in (*found, *varied)):
+                with suppress(StopIteration):
+                    yield next(other for layout in found if (other := _with_one_of(layout, name, [value])) != layout)
 
 
 def _with_one_of(layout: Layout, name: str, values: Sequence[Any]) -> Layout:
