@@ -58,6 +58,14 @@ CHUNKS: dict[str, AnyBug] = {
         Mutation(FORWARD, "torch.zeros_like(weight_vD, dtype=wide)", "torch.zeros_like(weight_vD)"),
         "tests/parallel/test_loss.py:test_the_heads_gradient_in_16_bits_is_rounded_once",
     ),
+    "the gradient of an input that is not contiguous goes into a copy": UnitBug(
+        Mutation(
+            FORWARD,
+            "torch.zeros_like(x_BTD, memory_format=torch.contiguous_format)",
+            "torch.zeros_like(x_BTD)",
+        ),
+        "tests/parallel/test_loss.py:test_an_input_whose_tokens_are_not_one_after_another_has_the_same_gradient",
+    ),
     "the logits of all chunks are kept": UnitBug(
         Mutation(FORWARD, "del dlogits_Cv", "ctx.kept = [*getattr(ctx, 'kept', []), dlogits_Cv]"),
         "tests/parallel/test_loss.py:test_the_peak_is_that_of_one_chunk_as_the_formula_says",
