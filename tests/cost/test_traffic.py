@@ -165,7 +165,7 @@ MESSAGES, DATA = "shardwright.cost.messages", "shardwright.cost.data_parallel"
 BUGS = {
     "one gather a pass instead of one a block": (
         LAYOUTS[3],
-        Mutation(f"{DATA}:groups", "np.where(whole, -(-count * 4 // BUCKET_BYTES), blocks)", "np.ones_like(blocks)"),
+        Mutation(f"{DATA}:groups", "np.where(whole, in_buckets, blocks)", "np.ones_like(blocks)"),
     ),
     "embedding and head gathered in the backward pass too": (
         LAYOUTS[26],

@@ -25,7 +25,8 @@ class RankParameters(NamedTuple):
     `expert_blocks` have experts; `end_groups`: its stages with parameters outside of the layers.
     `untrained`: of `dense`, those without gradients, which every rank keeps. `factored`: those whose gradients travel
     as products, with the rows and the columns of their logical matrices and the stages that have some. `layer_padding`,
-    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`)."""
+    `end_padding`, `expert_padding`: elements that fill up rows (`parameters.padding`). `buckets`: of gradients in fp32
+    without ZeRO, 0 where they are not counted."""
 
     dense: Ints
     experts: Ints
@@ -44,6 +45,7 @@ class RankParameters(NamedTuple):
     layer_padding: Ints
     end_padding: Ints
     expert_padding: Ints
+    buckets: Ints
 
 
 def data_parallel(
@@ -132,7 +134,8 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Group
         if elements:
             return np.maximum(-(-count // np.maximum(elements, 1e6 * ranks)), 1).astype(np.int64)
         # FSDP's engine reduces by block, in 16 bits without ZeRO too.
-        return np.where(whole, -(-count * 4 // BUCKET_BYTES), blocks)
+        in_buckets = np.where(held.buckets > 0, held.buckets, -(-count * 4 // BUCKET_BYTES))
+        return np.where(whole, in_buckets, blocks)
 
     def over_replicas(count: Ints, calls: Ints, shards: Ints) -> Ints:
         if layout.compress_gradients == "none":
@@ -300,6 +303,11 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     factored = products.counts(cut, candidates.shared)
     parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
     parts += list(parameters.padding(job.model, cut, candidates) * job.stack.pads_rows)
+    # Those that remain where matrices travel as products have the formula's number.
+    counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(factored[0])
+    parts.append(
+        parameters.buckets(job.model, cut, candidates.tp, candidates.ep) if counted else np.zeros_like(parts[0])
+    )
     of_ranks = [part[:, cut.of_rank].sum(axis=2) for part in parts]
     most = (of_ranks[0] + of_ranks[1]).argmax(axis=1)[:, None] if rank is None else np.full((len(candidates), 1), rank)
     with ledger.section("Data parallel, rank with most parameters"):

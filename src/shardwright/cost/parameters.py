@@ -6,6 +6,7 @@ Shapes: n candidates, S stages.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -13,9 +14,11 @@ from shardwright.cost import ledger
 from shardwright.cost.blocks import Block
 from shardwright.cost.job import Candidates, Ints, Job
 from shardwright.cost.pipeline import Stages
-from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows
+from shardwright.model.modules import SPLIT_DIM, Row, Split, end_rows, rows
 from shardwright.model.spec import ModelSpec
 from shardwright.optimizers import n_blocks
+from shardwright.split.buckets import BUCKET_BYTES
+from shardwright.units import in_groups
 
 DENSE, EXPERT = "dense parameters", "parameters in experts"
 """Names in the ledger of the parameters of a rank."""
@@ -144,6 +147,42 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
     if len(row.shape) == 1:
         return first, none, none
     return first, max(1, len(row.parts)) * row.shape[1] // columns_over + none, none
+
+
+def buckets(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> Ints:
+    """Buckets in which ZeRO-0 sums the gradients of each stage in fp32 (`split.buckets`), on rank 0 of tp, (n, S)."""
+    degrees, back = np.unique(np.stack([tp, ep]), axis=1, return_inverse=True)
+    layers = tuple(map(tuple, stages.layers))
+    found = np.array([_buckets(model, layers, *degree) for degree in degrees.T.tolist()], dtype=np.int64)
+    return np.asarray(found[back.ravel()])
+
+
+@cache
+def _buckets(model: ModelSpec, layers: tuple[tuple[int, ...], ...], tp: int, ep: int) -> tuple[int, ...]:
+    """Those of each stage."""
+    sizes: list[list[int]] = [[] for _ in layers]
+    stage_of = {number: stage for stage, numbers in enumerate(layers) for number in numbers}
+    copies: list[tuple[int, int]] = []
+    for name, row in sorted(rows(model).items(), key=lambda item: item[1].kind != "embedding"):
+        if not (row.trained and row.counted):
+            continue
+        place, layer = name.split(".")[:2]
+        first, *others = [stage_of[int(layer)]] if place == "layers" else _stages_of_end(model, row, len(layers))
+        numel = _of_rank(model, row, tp, ep)
+        sizes[first].append(4 * numel)
+        copies += [(other, 4 * numel) for other in others]
+    for stage, size in copies:  # the tied matrix is the head of the last stage
+        sizes[stage].append(size)
+    return tuple(sum(1 for _ in in_groups(reversed(each), int, BUCKET_BYTES)) for each in sizes)
+
+
+def _of_rank(model: ModelSpec, row: Row, tp: int, ep: int) -> int:
+    """Elements of a parameter on rank 0 of tp."""
+    if row.split == "experts":
+        return row.numel // ep
+    if row.split == "vocabulary":
+        return int(vocabulary_rows(model, np.array(tp))) * row.shape[1]
+    return row.numel // int(tp_shards(model, row.split, np.array(tp)))
 
 
 def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:

@@ -7,7 +7,7 @@ choices to meet (`_covering`: 396).
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from math import gcd
 from typing import Any
 
@@ -29,7 +29,7 @@ def layouts(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
     these choices are together in one layout at least, if the model can be partitioned so: pp_schedule, zero (3 with
     either zero_pp_gather), sequence_parallel, cp_method, ep. Last comes, for each combination of degrees, one of its
     layouts with a chunked loss, with optimizer states on a disk, and with recomputation, selective and full in turn
-    (`Key.in_turn`), and where none of these could have a value, the first layout that can. Keys left at their default
+    (`Key.in_turn`), and for a key that none of these could have, the first layout that can. Keys left at their default
     say why (`Key.unverified`).
 
     Choices that change nothing are left at their default: sequence_parallel without tp, cp_method without cp, "usp"
@@ -102,12 +102,12 @@ def _varied(those: Sequence[Layout], number: int) -> Iterator[Layout]:
 
 
 def _left(found: Sequence[Layout], varied: Sequence[Layout]) -> Iterator[Layout]:
-    """For each value of a key that is varied in turn and that no layout has, the first layout that can have it."""
+    """For each key that is varied in turn and has its default in all of these, the first layout that can have another
+    value."""
     for name, key in KEYS.items():
-        for value in key.in_turn:
-            if all(getattr(layout, name) != value for layout in (*found, *varied)):
-                with suppress(StopIteration):
-                    yield next(other for layout in found if (other := _with_one_of(layout, name, [value])) != layout)
+        if key.in_turn and all(getattr(layout, name) == key.default for layout in (*found, *varied)):
+            others = (_with_one_of(layout, name, key.in_turn) for layout in found)
+            yield from islice((other for other in others if getattr(other, name) != key.default), 1)
 
 
 def _with_one_of(layout: Layout, name: str, values: Sequence[Any]) -> Layout:
