@@ -62,20 +62,19 @@ def sizes(layout: Layout, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in build(layout, torch.float64, spec).model.named_parameters.items()}
 
 
+HELD = [
+    Layout(pp=4, pp_schedule="zb-h1"),
+    Layout(pp=2, stage_layers=(3, 1)),
+    Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2),
+    Layout(pp=2, pp_schedule="zb-v"),
+    Layout(pp=2, pp_schedule="dualpipe"),
+    Layout(pp=2, tp=2, sequence_parallel=False),
+    Layout(pp=2, dp_shard=2, zero=3),
+]
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=4, pp_schedule="zb-h1"),
-        Layout(pp=2, stage_layers=(3, 1)),
-        Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2),
-        Layout(pp=2, pp_schedule="zb-v"),
-        Layout(pp=2, pp_schedule="dualpipe"),
-        Layout(pp=2, tp=2, sequence_parallel=False),
-        Layout(pp=2, dp_shard=2, zero=3),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", rest_prove(HELD, HELD[1], HELD[3]), ids=str)
 def test_a_rank_holds_its_layers_under_their_names_in_the_whole_model(layout: Layout, tied: bool):
     spec = replace(EVEN, tied_embedding=tied)
     with torch.device("meta"):
@@ -280,17 +279,16 @@ def buffers_of(schedule: Schedule) -> list[int]:
     return [most_buffers(entries, rank) for rank, entries in enumerate(with_messages(schedule))]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=4),
-        Layout(pp=2, pp_schedule="afab"),
-        Layout(pp=4, pp_schedule="zb-h1"),
-        Layout(pp=2, pp_schedule="zb-v"),
-        Layout(pp=2, pp_schedule="dualpipe"),
-    ],
-    ids=str,
-)
+ALIVE = [
+    Layout(pp=4),
+    Layout(pp=2, pp_schedule="afab"),
+    Layout(pp=4, pp_schedule="zb-h1"),
+    Layout(pp=2, pp_schedule="zb-v"),
+    Layout(pp=2, pp_schedule="dualpipe"),
+]
+
+
+@pytest.mark.parametrize("layout", rest_prove(ALIVE, ALIVE[0], ALIVE[3]), ids=str)
 def test_no_more_microbatches_are_alive_than_the_schedule_says(layout: Layout):
     schedule = schedule_of(layout)
     in_flight, waiting, buffers = zip(*run_ranks(peaks, layout.pp, layout), strict=True)
@@ -321,17 +319,16 @@ def traffic_of_two_steps(layout: Layout, spec: ModelSpec) -> list[dict[str, tupl
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "tied", "copies"),
-    [
-        (Layout(pp=4), False, 0),
-        (Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2), False, 0),
-        (Layout(pp=2, pp_schedule="zb-v"), True, 0),  # both copies on one rank
-        (Layout(pp=2, pp_schedule="zb-h1"), True, EVEN.vocab_size * EVEN.d_model),
-        (Layout(pp=2, pp_schedule="dualpipe"), False, EVEN.n_parameters),
-    ],
-    ids=str,
-)
+SENT = [
+    (Layout(pp=4), False, 0),
+    (Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2), False, 0),
+    (Layout(pp=2, pp_schedule="zb-v"), True, 0),  # both copies on one rank
+    (Layout(pp=2, pp_schedule="zb-h1"), True, EVEN.vocab_size * EVEN.d_model),
+    (Layout(pp=2, pp_schedule="dualpipe"), False, EVEN.n_parameters),
+]
+
+
+@pytest.mark.parametrize(("layout", "tied", "copies"), rest_prove(SENT, SENT[2], SENT[3]), ids=str)
 def test_every_step_sends_the_messages_of_its_schedule_and_the_gradients_of_copies_and_the_first_no_more(
     layout: Layout, tied: bool, copies: int
 ):
@@ -369,7 +366,7 @@ def timelines(layout: Layout) -> list[list[tuple[Action, float, float]]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("schedule", rest_prove(["1f1b", "zb-v", "dualpipe"], "zb-v"))
 def test_the_timeline_of_a_step_has_every_action_of_the_rank_once_in_order_and_one_after_another(schedule: str):
     layout = Layout(pp=2, pp_schedule=schedule)
     ranks = schedule_of(layout).ranks

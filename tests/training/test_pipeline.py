@@ -44,7 +44,7 @@ def test_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str)
     check(verifier, of(layout, 6), layout)
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), TWO_STAGES)
+@pytest.mark.parametrize(("schedule", "virtual_stages"), rest_prove(TWO_STAGES, ("zb-v", 1)))
 def test_two_ranks_of_two_stages_train_as_one_process_does(verifier: Verifier, schedule: str, virtual_stages: int):
     layout = Layout(pp=2, pp_schedule=schedule, virtual_stages=virtual_stages)
     check(verifier, of(layout, 6), layout)
