@@ -83,7 +83,7 @@ def _about(line: str) -> set[str]:
     if alternative:
         return set(alternative[1].split("; "))
     title = re.match(r"(\S.*?)  ", line)
-    return {title[1] if title else " ".join(line.split()[:2]).rstrip("0123456789.,%:")}
+    return {title[1] if title else re.sub(r"[\d.,]+", "", " ".join(line.split()[:2])).rstrip("%:")}
 
 
 def main() -> None:
