@@ -88,8 +88,8 @@ class _Timeline(Timeline):
 
 
 class _Messages(Messages):
-    """The messages of a pipeline. A message is sent when the rank starts its next exchange, as the plan has it; a fake
-    process group never says that one is."""
+    """The messages of a pipeline. A message is sent when the rank starts its next exchange, as the plan has it: a fake
+    process group never says that one is, and a real one does so at a moment that depends on other ranks."""
 
     def __init__(self, messages: Messages, recorder: Recorder, in_world: Sequence[int]) -> None:
         super().__init__(messages.rank, messages.groups)
@@ -107,7 +107,8 @@ class _Messages(Messages):
                 self._received[there] += 1
             elif op == "B":
                 self.recorder.mark(results[need], "communication")
-        self._sending.clear()
+        while self._sending:
+            self._sending.popleft()[0].wait()
         super().start(exchange, results, empty)
 
     def receive(self, need: Need) -> Tensor:
