@@ -5,9 +5,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.table import Table
 
 from shardwright.cli.common import columns, console, print_table, say
 from shardwright.serving.search import PERCENTILE, Found, Plan, Task
+from shardwright.serving.simulate import Served
 from shardwright.serving.words import SIMULATED, reasons, simulated_cells
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -67,9 +69,7 @@ def _print_best(plan: Plan, best: Found) -> None:
     table.show_header = False
     table.add_row("  tokens/s", f"{best.tokens_per_s:,.0f}; {best.per_accelerator:,.0f} of each accelerator, "
                   f"{best.per_user:,.1f} of each user")  # fmt: skip
-    for what, value in (("first token", best.ttft_s), ("further token", best.tpot_s)):
-        said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
-        table.add_row(f"  {what}", said)
+    _add_latencies(table, best.served)
     table.add_row(
         "  memory",
         f"weights {format_bytes(weights)}, working {format_bytes(working)}, cache {format_bytes(cache)} "
@@ -83,6 +83,13 @@ def _print_best(plan: Plan, best: Found) -> None:
         said = f"{task.speculation.accepted:.2f} tokens in each pass, {task.speculation.drafted} of them drafted"
         table.add_row("  speculation", said)
     print_table(table)
+
+
+def _add_latencies(table: Table, served: Served) -> None:
+    """Rows of the seconds to the first token and of a further one."""
+    for what, value in (("first token", served.first_s), ("further token", served.further_s)):
+        said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
+        table.add_row(f"  {what}", said)
 
 
 def _print_others(plan: Plan) -> None:
@@ -176,9 +183,7 @@ def print_separate(task: Task, apart: "Separate | None", plan: Plan) -> None:
     table.add_row(
         "  tokens/s", f"{apart.tokens_per_s:,.0f}; {apart.per_accelerator():,.0f} of each accelerator{together}"
     )
-    for what, value in (("first token", apart.ttft_s), ("further token", apart.tpot_s)):
-        said = ", ".join(f"{format_seconds(value(each))} for {each} of 100" for each in (50, PERCENTILE, 99))
-        table.add_row(f"  {what}", said)
+    _add_latencies(table, apart.crossed.served)
     table.add_row(
         "  of the first",
         f"{format_seconds(float(crossed.queued_s.mean()))} in the line before prefill, "

@@ -30,7 +30,7 @@ def shrunk(config: RunConfig, most: int, least: int) -> RunConfig | None:
         ]
         try:
             return parse(tomllib.loads(resolved_toml(config)), changes)
-        except ConfigError:  # the global batch cannot be shared out, or a section does not go with this layout
+        except ConfigError:  # the global batch cannot be partitioned, or a section does not go with this layout
             continue
     return None
 

@@ -302,7 +302,9 @@ def rank_parameters(job: Job, candidates: Candidates, rank: int | None = None) -
     parts.append(np.broadcast_to(untrained, shape))
     factored = products.counts(cut, candidates.shared)
     parts += [np.broadcast_to(part, shape) for part in (*factored, (factored[0] > 0).astype(np.int64))]
-    parts += list(parameters.padding(job.model, cut, candidates) * job.stack.pads_rows)
+    parts += (
+        list(parameters.padding(job.model, cut, candidates)) if job.stack.pads_rows else [np.zeros_like(parts[0])] * 3
+    )
     # Those that remain where matrices travel as products have the formula's number.
     counted = job.element_bytes == 4 and bool((candidates.zero == 0).any()) and not np.any(factored[0])
     parts.append(

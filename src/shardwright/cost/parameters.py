@@ -140,13 +140,12 @@ def _means_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> tuple[Ints, Int
     if not row.trained:
         return none, none, none
     if row.split == "experts":
-        experts, n_rows, n_columns = row.shape
-        return none, none, experts // ep * (n_rows + max(1, len(row.parts)) * n_columns)
-    rows_over, columns_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
-    first = vocabulary_rows(model, tp) if row.split == "vocabulary" else row.shape[0] // rows_over + none
+        experts, height, width = row.shape
+        return none, none, experts // ep * (height + max(1, len(row.parts)) * width)
+    n_rows, n_columns = _rows_and_columns(model, row, tp)
     if len(row.shape) == 1:
-        return first, none, none
-    return first, max(1, len(row.parts)) * row.shape[1] // columns_over + none, none
+        return n_rows, none, none
+    return n_rows, max(1, len(row.parts)) * n_columns, none
 
 
 def buckets(model: ModelSpec, stages: Stages, tp: Ints, ep: Ints) -> Ints:
@@ -168,21 +167,13 @@ def _buckets(model: ModelSpec, layers: tuple[tuple[int, ...], ...], tp: int, ep:
             continue
         place, layer = name.split(".")[:2]
         first, *others = [stage_of[int(layer)]] if place == "layers" else _stages_of_end(model, row, len(layers))
-        numel = _of_rank(model, row, tp, ep)
+        n_rows, n_columns = _rows_and_columns(model, row, np.array(tp))
+        numel = row.numel // ep if row.split == "experts" else int(n_rows * n_columns)
         sizes[first].append(4 * numel)
         copies += [(other, 4 * numel) for other in others]
     for stage, size in copies:  # the tied matrix is the head of the last stage
         sizes[stage].append(size)
     return tuple(sum(1 for _ in in_groups(reversed(each), int, BUCKET_BYTES)) for each in sizes)
-
-
-def _of_rank(model: ModelSpec, row: Row, tp: int, ep: int) -> int:
-    """Elements of a parameter on rank 0 of tp."""
-    if row.split == "experts":
-        return row.numel // ep
-    if row.split == "vocabulary":
-        return int(vocabulary_rows(model, np.array(tp))) * row.shape[1]
-    return row.numel // int(tp_shards(model, row.split, np.array(tp)))
 
 
 def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
@@ -204,15 +195,20 @@ def padding(model: ModelSpec, stages: Stages, candidates: Candidates) -> Ints:
 def _padding_of(model: ModelSpec, row: Row, tp: Ints, ep: Ints, over: Ints) -> Ints:
     """The padding of one parameter over `over` ranks, (n,). Experts that they do not divide are sharded by row."""
     if row.split == "experts":
-        first = row.shape[0] // ep
-        by_row = first % over > 0
-        n_rows: Ints = np.where(by_row, row.shape[1], first)
-        each: Ints | int = np.where(by_row, first, row.shape[1]) * row.shape[2]
-    else:
-        rows_over, rest_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
-        n_rows = vocabulary_rows(model, tp) if row.split == "vocabulary" else np.asarray(row.shape[0] // rows_over)
-        each = math.prod(row.shape[1:]) // rest_over
-    return np.asarray(-n_rows % over * each, dtype=np.int64)
+        experts = row.shape[0] // ep
+        if not np.any(by_row := experts % over > 0):
+            return np.zeros_like(tp)
+        return np.asarray(by_row * (-row.shape[1] % over * experts * row.shape[2]))
+    n_rows, n_columns = _rows_and_columns(model, row, tp)
+    return np.asarray(-n_rows % over * n_columns)
+
+
+def _rows_and_columns(model: ModelSpec, row: Row, tp: Ints) -> tuple[Ints, Ints]:
+    """Rows of a parameter of all tokens on rank 0 of tp, and elements of each, (n,)."""
+    rows_over, columns_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
+    n_rows = vocabulary_rows(model, tp) if row.split == "vocabulary" else row.shape[0] // rows_over
+    none = np.zeros_like(tp)
+    return n_rows + none, math.prod(row.shape[1:]) // columns_over + none
 
 
 def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
@@ -239,9 +235,8 @@ def _in_blocks_of(job: Job, row: Row, tp: Ints, ep: Ints) -> Ints:
     if row.split == "experts":
         rows_of_rank = row.shape[0] // ep * row.shape[1]
         return np.stack([none, none, rows_of_rank * row.shape[-1], rows_of_rank * blocks])
-    rows_over, columns_over = (tp_shards(model, row.split, tp) if row.split_dim == dim else 1 for dim in (0, 1))
-    first = vocabulary_rows(model, tp) if row.split == "vocabulary" else row.shape[0] // rows_over + none
-    return np.stack([first * (row.shape[1] // columns_over), first * blocks, none, none])
+    n_rows, n_columns = _rows_and_columns(model, row, tp)
+    return np.stack([n_rows * n_columns, n_rows * blocks, none, none])
 
 
 def vocabulary_rows(model: ModelSpec, tp: Ints, tp_rank: int = 0, multiple: int = 0) -> Ints:
