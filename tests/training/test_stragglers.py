@@ -88,6 +88,21 @@ def test_a_rank_that_is_slow_in_some_steps_is_not_named():
     assert judged(FOUR, own_s) == []
 
 
+def test_ranks_that_other_programs_slow_down_for_some_steps_are_not_named():
+    """As on 2 cores with 4 equal ranks and 2 other programs: a rank at 1.3 times for 10 steps; ratios vary by 15 %."""
+    own_s = times(400, 4, noise=0.15)
+    for first in range(20, 400, 50):
+        own_s[first : first + 10, first // 50 % 4] *= 1.3
+    assert judged(FOUR, own_s) == []
+
+
+def test_a_slow_rank_is_named_later_where_steps_vary():
+    for seed in range(5):
+        slow, *_ = judged(FOUR, slowed(times(200, 4, noise=0.1, seed=seed), 2, 100, factor=1.35))
+        assert slow.rank == 2
+        assert 100 < slow.step <= 130
+
+
 def test_a_world_of_two_names_the_slower_one():
     (slow,) = judged(Layout(tp=2), slowed(times(60, 2), 1, 30))
     assert slow.rank == 1
