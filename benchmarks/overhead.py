@@ -130,13 +130,25 @@ def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
 
     degrees = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     world = math.prod(LAYOUTS[kind].get(axis, 1) for axis in degrees)
+    times = launched([__file__, "--child", who, kind, str(data), str(steps)], world)
+    remove_run(data.parent)
+    walls = [max(wall for wall, _ in step) for step in zip(*times, strict=True)]
+    return {
+        "tokens_per_s_best": plain.STEP_TOKENS / min(walls),
+        "tokens_per_s_median": plain.STEP_TOKENS / statistics.median(walls),
+        "cpu_s_per_step": sum(statistics.median(cpu for _, cpu in rank) for rank in times),
+    }
+
+
+def launched(arguments: list[str], world: int) -> list[Any]:
+    """What each rank of a world of Python processes with these arguments prints last, as JSON."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if world > 1:
         environment |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, __file__, "--child", who, kind, str(data), str(steps)]
+    command = [sys.executable, *arguments]
     ranks = [
         subprocess.Popen(
             command,
@@ -146,14 +158,12 @@ def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
         )
         for r in range(world)
     ]
-    times = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
-    shutil.rmtree(data.parent / "run", ignore_errors=True)
-    walls = [max(wall for wall, _ in step) for step in zip(*times, strict=True)]
-    return {
-        "tokens_per_s_best": plain.STEP_TOKENS / min(walls),
-        "tokens_per_s_median": plain.STEP_TOKENS / statistics.median(walls),
-        "cpu_s_per_step": sum(statistics.median(cpu for _, cpu in rank) for rank in times),
-    }
+    return [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a run of ours has written."""
+    shutil.rmtree(folder / "run", ignore_errors=True)
 
 
 def write_tokens(folder: Path) -> Path:

@@ -1,4 +1,5 @@
-"""What `overhead.py` measures Shardwright against: a Llama and training loops, written by hand in plain PyTorch.
+"""What `overhead.py` and `memory_savers.py` measure Shardwright against: a Llama and training loops, written by hand in
+plain PyTorch.
 
 Nothing here imports Shardwright. It is what one writes to have as little as possible between the model and the
 hardware: no metrics, no checkpoints, no clipping, tokens made up on the spot.
@@ -6,13 +7,18 @@ hardware: no metrics, no checkpoints, no clipping, tokens made up on the spot.
 
 import os
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, VOCAB, SEQ = 4, 256, 704, 8, 4, 2048, 256
 HEAD_DIM = WIDTH // HEADS
@@ -100,15 +106,81 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.features(tokens))
 
 
-def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
-    """(wall seconds, CPU seconds of this process) of each step after the warm-up; kind: single, moe, ddp, fsdp."""
+KEPT = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+
+def keeps_products(context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+    """Outputs of matmuls and of attention are saved, all else is computed again."""
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(model: nn.Module, saver: str) -> None:
+    """Recompute each block, wholly or all but matmuls and attention."""
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keeps_products)}
+    for layer in model.layers:
+        again = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(again, **contexts) if saver == "recompute selective" else again
+
+
+def shard(model: nn.Module, saver: str) -> None:
+    """FSDP2 as it comes: ZeRO-3, gradients reduced and sharded after every microbatch."""
+    options = {}
+    if saver == "zero 3, parameters and states cpu":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if saver == "zero 3, gradients bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def optimizers(model: nn.Module, saver: str) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    if saver == "adafactor":
+        return [torch.optim.Adafactor(parameters, lr=1e-2, weight_decay=0.01)]
+    if saver == "adamw-8bit":
+        from torchao.optim import AdamW8bit
+
+        return [AdamW8bit(parameters, lr=1e-3, weight_decay=0.01)]
+    if saver == "muon":
+        hidden = [p for p in model.layers.parameters() if p.ndim == 2]
+        rest = [p for p in parameters if not any(p is each for each in hidden)]
+        return [torch.optim.Muon(hidden, lr=1e-3, weight_decay=0.01), torch.optim.AdamW(rest, lr=1e-3, fused=True)]
+    return [torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01, fused=True)]
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, saver: str) -> Tensor:
+    if not saver.startswith("loss_chunk_tokens"):
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    def loss_sum(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(x), target, reduction="sum")
+
+    chunk = int(saver.split()[1])
+    pairs = zip(model.features(tokens).flatten(0, 1).split(chunk), targets.flatten().split(chunk), strict=True)
+    return sum(checkpoint(loss_sum, x, target, use_reentrant=False) for x, target in pairs) / targets.numel()
+
+
+def train(
+    kind: str,
+    steps: int,
+    warmup: int,
+    saver: str = "none",
+    micro_batch: int = MICRO_BATCH,
+    warm: Callable[[], None] = lambda: None,
+) -> list[tuple[float, float]]:
+    """(wall seconds, CPU seconds of this process) of each step after the warm-up, at whose end `warm` is called. kind:
+    single, moe, ddp, fsdp; saver: a row of `memory_savers.py`, of which those with zero 3 are fsdp."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -117,31 +189,36 @@ def train(kind: str, steps: int, warmup: int) -> list[tuple[float, float]]:
         dist.init_process_group("gloo")
     if kind == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if kind == "fsdp":
-        # As it comes: ZeRO-3, gradients reduced and sharded after every microbatch.
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-    accumulation = STEP_TOKENS // (SEQ * MICRO_BATCH * world)
+    if saver.startswith("recompute"):
+        recompute(model, saver)
+    if kind == "fsdp" or saver.startswith("zero 3"):
+        shard(model, saver)
+    steppers = optimizers(model, saver)
+    micro_batch = min(micro_batch, STEP_TOKENS // (SEQ * world))
+    accumulation = STEP_TOKENS // (SEQ * micro_batch * world)
+    saved = partial(save_on_cpu, pin_memory=False) if saver == "offload_activations cpu" else nullcontext
+    typed = torch.autocast("cpu", torch.bfloat16, enabled=saver == "compute bf16")
     generator = torch.Generator().manual_seed(rank)
     times = []
     for step in range(warmup + steps):
+        if step == warmup:
+            warm()
         wall, cpu = time.perf_counter(), time.process_time()
         for microbatch in range(accumulation):
             last = microbatch == accumulation - 1
-            data = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
+            data = torch.randint(VOCAB, (micro_batch, SEQ + 1), generator=generator)
             if kind == "ddp":
                 model.require_backward_grad_sync = last
-            logits = model(data[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten()) / accumulation
+            with saved(), typed:
+                loss = loss_of(model, data[:, :-1], data[:, 1:], saver) / accumulation
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in steppers:
+            optimizer.step()
+            optimizer.zero_grad()
         if step >= warmup:
             times.append((time.perf_counter() - wall, time.process_time() - cpu))
     if world > 1:
-        del model, optimizer, loss, logits
+        del model, steppers, optimizer, loss
         dist.barrier()
         dist.destroy_process_group()
     return times

@@ -1,10 +1,11 @@
-"""The memory that the control groups (cgroups) of this process allow: what a container, a job of Slurm or a service of
-systemd may use of its machine. No torch.
+"""What this process may use of its machine: memory, as far as its control groups (cgroups) allow, which are those of a
+container, a job of Slurm or a service of systemd; and cores. No torch.
 
 The kernel's documents: cgroup v2, `memory.max`; cgroup v1, `memory.limit_in_bytes`. A group has at most what the groups
 around it have, so the least limit counts.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -33,6 +34,11 @@ def memory_limit(groups: Path = GROUPS, own: Path = OWN) -> Limit | None:
         with suppress(OSError, ValueError):  # of a group that is not mounted, or "max": no limit
             found.append(Limit(int(file.read_text()), file))
     return min(found, default=None)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _files(groups: Path, own: Path) -> Iterator[Path]:

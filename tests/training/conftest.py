@@ -9,6 +9,7 @@ from shardwright.data import prepare as module
 from shardwright.data.prepare import prepare
 from tests.distributed import run_ranks
 from tests.training.checkpoints import ZERO_3, save_ranks
+from tests.training.runs import train, write_run_file
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,20 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tokens") / "tokens"
     prepare(Path(module.__file__), out, vocab_size=300, validation=0.0)
     return out
+
+
+@pytest.fixture
+def run_file(tokens: Path, tmp_path: Path) -> Path:
+    """The run file of a small run of two ranks on them."""
+    return write_run_file(tmp_path, tokens)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run file of such a run that nothing happened to, after its 20 steps. Tests read it, and change nothing."""
+    path = write_run_file(tmp_path_factory.mktemp("uninterrupted"), tokens)
+    train(path)
+    return path
 
 
 @pytest.fixture(scope="module")

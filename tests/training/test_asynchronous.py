@@ -169,11 +169,6 @@ def failing(times: int, step: int = 10) -> Any:
     return functools.partial(fails_once, step, times)
 
 
-@pytest.fixture
-def run_file(tokens: Path, tmp_path: Path) -> Path:
-    return write_run_file(tmp_path, tokens)
-
-
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(run_file):
     run = train(run_file, *ASYNC, "--set", "checkpoint.on_error=continue", fault=failing(9))
     told = "the checkpoint after step 10 is not written: "

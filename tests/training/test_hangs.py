@@ -15,7 +15,7 @@ from shardwright.run_folder import read_events
 from shardwright.training import monitor as module
 from shardwright.training.monitor import Monitor
 from tests.marks import prove
-from tests.training.runs import is_alive, training, trajectory, write_run_file
+from tests.training.runs import is_alive, training, trajectory
 
 SOON = ("--set", "faults.hang_after=2.0", "--set", "steps=2000", "--set", "checkpoint.every=0")
 TP = Collective("all_reduce", 12, "3", "tp", (0, 1))
@@ -118,11 +118,6 @@ def test_a_phase_that_is_late_is_seen_once_it_was_late_twice(tmp_path, monkeypat
     monitor._reported.place(3, "data", time.monotonic(), 2.0)
     assert watch.hang() is None
     monitor.close()
-
-
-@pytest.fixture
-def run_file(tokens: Path, tmp_path: Path) -> Path:
-    return write_run_file(tmp_path, tokens)
 
 
 def test_a_stopped_rank_is_named_with_its_step_and_what_the_others_wait_for(run_file):

@@ -24,11 +24,6 @@ WITHIN_S = 90.0
 """For a run to end after its fault, also on a busy machine; left to itself a collective waits for 600 s."""
 
 
-@pytest.fixture
-def run_file(tokens: Path, tmp_path: Path) -> Path:
-    return write_run_file(tmp_path, tokens)
-
-
 def in_step_3_of_rank_1(rank: int, what) -> None:
     from shardwright.training.step import Trainer
 

@@ -25,7 +25,6 @@ from tests.training.runs import (
     train,
     training,
     trajectory,
-    write_run_file,
 )
 
 SAVED = [Path("checkpoints/step-00000005"), Path("checkpoints/step-00000010")]
@@ -120,18 +119,6 @@ def test_a_layout_shrinks_along_dp_alone():
     whole = shrunk(config_of({"dp_shard": 2, "zero": 3}), 1, 1)
     assert whole is not None
     assert (whole.layout.layout().world_size, whole.layout.layout().zero) == (1, 0)
-
-
-@pytest.fixture
-def run_file(tokens: Path, tmp_path: Path) -> Path:
-    return write_run_file(tmp_path, tokens)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("uninterrupted"), tokens)
-    train(path)
-    return path
 
 
 def is_killed_in_step_13(marker: Path, rank: int) -> None:

@@ -20,20 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import prove, rest_prove
-from tests.training.runs import checkpoints, checksums, kill_itself, train, training, trajectory, write_run_file
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run file of a run of 20 steps that nothing happened to."""
-    run_file = write_run_file(tmp_path_factory.mktemp("uninterrupted"), tokens)
-    train(run_file)
-    return run_file
-
-
-@pytest.fixture
-def run_file(tokens: Path, tmp_path: Path) -> Path:
-    return write_run_file(tmp_path, tokens)
+from tests.training.runs import checkpoints, checksums, kill_itself, train, training, trajectory
 
 
 def same_run(run_file: Path, uninterrupted: Path) -> None:

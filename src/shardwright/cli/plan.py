@@ -81,6 +81,7 @@ def _evaluate(options: Options) -> None:
 
 def _search(asked: Asked, options: Options) -> None:
     from shardwright.cli import plan_text
+    from shardwright.control_groups import usable_cores
     from shardwright.planner.alternatives import runners_up, well_known
     from shardwright.planner.document import plan_document
     from shardwright.planner.nearest import remedies
@@ -88,7 +89,13 @@ def _search(asked: Asked, options: Options) -> None:
 
     with error_console.status("evaluating every layout") as status:
         started = time.perf_counter()
-        found = search(asked.job, memory_margin=options.memory_margin, top=options.top, fixed=asked.fixed)
+        found = search(
+            asked.job,
+            memory_margin=options.memory_margin,
+            top=options.top,
+            fixed=asked.fixed,
+            processes=usable_cores(),
+        )
         took_s = time.perf_counter() - started
         status.update("looking at others")
         taken = found.recommended

@@ -22,6 +22,7 @@ def compare(asked: Asked, options: Options) -> None:
 
     Raises InputError for clusters that are not known, and typer.Exit(1) where nothing fits on any.
     """
+    from shardwright.control_groups import usable_cores
     from shardwright.cost.measured import on_machine
     from shardwright.planner.search import search
 
@@ -35,7 +36,10 @@ def compare(asked: Asked, options: Options) -> None:
             status.update(f"evaluating every layout of {cluster.name}")
             try:
                 job = on_machine(replace(asked.anywhere, cluster=cluster))
-                found.append(search(job, memory_margin=options.memory_margin, top=1, fixed=asked.fixed))
+                processes = usable_cores()
+                found.append(
+                    search(job, memory_margin=options.memory_margin, top=1, fixed=asked.fixed, processes=processes)
+                )
             except LayoutError as error:
                 raise LayoutError(*(f"{cluster.name}: {problem}" for problem in error.problems)) from None
     if options.json:

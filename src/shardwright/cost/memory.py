@@ -145,6 +145,7 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
     few = _few_microbatches(job, candidates)
     cuts = _numbered(candidates.tp, candidates.cp, candidates.ep)[1]
     first, back = _numbered(
+        few,
         cuts,
         candidates.micro_batch,
         candidates.recompute,
@@ -152,14 +153,13 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
         states.keeps_gradients(job, candidates),
         candidates.zero,
         np.where(candidates.zero >= 1, candidates.dp_shard, 0),
-        few,
     )
     step = _Step(job, candidates.take(first))
     moving = np.zeros((len(first), candidates.pp))
-    for m in np.unique(few[first]):
-        mine = np.nonzero(few[first] == m)[0]
+    distinct, begins = np.unique(few[first], return_index=True)  # in order, so each has a slice of the rows
+    for m, begin, end in zip(distinct, begins, [*begins[1:], len(first)], strict=True):
         at = pipeline.moments(candidates, int(m))
-        moving[mine] = _sizes(step.of_stage.take(mine), step.stages, at).max(2)
+        moving[begin:end] = _sizes(step.of_stage.take(slice(begin, end)), step.stages, at).max(2)
     first_held, back_held = _numbered(
         cuts, candidates.dp_shard, candidates.dp_replicate, candidates.zero, candidates.sequence_parallel
     )
@@ -176,8 +176,8 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
 
 
 def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Indices of the first occurrences of the distinct rows, (u,), and for every row the number of its distinct row,
-    (n,)."""
+    """Indices of the first occurrences of the distinct rows, (u,), in the order of the first column, and for every row
+    the number of its distinct row, (n,)."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         key = key * (int(column.max()) + 1) + column
@@ -222,7 +222,7 @@ class StageBytes:
     reduced: Floats
     gathered: Floats
 
-    def take(self, rows: Ints) -> "StageBytes":
+    def take(self, rows: Ints | slice) -> "StageBytes":
         """The bytes of some of the candidates."""
         return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
 
@@ -336,10 +336,10 @@ def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
     flying = of_stage.activations + of_stage.experts + of_stage.logits
     counted = [(flying, at.in_flight), (of_stage.waiting + of_stage.waiting_logits, at.waiting)]
     counted += [(of_stage.accumulating, at.accumulating), (of_stage.reduced, at.reduced)]
-    # For each rank a matmul, (n, sum of v) x (sum of v, k).
+    # For each rank a matmul, (n, sum of v) x (sum of v, k); of the kinds of action one counts at each moment.
     used = [(n_bytes, count) for n_bytes, count in counted if count.any() and n_bytes.any()]
-    held = np.concatenate([n_bytes[:, stages.of_rank] for n_bytes, _ in used], axis=2).transpose(1, 0, 2)
-    found = held @ np.concatenate([count for _, count in used], axis=2).transpose(0, 2, 1).astype(np.float64)
+    held = [n_bytes[:, stages.of_rank] for n_bytes, _ in used]
+    counts = [count for _, count in used]
     by_part = (of_stage.working, of_stage.gradients, of_stage.gathered)
     working, gradients, gathered = (part[:, stages.of_rank].max(2) for part in by_part)
     loss, logits = of_stage.loss[:, -1:], of_stage.logits[:, -1:]
@@ -349,8 +349,10 @@ def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
     by_kind[pipeline.BACKWARD] = working + gradients + gathered
     by_kind[pipeline.EMBEDDING] = of_stage.embedding[:, :1] + gathered
     by_kind[pipeline.BACKWARD_LAST] = working + gradients + gathered - logits
-    extra = np.take_along_axis(by_kind.transpose(2, 1, 0), at.kind[:, None, :], axis=2)
-    sizes: Floats = (found + extra).transpose(1, 0, 2)
+    held.append(by_kind.transpose(1, 2, 0))
+    counts.append(at.kind[:, :, None] == np.arange(len(pipeline.ACTIONS)))
+    counts_RVk = np.concatenate(counts, axis=2).astype(np.float64).transpose(0, 2, 1)
+    sizes: Floats = (np.concatenate(held, axis=2).transpose(1, 0, 2) @ counts_RVk).transpose(1, 0, 2)
     return sizes
 
 

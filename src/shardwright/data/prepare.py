@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwright import __version__
+from shardwright.control_groups import usable_cores
 from shardwright.data.chat import TEMPLATE, ChatFormat, Piece, read_chat_format
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import REMOTE, size_bytes
@@ -270,8 +271,7 @@ def _write_tokens(
 
 def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[list[int], list[Piece]]]:
     """Pieces gathered until there is enough for every core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    enough = min(cores * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
+    enough = min(usable_cores() * BATCH_BYTES_PER_CORE, LARGEST_BATCH_BYTES)
     numbers: list[int] = []
     gathered: list[Piece] = []
     size = 0

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +16,15 @@ from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Condition, Pool
 from shardwright.planner.priced import Priced
-from shardwright.planner.space import groups
+from shardwright.planner.space import divisors, groups, groups_of, no_layout
+from shardwright.planner.spread import spread
 from shardwright.planner.tie import simplest
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
 TOP = 10
+PARALLEL_FROM = 512
+"""Accelerators from which on the time that a search takes is worth several processes."""
 CELLS = 2**17
 """Layouts x ranks of `pp` that are evaluated at once: as many as keep the arrays of a formula in the cache."""
 
@@ -69,11 +74,14 @@ def limit_bytes(job: Job, memory_margin: float) -> float:
     return (1 - memory_margin) * job.cluster.accelerator.memory_bytes
 
 
-def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fixed | None = None) -> Plan:
+def search(
+    job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fixed | None = None, processes: int = 1
+) -> Plan:
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
     is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`).
+    `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM` accelerators there is one.
 
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
     no share.
@@ -83,7 +91,7 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fi
     ):
         raise LayoutError(*problems)
     limit = limit_bytes(job, memory_margin)
-    found = survey(job, limit, fixed)
+    found = survey(job, limit, fixed, processes if job.cluster.size >= PARALLEL_FROM else 1)
     if fixed is not None and not found.n_layouts:
         raise none_searched(job, fixed)
     listed = distinct(found.pool, top)
@@ -92,42 +100,66 @@ def search(job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fi
     return Plan(job, limit, found, best, [each.others for each in listed], recommended, fixed)
 
 
-def survey(job: Job, limit: float, condition: Condition | None = None) -> Survey:
+def survey(job: Job, limit: float, condition: Condition | None = None, processes: int = 1) -> Survey:
     """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
 
-    `condition`: only of layouts of this kind. Raises LayoutError where no layout can partition the batch.
+    `condition`: only of layouts of this kind. `processes`: more than one each evaluate the layouts of one number of
+    stages at a time; `condition` has to be None or Fixed then. Raises LayoutError where no layout can partition the
+    batch.
     """
+    evaluate, stages = partial(_survey_of, job, limit, condition), divisors(job.cluster.size)
+    found = [each for each in spread(evaluate, stages, processes) if each is not None]
+    if not found:
+        raise LayoutError(no_layout(job))
+    nearest = min(found, key=lambda each: each.nearest_bytes)
+    pools = [each.pool for each in found]
+    bounds, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("bound_s", "peak_bytes"))
+    pool = Pool(job, [group for pool in pools for group in pool.groups], bounds, peaks)
+    return Survey(sum(each.n_layouts for each in found), pool, nearest.nearest, nearest.nearest_bytes)
+
+
+def _survey_of(job: Job, limit: float, condition: Condition | None, pp: int) -> Survey | None:
+    """The survey of the layouts with `pp` stages; None where none can partition the batch."""
     kept: list[Candidates] = []
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]
-    n_layouts, least = 0, np.inf
+    n_layouts, least, exists = 0, np.inf, False
     nearest: Choice | None = None
-    for group in _parts(job, condition):
-        needed = memory.reserved_bytes(job, group)
-        n_layouts += len(group)
-        at = int(needed.argmin())
-        if needed[at] < least:
-            nearest, least = choice_at(group, at), float(needed[at])
-        fits = needed <= limit
-        if fits.any():
-            kept.append(group.take(fits))
-            peaks.append(needed[fits])
-            bounds.append(step_time(job, kept[-1], simulated=False).total_s)
+    for all_of_them in groups_of(job, pp, _offload(condition)):
+        exists = True
+        for group in _parts(all_of_them, condition):
+            needed = memory.reserved_bytes(job, group)
+            n_layouts += len(group)
+            at = int(needed.argmin())
+            if needed[at] < least:
+                nearest, least = choice_at(group, at), float(needed[at])
+            fits = needed <= limit
+            if fits.any():
+                kept.append(group.take(fits))
+                peaks.append(needed[fits])
+                bounds.append(step_time(job, kept[-1], simulated=False).total_s)
+    if not exists:
+        return None
     pool = Pool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
     return Survey(n_layouts, pool, nearest, float(least))
 
 
 def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
     """Whether any layout, of this kind, needs no more than `limit` bytes; returns at the first that does."""
-    return any((memory.reserved_bytes(job, group) <= limit).any() for group in _parts(job, condition))
+    return any(
+        (memory.reserved_bytes(job, part) <= limit).any()
+        for group in groups(job, _offload(condition))
+        for part in _parts(group, condition)
+    )
 
 
-def _parts(job: Job, condition: Condition | None) -> Iterator[Candidates]:
-    """The groups of the space, in parts that the formulas take at once."""
-    for group in groups(job, condition.offload if isinstance(condition, Fixed) else {}):
-        if condition is not None:
-            group = group.take(condition(group))
-            if not len(group):
-                continue
-        step = max(1, CELLS // group.pp)
-        for begin in range(0, len(group), step):
-            yield group.take(slice(begin, begin + step))
+def _offload(condition: Condition | None) -> dict[str, Any]:
+    return condition.offload if isinstance(condition, Fixed) else {}
+
+
+def _parts(group: Candidates, condition: Condition | None) -> Iterator[Candidates]:
+    """Those layouts of a group that are of this kind, in parts that the formulas take at once."""
+    if condition is not None:
+        group = group.take(condition(group))
+    step = max(1, CELLS // group.pp)
+    for begin in range(0, len(group), step):
+        yield group.take(slice(begin, begin + step))

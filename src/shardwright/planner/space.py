@@ -21,6 +21,7 @@ once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -49,31 +50,38 @@ def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Itera
     Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
     LayoutError, with the nearest batches that would do, where no layout can partition the batch.
     """
-    n_layouts = 0
+    n_groups = 0
     for pp in divisors(job.cluster.size):
-        by_method: dict[str, Columns] = {}
-        for shared in _in_nodes(job, _shared(pp, job.model.n_layers, offload)):
-            method = shared.cp_method
-            if method not in by_method:
-                by_method[method] = _rows(job, pp, method)
-            found = _group(job, shared, by_method[method])
-            if len(found):
-                n_layouts += len(found)
-                yield found
-    if not n_layouts:
-        raise LayoutError(_no_layout(job))
+        for found in groups_of(job, pp, offload):
+            n_groups += 1
+            yield found
+    if not n_groups:
+        raise LayoutError(no_layout(job))
 
 
-def _shared(pp: int, n_layers: int, offload: Mapping[str, Any] = MappingProxyType({})) -> list[Layout]:
+def groups_of(job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Candidates]:
+    """Those of `groups` with pipelines of `pp` ranks, of which there may be none."""
+    by_method: dict[str, Columns] = {}
+    for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
+        method = shared.cp_method
+        if method not in by_method:
+            by_method[method] = _rows(job, pp, method)
+        found = _group(job, shared, by_method[method])
+        if len(found):
+            yield found
+
+
+@cache
+def _shared(pp: int, n_layers: int, offload: tuple[tuple[str, Any], ...] = ()) -> tuple[Layout, ...]:
     """Every choice of the keys that the layouts of a group share, for pipelines of so many ranks with which each stage
     has a layer."""
-    found = [_ALL_AXES.changed(pp=pp, **offload)]
+    found = [_ALL_AXES.changed(pp=pp, **dict(offload))]
     for name, key in KEYS.items():
         if name not in COLUMNS and name != "pp":
             found = [
                 other for layout in found for value in key.searched(layout) for other in _with(layout, name, value)
             ]
-    return [layout for layout in found if layout.n_stages <= n_layers]
+    return tuple(layout for layout in found if layout.n_stages <= n_layers)
 
 
 def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
@@ -87,6 +95,8 @@ def _in_nodes(job: Job, layouts: Sequence[Layout]) -> Iterator[Layout]:
 
 def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
     """A layout with another value of a key; none where that cannot be, as dualpipe on an odd number of ranks."""
+    if getattr(layout, name) == value:
+        return [layout]
     try:
         return [layout.changed(**{name: value})]
     except LayoutError:
@@ -171,7 +181,7 @@ def _where(columns: Columns, kept: NDArray[np.bool_]) -> Columns:
     return {name: column[kept] for name, column in columns.items()}
 
 
-def _no_layout(job: Job) -> str:
+def no_layout(job: Job) -> str:
     """Why no layout can partition the batch, with the nearest batches that some layout can."""
     data_ranks: set[int] = set()
     for pp in divisors(job.cluster.size):

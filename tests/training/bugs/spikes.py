@@ -1,20 +1,21 @@
 """Bugs of what is done about loss spikes: found by some ranks alone, found too late, forgotten on a resume."""
 
 from tests.mutation import Mutation
-from tests.training import test_spikes
+from tests.training import test_recheck, test_spikes
 from tests.training.bugs.bug import AnyBug, UnitBug
 
-_SEEN = "tests/training/test_spikes.py:test_a_bug_is_seen"
-_ROLLBACK = "tests/training/test_spikes.py:test_a_bug_of_rollback_is_seen"
+_SPIKES, _RECHECK = "tests/training/test_spikes.py", "tests/training/test_recheck.py"
+_ROLLBACK = f"{_SPIKES}:test_a_bug_of_rollback_is_seen"
 _JUDGE = "shardwright.training.spikes:SpikeGuard.judge"
 
 
 def _there(name: str) -> UnitBug:
-    return UnitBug(test_spikes.BUGS[name][1], _SEEN, put_in_there=True)
+    at, bugs = (_SPIKES, test_spikes.BUGS) if name in test_spikes.BUGS else (_RECHECK, test_recheck.BUGS)
+    return UnitBug(bugs[name][1], f"{at}:test_a_bug_is_seen", put_in_there=True)
 
 
 def _of_rule(before: str, after: str, test: str) -> UnitBug:
-    return UnitBug(Mutation(_JUDGE, before, after), f"tests/training/test_spikes.py:{test}")
+    return UnitBug(Mutation(_JUDGE, before, after), f"{_SPIKES}:{test}")
 
 
 _WINDOW = "test_a_step_is_judged_by_the_window_of_the_steps_before_it"
@@ -38,7 +39,7 @@ RECOMPUTATION: dict[str, AnyBug] = {
 } | {
     "every second try of a step is said to give the same": UnitBug(
         Mutation("shardwright.training.spikes:_not_finite", "(*numbers, spike.where)", "()"),
-        "tests/training/test_spikes.py:test_what_two_tries_of_a_step_tell",
+        f"{_RECHECK}:test_what_two_tries_of_a_step_tell",
     )
 }
 SCALE: dict[str, AnyBug] = {
