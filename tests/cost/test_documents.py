@@ -58,7 +58,7 @@ vocab_size = 512
 def test_plan_takes_the_lengths_from_the_data_of_the_run_file(tmp_path: Path) -> None:
     data, run = tmp_path / "tokens", tmp_path / "run.toml"
     run.write_text(RUN.format(path=data))
-    options = ["plan", str(run), "--cluster", "h100:8", "--json"]
+    options = ["plan", str(run), "--cluster", "h100:2/2", "--json"]
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 2
     assert "there is no such data folder" in result.output

@@ -102,6 +102,25 @@ def test_more_ranks_than_cores_share_them(mine: Path):
     assert half_a_core.step_s > 0.95 * one_core_each.step_s
 
 
+def test_a_rank_that_waits_leaves_its_share_of_the_cores_to_others(mine: Path):
+    """4 ranks on 2 cores. Of 2 replicas of 2 stages one computes while the other waits. Of 4 stages with one
+    micro-batch one runs at a time, on a whole core: the four take twice as long as one of them with half a core."""
+    four = job("mine:4/4", mine)
+    shared = estimate(four, Layout(pp=2, dp_replicate=2, pp_schedule="1f1b"), 1)
+    assert shared.parts_s["pipeline"] == 0
+    chip = replace(four.cluster.accelerator, core_share=1.0)
+    whole = replace(four, cluster=replace(four.cluster, accelerator=chip))
+    own = estimate(whole, Layout(pp=2, dp_replicate=2, pp_schedule="1f1b"), 1)
+    assert own.parts_s["pipeline"] > 0.1 * own.step_s
+    assert own.step_s - own.parts_s["pipeline"] == pytest.approx(shared.step_s)
+    one = Layout(pp=4, pp_schedule="1f1b")
+    half, all_of_it = (estimate(replace(each, global_batch=1), one, 1) for each in (four, whole))
+    rest = ("pipeline", "data parallel", "optimizer")
+    work_s = half.step_s - sum(half.parts_s.get(kind, 0.0) for kind in rest)
+    assert half.parts_s["pipeline"] + work_s == pytest.approx((all_of_it.parts_s["pipeline"] + work_s) / 2)
+    assert half.parts_s["pipeline"] > 0.4 * work_s
+
+
 def test_launches_and_messages_of_a_host_add_to_its_work(mine: Path):
     found = estimate(job("mine:2", mine), Layout(dp_shard=2, zero=3), 1)
     # 4 microbatches of 4 layers, and of half a layer for the ends: 400 us forward and 1.5 times that backward.

@@ -16,22 +16,8 @@ from shardwright.planner.search import survey
 from shardwright.planner.spread import spread
 from shardwright.units import GiB
 from tests.marks import prove
+from tests.planner.calls import killed, refused, squared
 from tests.planner.test_search import job
-
-
-def squared(number: int) -> tuple[int, int]:
-    return number**2, os.getpid()
-
-
-def refused(number: int) -> int:
-    raise LayoutError(f"{number} is refused")
-
-
-def killed(first: int) -> int:
-    """The process that calls it is killed, if it is not the first."""
-    if os.getpid() != first:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return first
 
 
 def test_items_are_shared_out_and_results_are_in_order():

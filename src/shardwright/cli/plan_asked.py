@@ -163,7 +163,10 @@ def ask(options: Options) -> Asked:
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
+    from shardwright.planner.run_file import untrained
 
+    if options.write is not None and precision in PRECISIONS:
+        wrong += untrained(precision)
     spec = found = explained = fixed = None
     try:
         explained = None if options.explain is None else read(options.explain)

@@ -48,15 +48,11 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
     with ledger.section(PIPELINE if candidates.pp > 1 else "Work of a rank"):
         parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
         mine = np.take_along_axis(work, most[:, None], 1)[:, 0]
-        parts["pipeline"] = span - mine
         forward, backward = stages.passes_of_rank(most)
         if ledger.recording():
-            stages.note(int(most[0]), m, {kind: seconds for kind, seconds in parts.items() if kind != "pipeline"})
-            ledger.total("work", parts | {"pipeline": np.zeros(1)}, value=mine)
-            if candidates.pp > 1:
-                simulated_with = f"{candidates.shared.pp_schedule} simulated with these times; cost/idle.py"
-                ledger.note("makespan", "", span, "s", simulated_with)
-                ledger.note("pipeline", "makespan - work", span - mine, "s", "waiting", makespan=span, work=mine)
+            stages.note(int(most[0]), m, parts)
+            ledger.total("work", parts, value=mine)
+        parts["pipeline"] = _waiting(job, candidates, span, mine)
     held = rank_parameters(job, candidates)
     with ledger.section("Data parallel, rank with most parameters"):
         parts["data parallel"] = data_parallel(job, candidates, held, m, forward, backward)
@@ -70,6 +66,21 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
         )
         ledger.total("step", parts)
     return StepTime(parts)
+
+
+def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -> Floats:
+    """Seconds that the rank with the most work waits for other stages. Where ranks share cores, one that waits leaves
+    its share to the others, which run as fast as with cores of their own then."""
+    if candidates.pp == 1:
+        return makespan - work
+    if ledger.recording():
+        simulated_with = f"{candidates.shared.pp_schedule} simulated with these times; cost/idle.py"
+        ledger.note("makespan", "", makespan, "s", simulated_with)
+    span = "makespan"
+    share = job.cluster.accelerator.core_share
+    if share < 1:
+        span = f"max(work, {span} * core_share)"
+    return ledger.compute("pipeline", f"{span} - work", "s", "waiting", makespan=makespan, work=work, core_share=share)
 
 
 class StagePasses:

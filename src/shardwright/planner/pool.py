@@ -20,7 +20,7 @@ AT_ONCE = 8
 class Pool:
     """n layouts of a job in groups that share a pipeline. `bound_s`, `peak_bytes`: (n,), in the order of the groups.
 
-    The time of a layout is simulated when it is asked for, and kept.
+    The time of a layout with a pipeline is simulated when it is asked for, and kept; that of any other is its bound.
     """
 
     def __init__(self, job: Job, groups: Sequence[Candidates], bound_s: Floats, peak_bytes: Floats) -> None:
@@ -70,13 +70,14 @@ class Pool:
         wanted = list(numbers)
         by_group: dict[int, list[int]] = {}
         for number in wanted:
-            if number not in self._exact:
-                by_group.setdefault(self._place(number)[0], []).append(number)
+            group = self._place(number)[0]
+            if number not in self._exact and self.groups[group].pp > 1:
+                by_group.setdefault(group, []).append(number)
         for group, those in by_group.items():
             rows = np.array([self._place(number)[1] for number in those])
             seconds = step_time(self.job, self.groups[group].take(rows), simulated=True).total_s
             self._exact.update(zip(those, np.asarray(seconds).tolist(), strict=True))
-        return [self._exact[number] for number in wanted]
+        return [self._exact.get(number, float(self.bound_s[number])) for number in wanted]
 
     def _place(self, number: int) -> tuple[int, int]:
         """In which group a layout is, and which of it."""

@@ -19,16 +19,21 @@ def precision_keys(job: Job) -> dict[str, Any]:
     return TRAINED[job.precision] | {"compile": job.compiled}
 
 
+def untrained(precision: str) -> list[str]:
+    """What is wrong with a precision of a layout that is to be written: `train` does not compute in all of them."""
+    if precision in TRAINED:
+        return []
+    return [f"--write with --precision {precision}: train computes in {' or '.join(TRAINED)}; choose one of them"]
+
+
 def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
     """The text of a run file.
 
     `name`: the preset that the model is; `command`: what found the layout, for the first line; `budget_tokens`: how
     long the run is to be. Raises InputError for a job that `train` cannot run.
     """
-    if job.precision not in TRAINED:
-        raise InputError(
-            f"--write with --precision {job.precision}: train computes in {' or '.join(TRAINED)}; choose one of them"
-        )
+    if wrong := untrained(job.precision):
+        raise InputError(*wrong)
     steps = STEPS if budget_tokens is None else max(1, round(budget_tokens / job.tokens))
     tokens = steps * job.tokens
     layout = choice.settings()

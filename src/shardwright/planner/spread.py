@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import TypeVar
@@ -31,14 +31,20 @@ def spread(function: Callable[[Item], Result], items: Iterable[Item], processes:
 
 def _by_others(function: Callable[[Item], Result], items: list[Item], processes: int) -> list[Result]:
     # A fork server, because this process may have threads, such as one that shows progress.
-    context = get_context("forkserver")
+    context, others = get_context("forkserver"), active_children()
     with ProcessPoolExecutor(processes, context, _begin) as executor:
-        return list(executor.map(function, items))
+        try:
+            return list(executor.map(function, items))
+        except BaseException:  # Ctrl-C, too, which does not wait for calls that run
+            for each in active_children():
+                if each not in others:
+                    each.kill()
+            raise
 
 
 def _begin() -> None:
-    """A process that calls the function ends without a word on Ctrl-C, and when the process that started it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A process that calls the function leaves Ctrl-C to the one that started it, and ends when that is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 
 
