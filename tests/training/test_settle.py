@@ -2,6 +2,7 @@
 it decided into its folder, and goes on with it."""
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ def chosen(found: RunConfig) -> str:
     return found.layout.layout().recompute
 
 
+@cache
 def limits() -> dict[str, float]:
     """For each choice a memory in GiB with which it is the least that fits the debug model."""
     found: dict[str, float] = {}
-    for tenths in range(1, 400):
+    for tenths in range(1, 400, 3):
         try:
             found.setdefault(chosen(settled(config(), tenths * 8 * MiB)[0]), tenths * 8 * MiB / GiB)
         except LayoutError:

@@ -334,6 +334,7 @@ def test_in_fewer_bits_experts_are_drawn_and_biases_and_loads_are_exact(verifier
     assert not any(".experts." in name for name in dealt), "their products are over tokens of both ranks at once"
 
 
+@prove
 def test_a_bias_that_moves_faster_than_its_rate_is_seen_in_16_bits_too():
     faster = Mutation(
         "shardwright.model.moe:update_bias",

@@ -11,6 +11,7 @@ from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, Sums
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.kinds import DATA
 from shardwright.cost.message import Message
 from shardwright.cost.messages import HIDDEN, hidden
 from shardwright.cost.secondary import again_ranks
@@ -80,10 +81,11 @@ def data_parallel(
             exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
             found = np.where(candidates.zero == zero, exposed, found)
     after = [*replica_messages(job, candidates, held), *products.messages(candidates, held)]
-    parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster) for each in after}
+    slower = job.stack.speed.slowdown(DATA)
+    parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster, slower) for each in after}
     if np.any(held.factored):
         parts["products of gradients"] = products.computed(job, candidates, held)
-    return ledger.total("data parallel", parts)
+    return ledger.total(DATA, parts)
 
 
 SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
@@ -195,11 +197,14 @@ class _Traffic:
                 for group in self.groups
                 for message in data_messages(self.job, self.candidates.shared, what, group)
             ]
-            terms = {message.what: message.seconds(self.job.cluster) for message in messages}
+            slower = self.job.stack.speed.slowdown(DATA)
+            terms = {message.what: message.seconds(self.job.cluster, slower) for message in messages}
             if bucket_s := self.job.stack.speed.bucket_s:
                 calls = sum((np.where(np.asarray(each.size) > 1, each.calls, 0) for each in messages), np.zeros(1))
                 host = f"host for {what}"
-                terms[host] = ledger.compute(host, "calls * bucket_s", calls=calls, bucket_s=bucket_s)
+                terms[host] = ledger.compute(
+                    host, "in_step * calls * bucket_s", in_step=slower, calls=calls, bucket_s=bucket_s
+                )
             if self.candidates.shared.offload_parameters == "cpu" and what in (GATHERED, GATHERED_AGAIN, SCATTERED):
                 terms |= {f"{what}, {group.name}, host": self._over_link(what, group) for group in self.groups}
             self._sent[what] = ledger.total(what, terms)

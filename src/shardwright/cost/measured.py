@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from shardwright.cost.calibration import OTHERS
+from shardwright.cost.kinds import CONTEXT, DATA, TENSOR
 from shardwright.cost.table import ByPrecision, Count, NotNegative, Positive, Table
 from shardwright.units import GiB
 
@@ -59,6 +60,19 @@ class GenerationTable(Table):
     )
 
 
+WORK = "work"
+"""A key of `InStep`."""
+
+
+class InStep(Table):
+    """Measured time in a step, relative to kernels and messages that run alone."""
+
+    work: Positive = Field(1.0, description="kernels, and the waiting of stages for each other")
+    data_parallel: Positive = Field(1.0, description="messages of weights and gradients")
+    tensor_parallel: Positive = Field(1.0, description="messages over tp")
+    context_parallel: Positive = Field(1.0, description="messages over cp")
+
+
 class RatesTable(Table):
     """Rates of one rank of a node of so many."""
 
@@ -78,6 +92,9 @@ class RatesTable(Table):
     step_us: NotNegative = Field(description="of a step beyond its work, microseconds")
     bucket_us: NotNegative = Field(description="to gather or reduce a block's parameters, beyond the collective")
     kernels: dict[Kernel, NotNegative] = Field(description="bytes moved for each element by our kernels; cost/speed.py")
+    in_step: InStep = Field(
+        default_factory=InStep, description="time in a step of the training program, relative to that alone"
+    )
     generation: GenerationTable | None = Field(
         None, description="passes of shardwright generate, of a CPU; without them plan serve cannot price it"
     )
@@ -103,14 +120,14 @@ def on_machine(job: "Job") -> "Job":
     rates, share = chip.rates, chip.core_share
     fitted = replace(
         job.calibration,
-        product_share={OTHERS: {"bf16": 1.0, "fp8": 1.0}},
+        product_share={OTHERS: dict.fromkeys(("bf16", "fp8"), 1 / rates.in_step.work)},
         flash_share={OTHERS: rates.attention_share},
         ramp_k=rates.ramp_k,
         partial_wave=rates.partial_wave,
         flash_width=rates.attention_width,
         flash_length=rates.attention_length,
         flash_backward=rates.attention_backward,
-        memory_share=1.0,
+        memory_share=1 / rates.in_step.work,
     )
     speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0)
     if not job.compiled:
@@ -125,6 +142,12 @@ def on_machine(job: "Job") -> "Job":
             **kernels,
         )
     if chip.on_host:
-        speed = replace(speed, adds_launches=True, hides_dp=False, hides_tp_backward=False, message_s=0.0)
+        messages = {
+            DATA: rates.in_step.data_parallel, TENSOR: rates.in_step.tensor_parallel,
+            CONTEXT: rates.in_step.context_parallel,
+        }  # fmt: skip
+        speed = replace(
+            speed, in_step=messages, adds_launches=True, hides_dp=False, hides_tp_backward=False, message_s=0.0
+        )
     stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
     return replace(job, calibration=fitted, stack=stack)

@@ -1,7 +1,7 @@
 """A message: what a group of ranks sends in a step. The step time prices messages, and `cost.traffic` lists them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,17 @@ class Message:
     stride: Number
     calls: Number = 1
 
-    def seconds(self, cluster: Cluster) -> Floats:
-        """Seconds of all calls, one after another; (n,)."""
+    def seconds(self, cluster: Cluster, in_step: float = 1.0) -> Floats:
+        """Seconds of all calls, one after another; (n,). `in_step`: by how much that is longer in a step than
+        alone."""
+        if in_step != 1:
+            alone = f"{self.what}, alone"
+            seconds = replace(self, what=alone).seconds(cluster)
+            if not seconds.any():
+                return seconds
+            name = ledger.identifier(alone)
+            inputs: ledger.Inputs = {"in_step": in_step, name: seconds}
+            return ledger.compute(self.what, f"in_step * {name}", **inputs)
         if np.all(self.calls == 1):
             return self.collective(cluster, self.n_bytes, self.size, self.stride, self.what)
         once = f"{self.what}, one call"

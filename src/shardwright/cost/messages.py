@@ -16,8 +16,9 @@ from shardwright.cost.collectives import (
     reduce_scatter,
 )
 from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.kinds import CONTEXT, EXPERT, MATMULS, TENSOR
 from shardwright.cost.message import Collective, Message, named
-from shardwright.cost.passes import CONTEXT, EXPERT, MATMULS, TENSOR, Passes, reached_bytes_per_s
+from shardwright.cost.passes import Passes, reached_bytes_per_s
 
 HIDDEN = ", exposed"
 """Suffix in the ledger of communication that overlaps with computation."""
@@ -134,7 +135,7 @@ def loss_sums(passes: Passes, job: Job, candidates: Candidates, tokens: Floats, 
     found = {}
     for what, n_bytes in (("maxima of logits", 4.0), ("sums of exponentials, targets", 8.0)):
         message = Message(f"{what}, all-reduce", all_reduce, n_bytes * tokens / chunks, candidates.tp, 1, chunks)
-        found[message.what] = passes.send(job, message)
+        found[message.what] = passes.send(job, message, TENSOR)
     return found
 
 
@@ -155,7 +156,7 @@ def over_tp(
     for collective, used in ((on_shards, shards), (whole, ~shards)):
         if collective is not None and used.any():
             message = Message(f"{what}, {named(collective)}", collective, n_bytes, candidates.tp, 1, used.astype(int))
-            found[message.what] = passes.send(job, message, forward)
+            found[message.what] = passes.send(job, message, TENSOR, forward)
     return found
 
 
@@ -197,7 +198,7 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
 
     def send(what: str, collective: Collective, n_bytes: Floats, forward: str = "") -> dict[str, Floats]:
         message = Message(what, collective, n_bytes, candidates.cp, candidates.tp)
-        return {what: passes.send(job, message, forward)}
+        return {what: passes.send(job, message, CONTEXT, forward)}
 
     if candidates.shared.cp_method == "ulysses":
         received = heads * spec.qk_dim * tokens + np.maximum(kv_heads, candidates.cp) * key_and_value
@@ -264,7 +265,7 @@ def dispatch(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -
     by_node = partial(all_to_all_by_node, top_k=spec.moe.top_k)
     collective = by_node if job.stack.speed.copies_by_node else all_to_all
     message = Message(what, collective, n_bytes, candidates.ep, np.ones_like(candidates.ep))
-    once = passes.send(job, message, EXPERT)
+    once = passes.send(job, message, EXPERT, EXPERT)
     passes.record(replace(message, what=f"{what} back"), EXPERT)
     passes.record(replace(message, what=f"gradients of {what}", calls=2))
     sent = {what: once, f"{what} back": once}

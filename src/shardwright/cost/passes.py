@@ -9,16 +9,6 @@ from shardwright.cost import ledger
 from shardwright.cost.job import Floats, Job
 from shardwright.cost.message import Message
 
-MATMULS, ELEMENTWISE, TENSOR, CONTEXT, EXPERT, HOST = (
-    "matmuls",
-    "element-wise",
-    "tensor parallel",
-    "context parallel",
-    "expert parallel",
-    "copies to and from the host",
-)
-"""Kinds of work, which are the parts of the step time."""
-
 
 @dataclass
 class Passes:
@@ -43,10 +33,10 @@ class Passes:
         if forward:
             self.forward_messages.setdefault(forward, []).append(message)
 
-    def send(self, job: Job, message: Message, forward: str = "") -> Floats:
-        """The same; its seconds, of all calls."""
+    def send(self, job: Job, message: Message, kind: str, forward: str = "") -> Floats:
+        """The same; its seconds, of all calls. `kind`: of work, of which it is a part."""
         self.record(message, forward)
-        return message.seconds(job.cluster)
+        return message.seconds(job.cluster, job.stack.speed.slowdown(kind))
 
     @property
     def totals(self) -> tuple[Floats, Floats, Floats]:

@@ -4,7 +4,8 @@ One set of numbers holds for all runs of a stack. Bytes are those moved in the f
 inputs read and outputs written; they follow from the kernels into which an operation is divided.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -37,7 +38,8 @@ class Speed:
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
     to it; `adds_launches`: launches take the time of the device itself, since it is the host; then `head_launches`:
     those of embedding, head and loss relative to a layer; `step_s`: overhead of a step; `bucket_s`: to gather or reduce
-    the parameters of a message, beyond the collective.
+    the parameters of a message, beyond the collective. `in_step`: by kind of work, by how much its messages take longer
+    in a step than alone, 1 where it is not there; what runs on the same processor slows them down.
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
     block, as FSDP does; infinite: all of a rank.
@@ -74,9 +76,14 @@ class Speed:
     head_launches: float = 0.0
     step_s: float = 10e-3
     bucket_s: float = 0.0
+    in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
     bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
     optimizer_bytes: float = 38.0
+
+    def slowdown(self, kind: str) -> float:
+        """By how much messages of a kind of work take longer in a step than alone."""
+        return self.in_step.get(kind, 1.0)
 
     def calibrated(self, by: Calibration) -> "Speed":
         """This stack with its fitted numbers."""

@@ -10,6 +10,7 @@ from shardwright.cost.collectives import point_to_point
 from shardwright.cost.data_parallel import RankParameters, data_parallel, rank_parameters
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.kinds import DATA
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.matrix_updates import matrix_updates
 from shardwright.cost.passes import Passes, reached_bytes_per_s
@@ -55,7 +56,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> St
         parts["pipeline"] = _waiting(job, candidates, span, mine)
     held = rank_parameters(job, candidates)
     with ledger.section("Data parallel, rank with most parameters"):
-        parts["data parallel"] = data_parallel(job, candidates, held, m, forward, backward)
+        parts[DATA] = data_parallel(job, candidates, held, m, forward, backward)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer(job, candidates, held)
         rest = StepTime(parts).total_s

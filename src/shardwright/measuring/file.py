@@ -3,7 +3,7 @@
 import json
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from shardwright.cost.hardware import packaged_accelerators
 from shardwright.cost.measured import VERSION
 from shardwright.measuring.fit import copy_bytes_per_s, fit_attention, fit_link, fit_matmuls, fit_weights, kernel_bytes
 from shardwright.measuring.points import Machine, RankPoints
+from shardwright.measuring.whole_steps import in_step
 from shardwright.units import GiB, MiB
 
 ASSUMED_GBIT = 10.0
@@ -22,10 +23,12 @@ ASSUMED_GBIT = 10.0
 
 def hardware_toml(machine: Machine, name: str, command: str) -> str:
     """A file with the accelerator `name`, its node and its network. `command`: how it was measured."""
-    return "\n".join(_lines(machine, name, command)) + "\n"
+    alone = "\n".join(_lines(machine, name, command, {}))
+    factors = {each.ranks: in_step(alone, name, each.steps, machine.clock) for each in machine.ranks if each.steps}
+    return "\n".join(_lines(machine, name, command, factors)) + "\n"
 
 
-def _lines(machine: Machine, name: str, command: str) -> Iterator[str]:
+def _lines(machine: Machine, name: str, command: str, factors: Mapping[int, dict[str, float]]) -> Iterator[str]:
     most = machine.ranks[-1]
     fits = {each.ranks: rates(each, machine.on_host) for each in machine.ranks}
     yield f"# Written by `{command}`; docs/measure.md says what each figure is and how it was measured."
@@ -66,7 +69,7 @@ def _lines(machine: Machine, name: str, command: str) -> Iterator[str]:
     for ranks, (figures, errors) in fits.items():
         yield f"\n# Mean errors of the fits: {', '.join(f'{what} {error:.0%}' for what, error in errors.items())}."
         yield f"[accelerators.{name}.rates.{ranks}]"
-        yield from _pairs(**figures)
+        yield from _pairs(**figures, **({"in_step": factors[ranks]} if factors.get(ranks) else {}))
     yield f"\n[accelerators.{name}.sources]"
     yield from _pairs(all=f"measured on {machine.name}" + ("" if machine.across else "; the network is assumed"))
 

@@ -17,6 +17,7 @@ from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
 from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints
+from shardwright.measuring.whole_steps import whole_steps
 from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes, threads_of_a_rank
 from shardwright.training.device import keep_freed_memory
@@ -49,6 +50,10 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
             say("passes of generate")
             mine = replace(mine, generation=generation_points(run_ranks, kind, budget_s, threads, inside))
         points.append(mine)
+    if on_host:
+        say("steps of a small model in several layouts")
+        steps = whole_steps(run_ranks, kind, {each.ranks: each.threads for each in points})
+        points = [replace(mine, steps=tuple(each for each in steps if each.ranks == mine.ranks)) for mine in points]
     say("the disk")
     return Machine(
         name=machine_name(device),
@@ -138,7 +143,7 @@ def _with_overheads(
     say("steps of small models: launches, the optimizer")
     small = [each.seconds for each in inside if each.collective == "all_gather"]
     message_s = min(small) if small and device == "cpu" else None
-    found, process_bytes = overheads(run_ranks, kind, device, points.threads, message_s)
+    found, process_bytes = overheads(run_ranks, kind, device, message_s)
     ((few, few_s), (many, many_s)) = run_ranks(update_seconds, 1, device, kind, n_threads=points.threads)[0]
     update = KernelPoint("optimizer_bytes", many - few, 1.0, 1.0, many_s - few_s)
     kept = float(process_bytes) if device == "cpu" else 0.0

@@ -1,6 +1,7 @@
 """Collectives and sends over a process group, by size; and the links to the memory of the host and to a disk."""
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +19,21 @@ from shardwright.parallel.objects import gathered
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 """Bytes of the whole buffer."""
-REPEATS = 7
+REPEATS = 12
+WORK = 512
+"""Rows and columns of the matrices that the ranks of a CPU multiply before each message."""
 
 
 def messages(clock: Clock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
     """Every kind of message that layouts send, of fp32, as the training program sends them; every rank of the group
-    calls it and has the same numbers: those of its slowest rank."""
-    n = group.size()
+    calls it and has the same numbers.
+
+    On a CPU a rank computes before each message, as in a step: ranks are not ready at the same moment, what they send
+    is not in the caches of the others, and their cores may be in other use. A message is how much longer the sequence
+    takes than the computation, the mean over ranks and repeats. On a GPU it is sent alone, and counts as on the slowest
+    rank.
+    """
+    n, work = group.size(), torch.randn(WORK, WORK, device=clock.device)
     for n_bytes in SIZES:
         elements = n_bytes // 4 // n * n
         x = torch.zeros(1, elements, 1, device=clock.device)
@@ -38,8 +47,23 @@ def messages(clock: Clock, group: dist.ProcessGroup) -> Iterator[MessagePoint]:
         }
         for name, send in kinds.items():
             dist.barrier(group=group)
-            seconds = gathered(clock.seconds(send, REPEATS), float, group)
-            yield MessagePoint(name, n, elements * 4, worst(seconds))
+            if clock.device.type == "cpu":
+                found = statistics.fmean(gathered(_after_work(clock, work, send), float, group))
+            else:
+                found = worst(gathered(clock.seconds(send, REPEATS), float, group))
+            yield MessagePoint(name, n, elements * 4, found)
+
+
+def _after_work(clock: Clock, work: Tensor, send: Callable[[], object]) -> float:
+    """Mean seconds of a message that follows a matmul."""
+    found = []
+    for repeat in range(REPEATS + 2):
+        torch.mm(work, work)
+        begin = clock.now()
+        send()
+        if repeat > 1:
+            found.append(clock.now() - begin)
+    return statistics.fmean(found)
 
 
 def _wait(start: Callable[..., Sent], x: Tensor, group: dist.ProcessGroup) -> None:

@@ -97,6 +97,17 @@ class GenerationPoints:
 
 
 @dataclass(frozen=True)
+class WholeStep:
+    """A step of `ranks` ranks of the training program (`measuring.whole_steps`). `layout`: its settings, as in a run
+    file."""
+
+    ranks: int
+    layout: dict[str, Any]
+    micro_batch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RankPoints:
     """Of a rank, while the others of its node do the same."""
 
@@ -110,6 +121,7 @@ class RankPoints:
     copies: tuple[CopyPoint, ...]
     overheads: Overheads
     generation: GenerationPoints | None = None
+    steps: tuple[WholeStep, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""Steps of the training program on a small model, in layouts of every kind: what work and messages take in a step,
+where ranks also compute, relative to kernels and messages alone."""
+
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwright.config import parse
+from shardwright.cost.estimate import estimate
+from shardwright.cost.hardware import cluster
+from shardwright.cost.job import Job
+from shardwright.cost.kinds import CONTEXT, DATA, TENSOR
+from shardwright.cost.measured import WORK, on_machine
+from shardwright.measuring.clock import Kind
+from shardwright.measuring.fit import not_negative
+from shardwright.measuring.overheads import RunRanks, seconds_of
+from shardwright.measuring.points import WholeStep
+from shardwright.measuring.steps import run_file, run_steps
+
+MODEL = {
+    "preset": "debug", "n_layers": 5, "d_model": 320, "d_ffn": 960, "n_heads": 8, "n_kv_heads": 8, "head_dim": 40,
+    "vocab_size": 3072, "max_seq_len": 192,
+}  # fmt: skip
+SEQ_LEN, SEQUENCES = 192, 4
+"""Of a step, for each two ranks."""
+Case = tuple[dict[str, Any], int]
+"""A layout, as in a run file, and the sequences of a micro-batch."""
+ALONE: tuple[Case, ...] = (({}, 1), ({}, 2))
+OF_TWO: tuple[Case, ...] = (
+    ({"pp": 2, "pp_schedule": "1f1b"}, 1),
+    ({"dp_replicate": 2}, 2),
+    ({"dp_shard": 2, "zero": 1}, 2),
+    ({"dp_shard": 2, "zero": 3}, 1),
+    ({"tp": 2}, 2),
+    ({"tp": 2, "sequence_parallel": False}, 2),
+    ({"cp": 2, "cp_method": "allgather"}, 2),
+    ({"cp": 2, "cp_method": "ulysses"}, 2),
+)
+"""What is measured, the latter with replicas on all ranks that there are."""
+STEPS, ROUNDS = 3, 3
+PARTS = {DATA: "data_parallel", TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
+"""Messages whose time is fitted: kind of work -> key of `cost.measured.InStep`."""
+FIXED = ("launch", "stragglers")
+"""Kinds that whole steps do not change."""
+
+
+def cases_of(ranks: int) -> Iterator[Case]:
+    """What is measured on so many ranks."""
+    for layout, micro_batch in ALONE if ranks == 1 else OF_TWO if ranks % 2 == 0 else ():
+        rest = ranks // 2 if layout else 1
+        more = {"dp_replicate": rest * layout.get("dp_replicate", 1)} if rest > 1 else {}
+        yield layout | more, micro_batch
+
+
+def table_of(layout: dict[str, Any], ranks: int, micro_batch: int) -> dict[str, Any]:
+    """The run file of a step."""
+    batch = {"seq_len": SEQ_LEN, "global_batch": SEQUENCES * max(1, ranks // 2), "micro_batch": micro_batch}
+    return run_file(MODEL, batch, layout, "fp32")
+
+
+def whole_steps(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> tuple[WholeStep, ...]:
+    """Seconds of a step of each layout of so many ranks, each of so many threads: medians over `ROUNDS` worlds.
+
+    The layouts of all numbers of ranks take turns, so that one is not measured on a faster machine than another where
+    other programs or other guests of a virtual machine come and go.
+    """
+    cases = [(ranks, *case) for ranks in threads_of for case in cases_of(ranks)]
+    seconds: list[list[float]] = [[] for _ in cases]
+    for _ in range(ROUNDS):
+        for of_case, (ranks, layout, micro_batch) in zip(seconds, cases, strict=True):
+            threads, table = threads_of[ranks], table_of(layout, ranks, micro_batch)
+            found = run_ranks(run_steps, ranks, table, STEPS, n_threads=threads)
+            of_case.append(seconds_of(found, clock) / (threads if clock == "cpu" else 1))
+    return tuple(WholeStep(*case, statistics.median(each)) for case, each in zip(cases, seconds, strict=True))
+
+
+def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:
+    """By key of `cost.measured.InStep`: by how much work and messages take longer in these steps than `text`, a
+    hardware file with the accelerator `name`, predicts; least squares of relative errors. A kind that no step tells
+    anything of is left out."""
+    parts = [_predicted(text, name, step, clock) for step in steps]
+    keys = [WORK, *PARTS.values()]
+    columns = np.array([[part.get(key, 0.0) for key in keys] for part in parts])
+    seconds = np.array([step.seconds for step in steps])
+    rest = np.array([part["rest"] for part in parts])
+    told = (columns > 0).any(0)
+    found = not_negative(columns[:, told] / seconds[:, None], 1 - rest / seconds)
+    return {key: float(factor) for key, factor in zip(np.array(keys)[told], found, strict=True) if factor > 0}
+
+
+def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, float]:
+    """Seconds of a step by key of `InStep`, with "rest" for what is not fitted. A rank that waits for other stages
+    takes no CPU-seconds."""
+    config = parse(table_of(step.layout, step.ranks, step.micro_batch))
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(text)
+        file.flush()
+        machine = cluster(f"{name}:{step.ranks}/{step.ranks}", Path(file.name))
+    job = Job(
+        model=config.model.spec(),
+        cluster=machine,
+        seq_len=SEQ_LEN,
+        global_batch=config.batch.global_batch,
+        precision="fp32",
+    )
+    found: dict[str, float] = {"rest": 0.0}
+    for kind, seconds in estimate(on_machine(job), config.layout.layout(), step.micro_batch).parts_s.items():
+        key = PARTS.get(kind, "rest" if kind in FIXED else WORK)
+        if (kind, clock) != ("pipeline", "cpu"):
+            found[key] = found.get(key, 0.0) + seconds
+    return found
