@@ -11,8 +11,8 @@ what they add for libraries and the allocator. These runs were compiled and had 
 runs are eager and in bf16. Their loss is another one: it holds more copies of the logits in fp32 than ours.
 
 Megatron-LM's functional tests: dense models in bf16 with flash attention, one row of each layout. Their peak is that of
-the tensors of the last rank of pp. Their gradients are kept in fp32 beside parameters in bf16, ours are those of
-parameters in fp32, and they pad the vocabulary.
+the tensors of the last rank of pp. Their loss works in place on logits in fp32; ours has two more copies of them at its
+peak, unless it goes chunk by chunk (`loss_chunk_tokens`), and in models this small the logits are most of the memory.
 """
 
 import argparse

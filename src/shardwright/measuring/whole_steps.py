@@ -22,8 +22,8 @@ from shardwright.measuring.points import WholeStep
 from shardwright.measuring.steps import run_file, run_steps
 
 MODEL = {
-    "preset": "debug", "n_layers": 5, "d_model": 320, "d_ffn": 960, "n_heads": 8, "n_kv_heads": 8, "head_dim": 40,
-    "vocab_size": 3072, "max_seq_len": 192,
+    "preset": "debug", "n_layers": 4, "d_model": 320, "d_ffn": 960, "n_heads": 8, "n_kv_heads": 8, "head_dim": 40,
+    "vocab_size": 2048, "max_seq_len": 192,
 }  # fmt: skip
 SEQ_LEN, SEQUENCES = 192, 4
 """Of a step, for each two ranks."""
@@ -41,7 +41,7 @@ OF_TWO: tuple[Case, ...] = (
     ({"cp": 2, "cp_method": "ulysses"}, 2),
 )
 """What is measured, the latter with replicas on all ranks that there are."""
-STEPS, ROUNDS = 3, 3
+STEPS, ROUNDS = 2, 3
 PARTS = {DATA: "data_parallel", TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
 """Messages whose time is fitted: kind of work -> key of `cost.measured.InStep`."""
 FIXED = ("launch", "stragglers")
