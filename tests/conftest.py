@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 # Matrices of tests are small, and several threads of every rank would take turns on the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,20 +12,29 @@ os.environ.pop("COLUMNS", None)
 import pytest
 from hypothesis import settings
 
-import shardwright.cli.common
-import shardwright.layout  # noqa: F401  (registers the schedules)
-import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
-from shardwright.model.modules import FAMILIES
-from shardwright.optimizers import OPTIMIZERS
-from shardwright.schedule.registry import _KINDS as SCHEDULES
-from shardwright.verification import Verifier
+if TYPE_CHECKING:
+    from shardwright.verification import Verifier
 
-BUILT_IN = [(registry, tuple(registry)) for registry in (FAMILIES, OPTIMIZERS, SCHEDULES)]
-"""What the package registers itself, before any test registers more."""
+BUILT_IN: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+"""The registries of families, optimizers and schedules, and what the package itself registers."""
 
 # A busy machine is no reason for a property to fail; pytest's own timeout ends what hangs.
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+def pytest_collectstart() -> None:
+    """Import the package before any test module is. Not when this file is: the process that only hands the tests to
+    those that run them would need five seconds for it, in which the others do not start."""
+    import shardwright.cli.common
+    import shardwright.layout  # registers the schedules
+    import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
+    from shardwright.model.modules import FAMILIES
+    from shardwright.optimizers import OPTIMIZERS
+    from shardwright.schedule.registry import _KINDS
+
+    if not BUILT_IN:
+        BUILT_IN.extend((registry, tuple(registry)) for registry in (FAMILIES, OPTIMIZERS, _KINDS))
 
 
 @pytest.fixture
@@ -36,7 +46,9 @@ def built_in_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def verifier() -> Iterator[Verifier]:
+def verifier() -> "Iterator[Verifier]":
     """What it keeps of one test, such as the run of one process, serves the next."""
+    from shardwright.verification import Verifier
+
     with Verifier() as verifier:
         yield verifier

@@ -38,7 +38,7 @@ def test_where_a_process_is_killed_this_one_calls_the_function():
 
 
 SLEEPS = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from shardwright.planner.spread import spread
 
@@ -47,6 +47,8 @@ def sleep(folder):
     time.sleep(100)
 
 if __name__ == "__main__":
+    # Tests that a shell runs in its background ignore SIGINT, and what they start inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     spread(sleep, [sys.argv[1]] * 2, 2)
 """
 
