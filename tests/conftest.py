@@ -26,8 +26,6 @@ settings.load_profile("house")
 def pytest_collectstart() -> None:
     """Import the package before any test module is. Not when this file is: the process that only hands the tests to
     those that run them would need five seconds for it, in which the others do not start."""
-    import shardwright.cli.common
-    import shardwright.layout  # registers the schedules
     import tests.distributed  # noqa: F401  (before any rank is started: it says what their server imports)
     from shardwright.model.modules import FAMILIES
     from shardwright.optimizers import OPTIMIZERS

@@ -107,7 +107,7 @@ RECOMPUTED = [
     ("dense", Layout(cp=4, cp_method="ulysses", recompute="selective", recompute_modules=("norms", "attention"))),
     ("experts", Layout(dp_shard=4, tp=2, ep=2, zero=3, recompute="full")),
 ]
-QUICK = [LAYOUTS[19], LAYOUTS[26]]
+QUICK = [LAYOUTS[26]]
 Counts = tuple[Counter[Link], Counter[Link]]
 
 

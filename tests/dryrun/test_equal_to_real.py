@@ -66,7 +66,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     for name in names()
     if name not in ("auto", "zb-h1", "1f1b")
 }
-QUICK = ("tp",)
+QUICK = ("ring",)
 OF_MESSAGES = ("communication", "activations", "temporaries")
 """The kinds of buffers of messages: a chunked loss reduces a gradient in the forward pass, which is kept."""
 

@@ -63,8 +63,8 @@ def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
 
 
 def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():
-    asked = ("plan", RUN, "--cluster", "h100:8", "--explain")
-    said = shardwright(*asked, "pp=2,pp_schedule=eager-1f1b,tp=2,dp_replicate=2,zero=0")
+    asked = ("plan", RUN, "--cluster", "h100:2/2", "--explain")
+    said = shardwright(*asked, "pp=2,pp_schedule=eager-1f1b")
     assert "input_norm_weight + input_norm_bias + attention_q_weight" in said, "the parameters are those of the rows"
     assert "optimizer: n_bytes 4 =" in said, "one fp32 state for each parameter"
     assert "1F1B with about twice as many forward passes" in said

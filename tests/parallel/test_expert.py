@@ -216,7 +216,7 @@ def watched_step(layout: Layout) -> Watched:
     return seen
 
 
-@pytest.mark.parametrize("layout", rest_prove([EP, SP, replace(SP, dp_shard=2, zero=3, ep=4)], SP), ids=str)
+@pytest.mark.parametrize("layout", rest_prove([EP, SP, replace(SP, dp_shard=2, zero=3, ep=4)], EP), ids=str)
 def test_every_token_leaves_once_for_each_of_its_experts_and_only_counts_are_waited_for(layout: Layout):
     found = run_ranks(watched_step, layout.world_size, layout)
     tokens = CASE.global_batch * CASE.seq_len

@@ -19,7 +19,7 @@ from shardwright.parallel.apply import apply
 from shardwright.parallel.loss import vocabulary_loss_sum
 from shardwright.parallel.model import ParallelModel
 from tests.distributed import run_ranks
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 from tests.traffic import Traffic
 from tests.training.worlds import SPEC
 
@@ -65,16 +65,19 @@ REDUCE_SCATTER = "alltoall_base"
     ("layout", "forward", "backward"),
     [
         (Layout(tp=2, sequence_parallel=False), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}),
-        (Layout(tp=4, sequence_parallel=False), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}),
+        pytest.param(
+            Layout(tp=4, sequence_parallel=False), {"allreduce": (2, 2 * X)}, {"allreduce": (2, 2 * X)}, marks=prove
+        ),
         (
             Layout(tp=2, sequence_parallel=True),
             {"allgather_base": (2, 2 * X), REDUCE_SCATTER: (2, 2 * X)},
             {"allgather_base": (4, 4 * X), REDUCE_SCATTER: (2, 2 * X)},
         ),
-        (
+        pytest.param(
             Layout(tp=4, sequence_parallel=True),
             {"allgather_base": (2, 2 * X), REDUCE_SCATTER: (2, 2 * X)},
             {"allgather_base": (4, 4 * X), REDUCE_SCATTER: (2, 2 * X)},
+            marks=prove,
         ),
     ],
     ids=["tp2", "tp4", "tp2 sp", "tp4 sp"],

@@ -165,6 +165,7 @@ def test_no_layout_is_faster_than_its_bound_and_none_needs_other_memory_than_is_
         assert memory.reserved_bytes(asked, few) == pytest.approx(memory.of(asked, few).reserved_bytes, rel=1e-12)
 
 
+@pytest.mark.prove
 def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_works():
     roomy = job(DEEP, "h100:4/4", 8, 32768)
     needed = min(memory.of(roomy, group).reserved_bytes.min() for group in groups(roomy))

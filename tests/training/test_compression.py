@@ -55,7 +55,7 @@ def verified(verifier: Verifier, layout: Layout, dtype: str = "float64") -> None
         assert max(rounded) > 1e-4, "gradients have to have been rounded"
 
 
-@pytest.mark.parametrize("name", rest_prove(ROUNDED, "zero 3, hybrid"))
+@pytest.mark.parametrize("name", rest_prove(ROUNDED, "zero 3"))
 def test_gradients_in_bf16_are_those_of_one_process_within_their_roundings(name: str, verifier: Verifier):
     verified(verifier, ROUNDED[name])
 
@@ -164,7 +164,8 @@ def bytes_of_a_shard(n_ranks: int, bits: int) -> int:
     return (4 * vectors + (N_PARAMETERS - vectors) * bits // 8 + 4 * n_rows) // n_ranks
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("bits", [8, 4])
 def test_integers_send_a_byte_or_half_and_a_scale_for_each_block(bits: int):
     layout = Layout(dp_shard=4, zero=3, node_ranks=2, compress_gradients=f"int{bits}", **WEIGHTS)
     ends = sum(row.numel // row.shape[-1] * (4 + row.shape[-1]) if len(row.shape) > 1 else 4 * row.numel
@@ -175,7 +176,7 @@ def test_integers_send_a_byte_or_half_and_a_scale_for_each_block(bits: int):
         assert sent["allgather_base"] == ACCUMULATION * (2 * 4 * bytes_of_a_shard(4, 8) - ends)
 
 
-@pytest.mark.parametrize("name", rest_prove(SENT, "zero 3, hybrid"))
+@pytest.mark.parametrize("name", rest_prove(SENT, "zero 1"))
 def test_gradients_in_bf16_send_two_bytes_an_element(name: str):
     layout = ROUNDED[name]
     scattered, over_replicas = SENT[name]

@@ -65,7 +65,7 @@ def check_parity(name: str, experts: bool = False, mutations: tuple[Mutation, ..
     assert 1e-5 < worst < 0.1, "fp16 has 11 bits: its error must show, and stay small"
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "zb-h1, zero 3"))
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "zero 3"))
 def test_a_layout_in_fp16_is_no_farther_from_float64_than_one_process_is_and_skips_the_same_step(name: str):
     check_parity(name)
 

@@ -155,7 +155,7 @@ def test_singular_values_come_near_one_whatever_they_were() -> None:
     assert not orthogonal(torch.zeros(4, 6)).any()
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "tp, zero 3"))
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "zero 3"))
 def test_a_layout_takes_the_steps_of_one_process(verifier: Verifier, name: str) -> None:
     check(verifier, LAYOUTS[name], EVEN)
 

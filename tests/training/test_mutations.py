@@ -5,7 +5,9 @@ A bug is put into the reference of `verify` too, which runs the same model: what
 The bugs are in tests/training/bugs.
 """
 
+import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,12 +18,13 @@ import torch
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.verification import Case, Report, Verifier
+from shardwright.verification.reference import train_alone
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs import ALL, Bug, ResumeBug, UnitBug
 from tests.training.checkpoints import hop
-from tests.training.worlds import train_alone_mutated, train_mutated
+from tests.training.worlds import LONG, train_alone_mutated, train_mutated
 
 SEEN_BY_VERIFY = {name: bug for name, bug in ALL.items() if isinstance(bug, Bug)}
 SEEN_BY_A_RESUME = {name: bug for name, bug in ALL.items() if isinstance(bug, ResumeBug)}
@@ -35,14 +38,28 @@ QUICK = (
 )
 
 
+OF_LAYOUTS = ("shardwright.parallel.", "shardwright.training.step", "shardwright.training.offload.")
+OF_THE_REFERENCE_TOO = {
+    f"shardwright.parallel.{each}" for each in ("initialise", "norm", "objects", "over_shards", "whole_matrices")
+}
+"""Modules of `OF_LAYOUTS` that the reference of verify runs, too. With a bug in another it is that of healthy code."""
+
+
+def is_of_layouts_alone(module: str) -> bool:
+    return module.startswith(OF_LAYOUTS) and module not in OF_THE_REFERENCE_TOO
+
+
 @pytest.mark.parametrize("name", rest_prove(SEEN_BY_VERIFY, *QUICK))
-def test_verify_sees_the_bug(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_verify_sees_the_bug(name: str, monkeypatch: pytest.MonkeyPatch, verifier: Verifier):
     bug = SEEN_BY_VERIFY[name]
-    reference = partial(train_alone_mutated, bug.mutations)
-    monkeypatch.setattr("shardwright.verification.verifier.train_alone", reference)
-    with Verifier(partial(train_mutated, bug.mutations), timeout_s=60) as verifier:
+    references: Verifier | None = verifier
+    if not all(is_of_layouts_alone(mutation.function.partition(":")[0]) for mutation in bug.mutations):
+        reference = partial(train_alone_mutated, bug.mutations)
+        monkeypatch.setattr("shardwright.verification.verifier.train_alone", reference)
+        references = None
+    with Verifier(partial(train_mutated, bug.mutations), 60, references) as mutant:
         for layout in bug.layouts:
-            (report,) = verifier.parities([(bug.case(layout), layout)])
+            (report,) = mutant.parities([(bug.case(layout), layout)])
             assert not report.equal, layout
             assert bool(report.crash) == bug.crashes, (layout, report.crash)
             if not bug.crashes:
@@ -55,6 +72,30 @@ def is_plain(report: Report) -> bool:
     shares = ("bfloat16 share", "bfloat16 share, one micro-batch")
     seen = [row.excess > (1 if row.quantity.kind in shares else 100) for row in report.rows]
     return bool(report.differing) or any(seen)
+
+
+def modules_run_alone(cases: list[Case], folder: Path) -> set[str]:
+    """To be run on 1 rank: the modules of which the reference of verify calls a function."""
+    called: set[str] = set()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_globals.get("__name__", "")))
+    try:
+        for at, case in enumerate(cases):
+            train_alone(case, folder / str(at))
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+MODELS = {(case.spec, case.fp8, case.optimizer): replace(case, dtype="float64") for case, _ in SETTINGS}
+
+
+@pytest.mark.parametrize("cases", [[LONG], pytest.param([*MODELS.values()], marks=prove)], ids=["one model", "all"])
+def test_the_reference_runs_nothing_where_bugs_are_not_put_into_it(tmp_path: Path, cases: list[Case]):
+    for at in range(len(cases)):
+        (tmp_path / str(at)).mkdir()
+    (called,) = run_ranks(modules_run_alone, 1, [replace(case, micro_batch=1) for case in cases], tmp_path)
+    assert "shardwright.model.transformer" in called
+    assert not [name for name in called if is_of_layouts_alone(name)]
 
 
 @prove

@@ -34,7 +34,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "pp, split backward"))
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "layers recomputed, chunked loss"))
 def test_activations_on_the_host_give_the_bits_of_activations_on_the_device(name: str):
     layout = LAYOUTS[name]
     expected = run_ranks(trained, layout.world_size, layout, OPTIMIZER, "float64")
@@ -159,8 +159,12 @@ def test_the_device_has_the_activations_of_two_layers_at_a_time():
     assert store.out == store.back + [512] * 2
 
 
+def refused_on_each(machines: list[tuple[int, bool]]) -> list[list[str]]:
+    """What a rank says of machines that have so much memory, or on which its control group allows so much."""
+    return [refused(*machine) for machine in machines]
+
+
 def refused(machine_bytes: int, limited: bool) -> list[str]:
-    """What a rank says of a machine that has so much memory, or on which its control group allows so much."""
     room.machine_memory = lambda: Memory(machine_bytes, "/sys/fs/cgroup/memory.max" if limited else "")
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
     try:
@@ -171,11 +175,11 @@ def refused(machine_bytes: int, limited: bool) -> list[str]:
 
 
 def test_a_machine_without_room_for_what_its_ranks_keep_there_is_refused_with_the_sums_and_the_way_out():
-    assert run_ranks(refused, 2, 2**40, False) == [[], []]
-    for limited, what in ((False, "the machine has 1"), (True, "the machine allows 1 KiB (/sys/fs/cgroup/memory")):
-        for problems in run_ranks(refused, 2, 2**10, limited):
-            (problem,) = problems
+    for large, small, allowed in run_ranks(refused_on_each, 2, [(2**40, False), (2**10, False), (2**10, True)]):
+        assert large == []
+        machines = (small, "the machine has 1"), (allowed, "the machine allows 1 KiB (/sys/fs/cgroup/memory")
+        for (problem,), what in machines:
             assert "2 ranks on" in problem
             for part in ("of copies of weights", "of optimizer states", "of activations", what):
                 assert part in problem
-        assert "layout.offload_optimizer='none' or 'disk'" in problem
+            assert "layout.offload_optimizer='none' or 'disk'" in problem

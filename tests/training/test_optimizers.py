@@ -242,7 +242,7 @@ ON_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "run"), rest_prove(ON_LAYOUTS, ("tp, zero 3", "adamw-8bit")))
+@pytest.mark.parametrize(("name", "run"), rest_prove(ON_LAYOUTS, ("zero 1", "adamw-8bit")))
 def test_a_layout_takes_the_steps_of_one_process(verifier: Verifier, name: str, run: str) -> None:
     check(verifier, LAYOUTS[name], EVEN, RUNS[run])
 

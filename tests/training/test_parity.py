@@ -34,9 +34,7 @@ ON_EIGHT = [
 
 
 @pytest.mark.parametrize("accumulation", rest_prove([1, 3], 3))
-@pytest.mark.parametrize(
-    "name", rest_prove(LAYOUTS, "one rank, zero 3", "zero 0 on 2", "zero 1 on 2", "zero 2 on 2", "zero 3 on 2 x 2")
-)
+@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "one rank, zero 3", "zero 0 on 2", "zero 1 on 2", "zero 2 on 2"))
 def test_a_layout_trains_as_one_process_does_in_float64(verifier: Verifier, name: str, accumulation: int):
     report = verifier.parity(case(LAYOUTS[name], accumulation), LAYOUTS[name])
     assert report.equal, report.differing or report.worst

@@ -182,20 +182,18 @@ def test_a_pipeline_on_two_data_ranks_trains_as_one_process_does(verifier: Verif
     check(verifier, of(layout, 4), layout)
 
 
+@prove
 @pytest.mark.parametrize(
     "layout",
-    rest_prove(
-        [
-            Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2, dp_shard=2, zero=2),
-            Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3),
-            Layout(pp=2, pp_schedule="dualpipe", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
-            Layout(pp=2, pp_schedule="dualpipe", dp_replicate=2),
-            Layout(pp=2, pp_schedule="zb-v", tp=2, sequence_parallel=True),
-            Layout(pp=2, pp_schedule="1f1b", cp=2, cp_method="ulysses", zero=3),
-            Layout(pp=2, pp_schedule="zb-v", cp=2, cp_method="ring"),
-        ],
+    [
+        Layout(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2, dp_shard=2, zero=2),
+        Layout(pp=2, pp_schedule="zb-v", dp_shard=2, zero=3),
+        Layout(pp=2, pp_schedule="dualpipe", dp_shard=2, zero=3, zero_pp_gather="microbatch"),
+        Layout(pp=2, pp_schedule="dualpipe", dp_replicate=2),
         Layout(pp=2, pp_schedule="zb-v", tp=2, sequence_parallel=True),
-    ),
+        Layout(pp=2, pp_schedule="1f1b", cp=2, cp_method="ulysses", zero=3),
+        Layout(pp=2, pp_schedule="zb-v", cp=2, cp_method="ring"),
+    ],
     ids=str,
 )
 def test_a_pipeline_on_four_ranks_with_another_axis_trains_as_one_process_does(verifier: Verifier, layout: Layout):

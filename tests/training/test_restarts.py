@@ -191,7 +191,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(each, marks=[prove] if n > 1 else []) for each, n in LAYOUTS.items()])
+@prove
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_a_broken_place_the_run_goes_on_with_fewer_ranks_and_learns_the_same(layout, run_file, uninterrupted):
     settings = [word for each in (*layout, "faults.min_ranks=1") for word in ("--set", each)]
     run = train(run_file, *settings, "--max-restarts", "5", fault=place_1_is_broken)

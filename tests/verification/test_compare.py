@@ -15,6 +15,7 @@ from shardwright.verification.case import PLAIN_SGD
 from shardwright.verification.compare import differing_replicas, errors
 from shardwright.verification.trace import Quantity, RankTrace, Recorder, Trace
 from tests.distributed import run_ranks
+from tests.marks import prove
 from tests.training.worlds import case
 
 GRADIENT, LOSS = Quantity("gradient", PLAIN_SGD, 1), Quantity("loss", PLAIN_SGD, 1)
@@ -70,6 +71,7 @@ def test_what_is_not_a_number_is_not_equal():
     assert row.excess == math.inf
 
 
+@prove
 def test_two_comparisons_give_the_same_bits():
     layout = Layout(dp_shard=2, zero=2)
     with Verifier() as one, Verifier() as two:

@@ -129,8 +129,9 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += section.kind.offload_problems(layout.offload_optimizer)
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
-    if layout and (checkpoint := valid.get("checkpoint")):
-        found += _saving_problems(checkpoint, layout)
+    if checkpoint := valid.get("checkpoint"):
+        found += _durable_problems(checkpoint)
+        found += _saving_problems(checkpoint, layout) if layout else []
     faults = valid.get("faults") or FaultsSection()
     found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
     if lr_schedule:
@@ -175,6 +176,22 @@ def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[
             f"checkpoint.async_mode={checkpoint.async_mode!r} copies the optimizer's states to memory, and "
             f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; set async_mode='disabled', "
             f"or offload_optimizer to 'cpu' or 'none'"
+        )
+
+
+def _durable_problems(checkpoint: CheckpointSection) -> Iterator[str]:
+    every, durable_every = checkpoint.every, checkpoint.durable_every
+    if checkpoint.durable is None:
+        for name, value in (("durable_every", durable_every), ("durable_keep_last", checkpoint.durable_keep_last)):
+            if value:
+                yield f"checkpoint.{name}={value} is of the copies in checkpoint.durable; set that to a folder or a URL"
+    elif durable_every and (not every or durable_every % every):
+        why = (
+            f"no multiple of checkpoint.every={every}" if every else "and checkpoint.every=0 saves none before the end"
+        )
+        yield (
+            f"checkpoint.durable_every={durable_every} is {why}, and only a checkpoint that is saved can be copied; "
+            f"valid: a multiple of checkpoint.every, or 0 for the last one alone"
         )
 
 

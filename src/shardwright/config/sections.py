@@ -312,7 +312,20 @@ class CheckpointSection(Section):
         "event; the last checkpoint of a run always has to be written",
     )
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
-        2, description="times that a rank tries again to write its shards, after 1 s, 2 s, 4 s, ..."
+        2, description="times that a rank tries again to write or copy its shards, after 1 s, 2 s, 4 s, ..."
+    )
+    durable: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="a second place for checkpoints, a folder or a URL of fsspec (s3://BUCKET/FOLDER, gs://, ...), to "
+        "which they are copied beside training; a run that finds no newer one in OUT resumes from there",
+    )
+    durable_every: NotNegative = Field(
+        0,
+        description="steps between checkpoints that are copied to durable, a multiple of every; 0: only the last one, "
+        "at the end and when stopped",
+    )
+    durable_keep_last: NotNegative = Field(
+        0, description="older copies are deleted once a newer one is complete; 0: all are kept"
     )
 
 

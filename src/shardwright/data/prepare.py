@@ -20,13 +20,14 @@ from shardwright import __version__
 from shardwright.control_groups import usable_cores
 from shardwright.data.chat import TEMPLATE, ChatFormat, Piece, read_chat_format
 from shardwright.data.order import keyed_fractions
-from shardwright.data.remote import REMOTE, size_bytes
+from shardwright.data.remote import size_bytes
 from shardwright.data.shards import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest, Split
 from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
 from shardwright.errors import DataError
 from shardwright.files import new_folder
+from shardwright.remote import REMOTE
 from shardwright.units import MiB
 
 TRAIN, VALIDATION = "train", "validation"

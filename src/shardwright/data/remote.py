@@ -7,8 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwright.errors import DataError
-
-REMOTE = "://"
+from shardwright.remote import file_system
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,11 @@ def size_bytes(file: File) -> int:
 def remote_files(source: str, glob: str | None) -> Iterator[RemoteFile]:
     """The file at a URL, or the files below it in sorted order; hidden ones are left out, and `glob` chooses as in a
     folder. Raises DataError where there is none, and for a place that needs a package or cannot be reached."""
-    protocol = source.partition(REMOTE)[0]
     try:
-        import fsspec
-
-        system, root = fsspec.url_to_fs(source)
+        system, root = file_system(source)
         found = {root: system.info(root)} if system.isfile(root) else system.find(root, detail=True)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{source}: fsspec has no access to {protocol}://: {error}") from None
+    except ValueError as error:
+        raise DataError(f"{source}: {error}") from None
     except Exception as error:  # each file system raises types of its own: no network, no such bucket, no permission
         raise DataError(f"{source}: cannot be listed: {type(error).__name__}: {error}") from error
     if not found:

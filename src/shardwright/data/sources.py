@@ -28,8 +28,9 @@ from shardwright.data.readers import (
     parquet_documents,
     text_documents,
 )
-from shardwright.data.remote import REMOTE, File, remote_files
+from shardwright.data.remote import File, remote_files
 from shardwright.errors import DataError, nearest
+from shardwright.remote import REMOTE
 
 __all__ = ["Document", "EncodingErrors", "Meter", "documents", "source_files"]
 

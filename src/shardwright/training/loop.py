@@ -12,7 +12,7 @@ from shardwright.data.batches import Batches, evaluation_batches
 from shardwright.data.mixture import MixtureOrder
 from shardwright.errors import CheckpointError, CopiesError, DamagedError, WorkerError
 from shardwright.files import sole_owner, write_whole
-from shardwright.parallel.objects import gathered
+from shardwright.remote import REMOTE
 from shardwright.run_folder import (
     CHECKPOINTS,
     RUN_FILE,
@@ -26,6 +26,7 @@ from shardwright.run_folder import (
 )
 from shardwright.training.after_spike import AfterSpike, Start
 from shardwright.training.build import build_model, build_trainer
+from shardwright.training.checkpoint.durable import durable_copy
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -39,7 +40,8 @@ from shardwright.training.monitor import AnyMonitor, monitored, record_collectiv
 from shardwright.training.numbers import Numbers
 from shardwright.training.offload.room import require_host_memory
 from shardwright.training.ranks import Place, pick_device, process_group, restarts_of_torchrun
-from shardwright.training.saving import Saving
+from shardwright.training.resuming import fetched, newest_first
+from shardwright.training.saving import Saving, due
 from shardwright.training.schedule import learning_rate
 from shardwright.training.screen import Screen
 from shardwright.training.settle import settle
@@ -246,9 +248,9 @@ class _Run:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
                 trainer.clock.restart()
                 logged = step
-            if _due(step, config.evaluation.every) or last:
+            if due(step, config.evaluation.every) or last:
                 self._evaluate(step, writers)
-            if _due(step, config.faults.check_copies_every):
+            if due(step, config.faults.check_copies_every):
                 self._check_copies(step)
             self.saving.tell()
             if last or self.saving.due(step):
@@ -339,17 +341,20 @@ class _Run:
             self.store.sweep()
         if resume == "no":
             return Start()
-        return (self._newest_checkpoint() or Start()) if resume == "auto" else self._load(Path(resume))
+        if resume == "auto":
+            return self._newest_checkpoint() or Start()
+        if REMOTE in resume:
+            durable, step = durable_copy(resume)
+            return self._load(fetched(durable, step, self.store))
+        return self._load(Path(resume))
 
     def _newest_checkpoint(self) -> Start | None:
         """Load the newest checkpoint that is whole, if there is any; every rank calls this.
 
         Raises CheckpointError where all are damaged."""
         self.saving.settle()
-        # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
-        published: list[Path] = gathered(self.store.published() if self.place.rank == 0 else [], list[Path])[0]
         damage: list[str] = []
-        for path in reversed(published):
+        for path in newest_first(self.store, self.saving.durable, self.remarks):
             try:
                 return self._load(path)
             except DamagedError as error:
@@ -373,7 +378,3 @@ class _Run:
         self.after_spike.leave_out(progress.left_out)
         past = past_stages(manifest)
         return Start(progress.step, progress.samples, path, past)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwright.errors import (
 from shardwright.files import problem_of_owner
 from shardwright.model.modules import rows
 from shardwright.processes import PROCESS_BYTES, formatted, is_lost_peer, machine_memory
+from shardwright.remote import REMOTE
 from shardwright.report.headline import headline
 from shardwright.report.run_record import read_run
 from shardwright.run_folder import (
@@ -37,6 +39,7 @@ from shardwright.run_folder import (
     read_metrics,
     wrong_kinds,
 )
+from shardwright.training.checkpoint.durable import durable_copy, durable_folder
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras, port_problems
@@ -253,6 +256,7 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
     out = Path(config.out)
     problems += (wrong := wrong_kinds(out))
     saved = [] if wrong else published(out / CHECKPOINTS)
+    problems += _durable_problems(config, saved) if serves else []
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
     if alone and (in_use := problem_of_owner(out)):  # else rank 0 of this run may own it already
@@ -265,7 +269,9 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
         )
     elif config.checkpoint.resume not in ("no", "auto"):
         given = Path(config.checkpoint.resume)
-        if not given.is_dir():
+        if REMOTE in config.checkpoint.resume:
+            problems += _copy_problems(config.checkpoint.resume)
+        elif not given.is_dir():
             example = saved[-1] if saved else out / CHECKPOINTS / checkpoint_name(100)
             problems.append(
                 f"checkpoint.resume={config.checkpoint.resume!r} is not a folder; give 'auto', 'no' or the "
@@ -279,6 +285,39 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
             )
     if problems:
         raise InputError(*problems)
+
+
+def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
+    """Why checkpoints cannot be copied to checkpoint.durable, or it holds those of another run."""
+    section = config.checkpoint
+    try:
+        durable = durable_folder(config)
+        if durable is None:
+            return []
+        if REMOTE not in durable.url and Path(durable.url).resolve() == (Path(config.out) / CHECKPOINTS).resolve():
+            return [
+                f"checkpoint.durable={section.durable!r} is the folder that checkpoints are copied from; name another"
+            ]
+        durable.require_writable()
+        steps = durable.steps()
+    except CheckpointError as error:
+        return [f"checkpoint.durable={section.durable!r} cannot be written: {error}"]
+    if section.resume == "no" and steps and not saved:
+        return [
+            f"checkpoint.durable={section.durable!r} already holds checkpoints of a run, up to "
+            f"{checkpoint_name(steps[-1])}; add --resume to go on with it, or name another place"
+        ]
+    return []
+
+
+def _copy_problems(url: str) -> list[str]:
+    """Why a run cannot begin with the checkpoint at a URL."""
+    try:
+        durable, step = durable_copy(url)
+        there = durable.is_complete(step)
+    except CheckpointError as error:
+        return [f"checkpoint.resume={url!r}: {error}"]
+    return [] if there else [f"checkpoint.resume={url!r}: there is no complete checkpoint"]
 
 
 def summary(out: Path) -> dict[str, Any]:

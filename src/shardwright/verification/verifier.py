@@ -51,10 +51,13 @@ MOST_RANKS = 64
 class Verifier:
     """Compares layouts of a case, and keeps the traces of references for the next one. To be used in a `with`."""
 
-    def __init__(self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S, references: "Verifier | None" = None
+    ) -> None:
         """`train` is what each rank of a layout runs; it, or what a `functools.partial` of it holds, has to be at the
-        top level of a module."""
+        top level of a module. `references`: another one, whose traces of one process serve this one, too."""
         self.train = train
+        self._references = references or self
         self.timeout_s = timeout_s
         self.tell: Tell = lambda line: None
         """Is told how far the ranks are where the model is large."""
@@ -164,10 +167,11 @@ class Verifier:
         if case.dtype == "float64":
             return of_float64(case)
         plain = replace(case, micro_batch=1)
-        if plain not in self._alone_errors:
+        known = self._references._alone_errors
+        if plain not in known:
             alone = self._alone(self._prepared(case))
-            self._alone_errors[plain] = compare.errors(alone, self._exact(case))
-        return of_one_process(case, self._alone_errors[plain], sides)
+            known[plain] = compare.errors(alone, self._exact(case))
+        return of_one_process(case, known[plain], sides)
 
     def _noise_of(self, expected: Trace) -> frozenset[str]:
         if expected not in self._noise:
@@ -181,7 +185,7 @@ class Verifier:
     def _alone(self, case: Case) -> Trace:
         # The reference has micro-batches only where a scale of fp8 is of one.
         case = replace(case, micro_batch=1 if case.fp8 is None else case.micro_batch, compiled=False)
-        return self._keep(case, train_alone, 1, case)
+        return self._references._keep(case, train_alone, 1, case)
 
     def _keep(
         self, key: Any, function: Callable[..., RankTrace], world_size: int, case: Case, *layout: Layout

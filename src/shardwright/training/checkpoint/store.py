@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shardwright.errors import CheckpointError
 from shardwright.files import clear_leftover, publish_folder, remove
-from shardwright.run_folder import checkpoint_name, published
+from shardwright.run_folder import checkpoint_name, published, step_of
 from shardwright.units import format_bytes
 
 _PARTIAL = ".partial"
@@ -22,6 +22,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep_last: int = 1) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self.held = 0
+        """The step of a checkpoint that is being copied elsewhere, and is not deleted meanwhile."""
 
     def published(self) -> list[Path]:
         """Whole checkpoints, the oldest first."""
@@ -43,19 +45,29 @@ class CheckpointStore:
         (partial / WRITTEN).mkdir(parents=True)
 
     def publish(self, step: int) -> None:
-        """Give a finished checkpoint its name, by one rename, then delete those that are no longer kept.
+        """Give a finished checkpoint its name, by one rename, then delete those that are no longer kept."""
+        self.put_in_place(step)
+        self.delete_others(step)
+
+    def delete_others(self, step: int) -> None:
+        """Delete what is not kept beside the newest checkpoint, that after `step` steps.
 
         Those of later steps go too: the run went back behind them, because they are damaged, and if they
         counted as the last ones this good one would be deleted in their place.
         """
+        published = self.published()
+        here = published.index(self.path_of(step))
+        for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
+            if step_of(path) != self.held:
+                # Renamed first: a process killed in the middle leaves no folder with the name of a whole checkpoint.
+                remove(path.rename(path.with_name(path.name + _DELETED)))
+
+    def put_in_place(self, step: int) -> Path:
+        """Give a finished checkpoint its name, by one rename."""
         final = self.path_of(step)
         shutil.rmtree(self.partial_of(step) / WRITTEN, ignore_errors=True)
         publish_folder(self.partial_of(step), final, final.with_name(final.name + _REPLACED))
-        published = self.published()
-        here = published.index(final)
-        for path in (*published[: max(0, here + 1 - self.keep_last)], *published[here + 1 :]):
-            # Renamed first: a process killed in the middle leaves no folder with the name of a whole checkpoint.
-            remove(path.rename(path.with_name(path.name + _DELETED)))
+        return final
 
     def sweep(self) -> None:
         """Delete what processes that were killed left half-written, and put back what they had moved

@@ -1,0 +1,17 @@
+"""File systems that fsspec reaches by URL: s3://, gs://, memory:// and the like."""
+
+from typing import Any
+
+REMOTE = "://"
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, or of a path on the disk, and the path there. Raises ValueError, with the reason, for a
+    kind of URL that fsspec does not know, or that needs a package which is not installed."""
+    import fsspec
+
+    try:
+        system, path = fsspec.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"fsspec has no access to {url.partition(REMOTE)[0]}://: {error}") from None
+    return system, path

@@ -1,0 +1,85 @@
+"""The checkpoints that a run may go on from: those in OUT, and their durable copies, which are fetched into OUT."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwright.errors import CheckpointError
+from shardwright.parallel.objects import gathered
+from shardwright.run_folder import step_of
+from shardwright.training.checkpoint.durable import DurableFolder, part_of
+from shardwright.training.checkpoint.state import raise_first
+from shardwright.training.checkpoint.store import CheckpointStore
+
+
+def newest_first(store: CheckpointStore, durable: DurableFolder | None, remarks: list[str]) -> Iterator[Path]:
+    """Checkpoints in the folder of the run and durable copies, the newest first; of both of the same step, the one in
+    the folder first. A copy is fetched when its turn comes. Every rank calls this; what there is to say is added to
+    `remarks`. Raises CheckpointError where there are none in the folder, and the copies cannot be listed."""
+    first = dist.get_rank() == 0
+    # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
+    here: list[Path] = gathered(store.published() if first else [], list[Path])[0]
+    paths = {step_of(path): path for path in here}
+    offered = [(step, True) for step in paths] + [(step, False) for step in _copies(durable, here, remarks)]
+    for step, is_here in sorted(offered, reverse=True):
+        if is_here:
+            yield paths[step]
+        elif durable is not None and _from_first(functools.partial(durable.is_complete, step), bool):
+            remarks.append(f"fetching {durable.url_of(step)}")
+            yield fetched(durable, step, store)
+
+
+def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
+    """Copy a durable copy into the folder of the run, each rank a part of its files; every rank calls this. Raises
+    CheckpointError on every rank."""
+    rank, partial = dist.get_rank(), store.partial_of(step)
+    files: dict[str, int] = _from_first(lambda: durable.files(step), dict[str, int])
+    _together(lambda: store.begin(step, sum(files.values())) if rank == 0 else None)
+
+    def fetch() -> None:
+        for name in part_of(rank, dist.get_world_size(), list(files)):
+            durable.fetch(step, name, partial)
+
+    _together(fetch)
+    _together(lambda: store.put_in_place(step) if rank == 0 else None)
+    return store.path_of(step)
+
+
+def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[str]) -> list[int]:
+    """The steps of the durable copies."""
+    if durable is None:
+        return []
+
+    def listed() -> list[int]:
+        try:
+            return durable.steps()
+        except CheckpointError as error:
+            if not here:
+                raise
+            remarks.append(f"the durable copies cannot be listed, and are passed over: {error}")
+            return []
+
+    found: list[int] = _from_first(listed, list[int])
+    return found
+
+
+def _from_first(ask: Callable[[], Any], kind: Any) -> Any:
+    """What rank 0 finds, of type `kind`, on every rank; what it raises is raised on every rank."""
+    found: list[Any] = []
+    _together(lambda: found.append(ask()) if dist.get_rank() == 0 else None)
+    return gathered(found[0] if found else None, kind | None)[0]
+
+
+def _together(act: Callable[[], Any]) -> None:
+    """Do something on this rank; raises on every rank what any has met."""
+    error = None
+    try:
+        act()
+    except CheckpointError as caught:
+        error = caught
+    except OSError as caught:
+        error = CheckpointError(f"rank {dist.get_rank()}: {caught}")
+    raise_first(error)
