@@ -42,18 +42,14 @@ CASES = [
     (Layout(pp=2), LEARNED),
     (Layout(tp=2, ep=2, sequence_parallel=True), EXPERTS),
     (Layout(tp=2, sequence_parallel=True), LEARNED),
-    (Layout(tp=4, sequence_parallel=False), GROUPED),
     (Layout(tp=2, sequence_parallel=False), LATENT),
     (Layout(tp=2, pp=2, ep=2, sequence_parallel=True), LATENT_EXPERTS),
-    (Layout(dp_shard=2, zero=1, ep=2), EXPERTS),
     (Layout(dp_shard=2, zero=1, ep=2, pp=2), LATENT_EXPERTS),
-    (Layout(dp_replicate=2, tp=2, sequence_parallel=False), GROUPED),
     (Layout(cp=2), GROUPED),
     (Layout(cp=2, cp_method="ulysses"), LEARNED),
     (Layout(cp=4, cp_method="usp", ulysses_degree=2), GROUPED),
     (Layout(cp=2, cp_method="ring", tp=2, sequence_parallel=True), LATENT),
     (Layout(cp=2, cp_method="allgather", pp=2), LEARNED),
-    (Layout(cp=2, ep=2), EXPERTS),
 ]
 
 

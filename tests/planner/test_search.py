@@ -110,7 +110,6 @@ def check_against_brute_force(asked: Job, top: int) -> None:
     rest_prove(
         [
             (DEEP, "h100:4/4", 16, None),
-            (DEEP, "a100:8/4", 8, 0.35),
             (MIXED, "h100:4/2", 8, None),
             (MIXED, "h100:2/2", 8, None),
             (DEEP, "h100:6/2", 12, 0.5),

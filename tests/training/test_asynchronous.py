@@ -126,7 +126,7 @@ def save_each_step_until_killed(folder: Path, after_s: float, killed: int) -> No
 @prove
 def test_killed_at_any_moment_the_last_or_the_last_but_one_checkpoint_is_whole(tmp_path):
     draw, digests, newest_at = random.Random(3), {}, []
-    for trial in range(20):
+    for trial in range(10):
         folder = tmp_path / f"trial-{trial}"
         with pytest.raises(WorkerError, match="SIGKILL"):
             run_ranks(save_each_step_until_killed, 2, folder, draw.uniform(0.0, 0.5), trial % 2)

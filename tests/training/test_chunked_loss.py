@@ -85,7 +85,7 @@ def test_fewer_digits_are_as_good_as_with_whole_logits(verifier: Verifier, name:
 
 
 @prove
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, zero=3), Layout(tp=2)])
+@pytest.mark.parametrize("layout", [Layout(tp=2)])
 def test_it_runs_compiled(verifier: Verifier, layout: Layout):
     layout = replace(layout, loss_chunk_tokens=CHUNK)
     report = verifier.parity(replace(case_of(layout), compiled=True), layout)

@@ -61,8 +61,9 @@ def test_gradients_in_bf16_are_those_of_one_process_within_their_roundings(name:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["zero 0", "zero 2", "zero 1, hybrid"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("zero 2", "float32"), ("zero 0", "bfloat16"), ("zero 1, hybrid", "bfloat16")]
+)
 def test_so_they_are_with_fewer_digits(name: str, dtype: str, verifier: Verifier):
     verified(verifier, ROUNDED[name], dtype)
 
@@ -71,12 +72,9 @@ WEIGHTS, INT8 = {"compress_weights": "int8"}, {"compress_gradients": "int8"}
 THIN = {"compress_gradients": "powersgd-2"}
 AS_INTEGERS = {
     "gradients, zero 1": Layout(dp_shard=4, zero=1, **INT8),
-    "gradients, two hops": Layout(dp_shard=4, zero=2, node_ranks=2, **INT8),
     "gradients and weights, two hops": Layout(dp_shard=4, zero=3, node_ranks=2, **INT8, **WEIGHTS),
     "gradients, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=3, **INT8),
-    "gradients, tp": Layout(tp=2, dp_shard=2, zero=3, **INT8),
     "4 bits": Layout(dp_shard=2, zero=3, compress_gradients="int4"),
-    "weights, zero 1": Layout(dp_shard=4, zero=1, **WEIGHTS),
     "weights, zero 3": Layout(dp_shard=2, zero=3, **WEIGHTS),
     "weights, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2, **WEIGHTS),
     "weights, tp": Layout(tp=2, dp_shard=2, zero=3, **WEIGHTS),
@@ -94,7 +92,7 @@ IN_FP16 = {
     "bf16": Layout(dp_shard=2, zero=2, **BF16),
     "bf16, zero 0": Layout(dp_replicate=2, **BF16),
     "int8, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=1, **INT8),
-    "int4, two hops": Layout(dp_shard=4, zero=3, node_ranks=2, compress_gradients="int4", **WEIGHTS),
+    "int4": Layout(dp_shard=2, zero=3, compress_gradients="int4", **WEIGHTS),
 }
 
 

@@ -144,10 +144,8 @@ OF_SEQUENCES = [
             PP,
             Layout(cp=2),  # a rank holds two pieces of a sequence that lie apart
             Layout(cp=2, cp_method="ring", zero=3, ep=2),
-            Layout(cp=4, cp_method="allgather", recompute="full"),
             Layout(cp=4, cp_method="usp", ulysses_degree=2, zero=2, ep=4),
             SP,
-            Layout(tp=4, sequence_parallel=True, ep=2),
             Layout(cp=2, tp=2, sequence_parallel=True, zero=3, ep=4),
             Layout(pp=2, cp=2, ep=2, pp_schedule="zb-h1"),
         )
@@ -177,10 +175,8 @@ WITH_LATENT = replace(CASE, spec=replace(MODEL, n_kv_heads=4, latent_attention=L
             EP,
             PP,
             SP,
-            Layout(tp=4, sequence_parallel=True, recompute="full"),
-            Layout(tp=2, sequence_parallel=True, dp_shard=2, zero=3, ep=4),
+            Layout(tp=2, sequence_parallel=True, recompute="full"),
             Layout(pp=2, tp=2, sequence_parallel=True, ep=2, pp_schedule="zb-h1"),
-            Layout(cp=2, ep=2),
             Layout(cp=2, cp_method="ulysses", tp=2, sequence_parallel=True, zero=3, ep=2),
         ],
         SP,

@@ -4,6 +4,7 @@ off by a third.
 """
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,7 @@ def test_a_layout_in_fp8_computes_what_one_process_does(recipe: str, name: str, 
 
 
 @prove
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("recipe", "model"), [*zip(cycle(["tensorwise", "rowwise"]), MODELS, strict=False)])
 def test_so_does_every_kind_of_layer(recipe: str, model: str, verifier: Verifier):
     for name in ("sp", "zero 1"):
         check(verifier, fp8_case(RECIPES[recipe], LAYOUTS[name], MODELS[model]), LAYOUTS[name])

@@ -78,8 +78,8 @@ def test_a_layout_computes_what_one_process_does(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "layout",
-    [replace(PP, recompute="selective"), replace(SP, recompute="full")],
-    ids=["the last stage, selective", "token shards, recomputed"],
+    [replace(SP, recompute="full")],
+    ids=["token shards, recomputed"],
 )
 def test_compiled_modules_and_recomputed_parts_compute_what_one_process_does(layout: Layout):
     nothing = Bug(Mutation("", "", ""), [layout], spec={"mtp_modules": 2})

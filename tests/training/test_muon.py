@@ -47,7 +47,6 @@ LAYOUTS = {
 }
 EXPERT_LAYOUTS = {
     "ep": Layout(dp_shard=2, ep=2, zero=2),
-    "ep of more ranks than experts": Layout(dp_shard=4, ep=2, zero=3),
     "tp, ep": Layout(tp=2, dp_shard=2, ep=2, zero=3),
 }
 
