@@ -92,6 +92,39 @@ def test_a_place_with_two_faults_in_a_row_is_used_no_more():
     assert "no layout of faults.min_ranks=2 to 1 ranks" in end_of(restarts, dead(0))
 
 
+def test_a_place_that_was_lost_is_tried_again_later_and_then_after_twice_that_time(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("shardwright.training.restarts.time.monotonic", lambda: now_s[0])
+    restarts = Restarts(config_of({"dp_shard": 2}, min_ranks=1), 20)
+    for expected_s in (3600, 7200, 14400):
+        assert not restarts.should_grow()
+        for _ in range(2):
+            restarts.after(dead(1), SAVED)
+        assert restarts.attempt.places == (0,)
+        now_s[0] += expected_s - 1
+        assert not restarts.should_grow()
+        now_s[0] += 1
+        assert restarts.should_grow()
+        told = restarts.grow(SAVED)
+        assert (told.kind, told.step, told.rank) == ("restart", 10, None)
+        assert told.text == "start with all ranks again, from step-00000010, on 2 ranks"
+        assert restarts.attempt.places == (0, 1)
+        assert restarts.attempt.config.layout.layout().world_size == 2
+    assert restarts.used == 6
+
+
+def test_a_spare_takes_the_place_of_the_one_at_fault_which_is_then_the_last_spare():
+    config = config_of({"dp_shard": 2})
+    config = config.model_copy(update={"faults": config.faults.model_copy(update={"spares": 2})})
+    restarts = Restarts(config, 9)
+    seen = []
+    for rank in (1, 1, None, 0, 0):
+        told = restarts.after(dead(rank), SAVED).text
+        seen.append(restarts.attempt.places)
+    assert seen == [(0, 2), (0, 3), (0, 3), (1, 3), (2, 3)]
+    assert "on 2 ranks (at place 2 instead of 1): rank 0 was killed" in told
+
+
 def test_without_min_ranks_every_place_is_used_again():
     restarts = Restarts(config_of({"dp_shard": 2}), 9)
     for _ in range(5):
@@ -209,6 +242,51 @@ def test_without_a_broken_place_the_run_goes_on_with_fewer_ranks_and_learns_the_
         assert norm == pytest.approx(same_norm, rel=1e-4)
 
 
+def place_1_is_mended_later(marker: Path, rank: int) -> None:
+    """The rank at place 1 dies in its fourth step, twice; steps of a run of one rank take a while."""
+    import time
+
+    from shardwright.training.step import Trainer
+
+    update, calls = Trainer.update, []
+
+    def update_or_die(self, rate):
+        calls.append(rate)
+        if os.environ["LOCAL_RANK"] == "1" and len(calls) == 4:
+            times = len(marker.read_text()) if marker.exists() else 0
+            if times < 2:
+                marker.write_text("x" * (times + 1))
+                kill_itself()
+        if os.environ["WORLD_SIZE"] == "1":
+            time.sleep(0.2)
+        return update(self, rate)
+
+    Trainer.update = update_or_die
+
+
+@prove
+def test_a_run_with_fewer_ranks_grows_again_when_the_place_is_mended(run_file, uninterrupted, tmp_path):
+    settings = [word for each in ("faults.min_ranks=1", "faults.grow_after=1.5") for word in ("--set", each)]
+    fault = functools.partial(place_1_is_mended_later, tmp_path / "marker")
+    run = train(run_file, *settings, "--max-restarts", "2", fault=fault)
+    assert "start with all ranks again, from step-" in run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+    restarts = [each.text for each in events_of(run_file) if each.kind == "restart"]
+    assert [" on 2 ranks" in text for text in restarts] == [True, False, True]
+    assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 21))
+    for (_, loss, norm), (_, same_loss, same_norm) in zip(trajectory(run_file), trajectory(uninterrupted), strict=True):
+        assert loss == pytest.approx(same_loss, rel=1e-5)
+        assert norm == pytest.approx(same_norm, rel=1e-4)
+
+
+@prove
+def test_a_run_goes_on_at_a_spare_place_to_the_same_last_bit(run_file, uninterrupted):
+    run = train(run_file, "--set", "faults.spares=1", "--max-restarts", "1", fault=place_1_is_broken)
+    assert "on 2 ranks (at place 2 instead of 1): rank 1 was killed" in run.stderr
+    assert trajectory(run_file) == trajectory(uninterrupted)
+    assert checksums(run_file, 20) == checksums(uninterrupted, 20)
+
+
 @prove
 def test_after_a_hang_the_run_goes_on_without_the_stopped_rank(run_file, uninterrupted):
     with training(run_file, "--max-restarts", "1", "--set", "faults.hang_after=2.0") as run:
@@ -224,3 +302,5 @@ def test_after_a_hang_the_run_goes_on_without_the_stopped_rank(run_file, uninter
 def test_what_cannot_be_asked_for_is_refused(run_file):
     refused = train(run_file, "--set", "faults.min_ranks=3", expect=2)
     assert "faults.min_ranks=3 is more than the 2 ranks of the layout; valid: 1 to 2" in refused.stderr
+    alone = train(run_file, "--set", "faults.spares=1", expect=2)
+    assert "faults.spares=1 are places for ranks that are started again here; give --max-restarts N" in alone.stderr

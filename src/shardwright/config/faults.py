@@ -46,6 +46,16 @@ class FaultsSection(Section):
         "the global batch and the order of samples stay; with --max-restarts a rank is lost where two faults in a row "
         "were those of the same place (GPU), under torchrun where it starts fewer ranks; if not given, all are needed",
     )
+    grow_after: Annotated[float, Field(ge=0)] = Field(
+        3600.0,
+        description="with min_ranks and --max-restarts, seconds after which a run that goes on with fewer ranks saves, "
+        "and starts again with all of them, on the place that was lost, too; twice as many after each try; 0: never",
+    )
+    spares: NotNegative = Field(
+        0,
+        description="with --max-restarts, places (GPUs) of this machine beyond those of the layout: after a fault the "
+        "run goes on at one of them in the place of the one at fault, which is then the last of them",
+    )
     check_copies_every: NotNegative = Field(
         0,
         description="steps between comparisons, by checksum, of weights that several ranks hold the same shard of; a "

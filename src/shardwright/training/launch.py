@@ -1,5 +1,6 @@
 """Start the workers of a run on this machine, again after a fault, and hand them the signals that this process gets."""
 
+import json
 import os
 import re
 import signal
@@ -18,22 +19,26 @@ from shardwright.errors import WorkerError
 from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
-from shardwright.run_folder import CHECKPOINTS, Event, append_event, published
-from shardwright.training.restarts import Attempt, Restarts
+from shardwright.run_folder import CHECKPOINTS, METRICS, Event, append_event, now, published
+from shardwright.training.restarts import Restarts
 from shardwright.training.worker import serve
+from shardwright.units import KiB
 
 LISTEN_FD = "SHARDWRIGHT_LISTEN_FD"  # the descriptor of a socket, bound here, that rank 0 listens on
 
-
+_TAIL_BYTES = 64 * KiB
+"""Of metrics.jsonl: more than a line has."""
 SUPERVISED = "SHARDWRIGHT_SUPERVISED"
 """In the environment of a rank whose parent process compares the ranks."""
 
 
 @dataclass
 class _Asked:
-    """The first signal to this process that asked for an end, if any."""
+    """The first signal to this process that asked for an end, if any. `to_grow`: the ranks were asked to save and end,
+    to start again with more of them."""
 
     signal: int | None = None
+    to_grow: bool = False
 
 
 def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: int = 0) -> bool:
@@ -51,9 +56,13 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
     forks.preload("shardwright.training.preload")
     with _forward_signals(workers) as asked:
         while True:
-            logs = log_dir / f"restart-{restarts.used}" if restarts.used else log_dir
+            logs = log_dir / f"restart-{restarts.n_starts}" if restarts.n_starts else log_dir
+            asked.to_grow = False
             try:
-                return _run(restarts.attempt, logs, quiet, workers, asked)
+                stopped = _run(restarts, logs, quiet, workers, asked)
+                if not (stopped and asked.to_grow and asked.signal is None):
+                    return stopped
+                event = restarts.grow(published(out / CHECKPOINTS))
             except WorkerError as error:
                 if asked.signal is not None:
                     raise
@@ -62,14 +71,19 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
             print(event.text, file=sys.stderr, flush=True)
 
 
-def _run(attempt: Attempt, log_dir: Path, quiet: bool, workers: list[Worker], asked: _Asked) -> bool:
+def _run(restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _Asked) -> bool:
     """One start of the ranks; `workers` is filled, and empty again when they have ended."""
     log_dir.mkdir(parents=True, exist_ok=True)
+    attempt, began = restarts.attempt, now()
     config, out = attempt.config, Path(attempt.config.out)
     watch = Watch(out, len(attempt.places))
     watch.folder.clear()
 
     def watched() -> WorkerError | None:
+        if not asked.to_grow and asked.signal is None and restarts.should_grow() and _has_logged_since(out, began):
+            asked.to_grow = True
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGTERM)
         found = watch.hang()
         if found is None:
             return None
@@ -95,6 +109,18 @@ def _run(attempt: Attempt, log_dir: Path, quiet: bool, workers: list[Worker], as
         processes.end(workers)
         workers.clear()
         watch.folder.clear()
+
+
+def _has_logged_since(out: Path, time: str) -> bool:
+    """Whether a step was logged after that time: all ranks are in training, then, and answer signals."""
+    try:
+        with (out / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+        record = json.loads(lines[-1])
+        return bool(record["kind"] == "train" and record["time"] > time)
+    except (OSError, ValueError, LookupError):  # nothing yet, or a line that is being written
+        return False
 
 
 def _with_place(error: WorkerError, out: Path, watch: Watch) -> WorkerError:

@@ -1,9 +1,12 @@
 """Decides what becomes of a local run after a fault of a rank: from which checkpoint, and on which ranks, it goes on.
 
 A place is what a rank runs on: the GPU of that number, on a machine without GPUs nothing but the number. A place at
-which two faults in a row happened is not used again where `faults.min_ranks` lets the run go on with fewer ranks.
+which a fault happened changes with a spare one (`faults.spares`). Without a spare, one at which two faults in a row
+happened is not used where `faults.min_ranks` lets the run go on with fewer ranks, and is tried again later
+(`faults.grow_after`).
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +32,14 @@ class Restarts:
     """The starts of one run: the first, and up to `allowed` after faults."""
 
     def __init__(self, config: RunConfig, allowed: int) -> None:
-        self.config, self.allowed, self.used = config, allowed, 0
-        self.attempt = Attempt(config, tuple(range(config.layout.layout().world_size)))
+        self.config, self.allowed, self.used, self.n_starts = config, allowed, 0, 0
+        n_ranks = config.layout.layout().world_size
+        self.attempt = Attempt(config, tuple(range(n_ranks)))
         self._usable = self.attempt.places
+        self._spares = [*range(n_ranks, n_ranks + config.faults.spares)]
+        self._grow_after_s = config.faults.grow_after
+        self._shrunk_at_s: float | None = None
+        """On the monotonic clock, when a place was taken out of use; None while all are used."""
         self._faulty: list[int] = []
         """The places of the last faults, as long as they are the same."""
 
@@ -47,6 +55,24 @@ class Restarts:
             raise WorkerError(f"{error}\n{told} used up").of_rank(error.rank)
         self.used += 1
         remark = self._use_places(error)
+        first_line = str(error).partition("\n")[0]
+        return self._event(f"restart {self.used} of {self.allowed}", f"{remark}: {first_line}", saved, error.rank)
+
+    def should_grow(self) -> bool:
+        """Whether it is time to try the places again that are out of use."""
+        since = self._shrunk_at_s
+        return since is not None and 0 < self._grow_after_s <= time.monotonic() - since
+
+    def grow(self, saved: Sequence[Path]) -> Event:
+        """Make `attempt` one with all ranks, after those of a smaller layout have saved and ended, and say so."""
+        self._usable, self._faulty, self._shrunk_at_s = tuple(range(self.config.layout.layout().world_size)), [], None
+        self._grow_after_s *= 2
+        self.attempt = Attempt(self.config, self._usable)
+        return self._event("start with all ranks again", "", saved, None)
+
+    def _event(self, what: str, why: str, saved: Sequence[Path], rank: int | None) -> Event:
+        """Resume `attempt` from the newest checkpoint, and say so."""
+        self.n_starts += 1
         newest = saved[-1] if saved else None
         resume_at_first = self.config.checkpoint.resume
         resume = "auto" if newest is not None else resume_at_first
@@ -55,13 +81,18 @@ class Restarts:
         self.attempt = Attempt(config.model_copy(update={"checkpoint": section}), self.attempt.places)
         begin = newest.name if newest is not None else "where the run began, as nothing was saved yet"
         n = len(self.attempt.places)
-        first_line = str(error).partition("\n")[0]
-        text = f"restart {self.used} of {self.allowed}, from {begin}, on {n} rank{'s' * (n > 1)}{remark}: {first_line}"
-        return Event("restart", 0 if newest is None else step_of(newest), text, error.rank)
+        text = f"{what}, from {begin}, on {n} rank{'s' * (n > 1)}{why}"
+        return Event("restart", 0 if newest is None else step_of(newest), text, rank)
 
     def _use_places(self, error: WorkerError) -> str:
         """Choose layout and places of the next attempt; what is to be said of a place that is not used any more."""
         place = None if error.rank is None else self.attempt.places[error.rank]
+        if place is not None and self._spares:
+            self._spares.append(place)
+            spare = self._spares.pop(0)
+            places = tuple(spare if each == place else each for each in self.attempt.places)
+            self.attempt = Attempt(self.attempt.config, places)
+            return f" (at place {spare} instead of {place})"
         self._faulty = [*(each for each in self._faulty if each == place), place] if place is not None else []
         if len(self._faulty) < FAULTS_IN_A_ROW or self.config.faults.min_ranks is None:
             return ""
@@ -73,6 +104,6 @@ class Restarts:
                 f"faults.min_ranks={self.config.faults.min_ranks} to {len(left)} ranks, with fewer along dp alone, "
                 f"trains batch.global_batch={self.config.batch.global_batch}"
             ).of_rank(error.rank)
-        self._usable, self._faulty = left, []
+        self._usable, self._faulty, self._shrunk_at_s = left, [], time.monotonic()
         self.attempt = Attempt(config, left[: config.layout.layout().world_size])
         return f" (without place {place}, where {FAULTS_IN_A_ROW} faults in a row happened)"

@@ -84,6 +84,12 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> Ende
             )
         if place is not None and config.faults.min_ranks is not None:
             config = _on_fewer_ranks(config, place.world_size)
+        if config.faults.spares and not max_restarts:
+            raise InputError(
+                f"faults.spares={config.faults.spares} are places for ranks that are started again here; give "
+                f"--max-restarts N, too"
+                + ("" if place is None else "; torchrun itself takes more machines with --nnodes MIN:MAX")
+            )
         _prepare(config, place)
         in_training = True
         return _train(config, place, quiet, max_restarts)
@@ -197,9 +203,11 @@ def _machine_problems(config: RunConfig) -> list[str]:
     world_size = config.layout.layout().world_size
     cores = os.cpu_count() or 1
     n_gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    spares = config.faults.spares
     if n_gpus:
-        few = f"the layout has {world_size} ranks and this machine {n_gpus} GPUs; start it with torchrun or srun on "
-        return [f"{few}several machines, or lower the degrees of layout.*"] if world_size > n_gpus else []
+        few = f"the layout has {world_size} ranks{f' and {spares} spare places' if spares else ''} and this machine "
+        few += f"{n_gpus} GPUs; start it with torchrun or srun on several machines, or lower the degrees of layout.*"
+        return [few + " or faults.spares" * (spares > 0)] if world_size + spares > n_gpus else []
     if world_size > RANKS_PER_CORE * cores:
         return [
             f"{world_size} ranks on the {cores} cores of this machine are {world_size / cores:.0f} processes a core, "
