@@ -26,7 +26,7 @@ from shardwright.config import RunConfig, load
 from shardwright.run_folder import METRICS, RUN_FILE
 from shardwright.training.start import start
 
-RATES = {"adamw": 3e-3, "adamw-8bit": 3e-3, "muon": 3e-3, "lion": 5e-4, "adafactor": 3e-2, "sgd": 0.1}
+RATES = {"adamw": 3e-3, "adamw-8bit": 3e-3, "muon": 6e-3, "lion": 1e-3, "adafactor": 3e-2, "sgd": 0.05}
 """The middle of the rates of each optimizer."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as c10d
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -304,10 +305,23 @@ def load_without_pickle(path: Path, layout: Layout) -> Logical | CheckpointError
     def refuse(*arguments, **named):
         raise AssertionError("a checkpoint was unpickled")
 
-    # Collectives of Python objects between the ranks pickle in memory, by pickle.Unpickler.
-    for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+    # Collectives of Python objects, too, unpickle what comes over the network.
+    for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load"), (c10d, "_tensor_to_object")):
         setattr(module, name, refuse)
     return load_ranks(path, layout)
+
+
+def save_without_pickle(folder: Path, layout: Layout) -> None:
+    def refuse(*arguments, **named):
+        raise AssertionError("an object of another rank was unpickled")
+
+    c10d._tensor_to_object = refuse
+    save_ranks(folder, layout)
+
+
+def test_saving_never_unpickles_what_comes_from_other_ranks(tmp_path):
+    run_ranks(save_without_pickle, 2, tmp_path, ZERO_3)
+    assert (tmp_path / "step-00000001/manifest.json").is_file()
 
 
 def test_loading_never_unpickles_what_lies_in_the_folder(saved, tmp_path):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.errors import CheckpointError
-from shardwright.training.checkpoint import shards, state
+from shardwright.training.checkpoint import shards, storage
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -63,15 +63,27 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it(tmp_
     assert isinstance(run_ranks(load_ranks, 1, tmp_path / "step-00000001", ONE)[0], dict)
 
 
-def test_a_bug_in_saving_is_not_passed_off_as_bad_input(tmp_path, monkeypatch):
-    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+def load_where_rank_1_raises(folder: Path, error: Exception) -> tuple[str, str]:
+    """What a rank raises where reading fails on rank 1."""
 
-    for cause, kind in ((KeyError("x"), CheckpointException), (PermissionError(13, "no"), CheckpointError)):
-        try:
-            raise cause
-        except Exception as error:
-            found = state._first_cause(CheckpointException("write", {1: _wrap_exception(error)}), "writing")
-            assert isinstance(found, kind)
+    def fail(self: Any, *_: Any) -> None:
+        raise error
+
+    if dist.get_rank() == 1:
+        storage.SafetensorsReader.read = fail  # type: ignore[method-assign]
+    try:
+        found = load_ranks(folder, ZERO_3)
+        return type(found).__name__, str(found)
+    except Exception as raised:
+        return type(raised).__name__, str(raised)
+
+
+def test_a_bug_in_loading_is_not_passed_off_as_bad_input(pristine):
+    for error, kind in ((KeyError("x"), "WorkerError"), (PermissionError(13, "no"), "CheckpointError")):
+        for found, told in run_ranks(load_where_rank_1_raises, 2, pristine, error):
+            assert found == kind
+            assert f"reading {pristine}: rank 1: " in told
+            assert ("Traceback" in told) == (kind == "WorkerError")
 
 
 def publish(store: CheckpointStore, step: int) -> None:

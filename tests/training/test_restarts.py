@@ -92,9 +92,18 @@ def test_a_place_with_two_faults_in_a_row_is_used_no_more():
     assert "no layout of faults.min_ranks=2 to 1 ranks" in end_of(restarts, dead(0))
 
 
-def test_a_place_that_was_lost_is_tried_again_later_and_then_after_twice_that_time(monkeypatch):
-    now_s = [0.0]
-    monkeypatch.setattr("shardwright.training.restarts.time.monotonic", lambda: now_s[0])
+def test_a_place_that_was_lost_is_tried_again_later_and_then_after_twice_that_time():
+    lost_places_are_tried_again()
+
+
+def lost_places_are_tried_again() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        now_s = [0.0]
+        patch.setattr("shardwright.training.restarts.time.monotonic", lambda: now_s[0])
+        tried_again(now_s)
+
+
+def tried_again(now_s: list[float]) -> None:
     restarts = Restarts(config_of({"dp_shard": 2}, min_ranks=1), 20)
     for expected_s in (3600, 7200, 14400):
         assert not restarts.should_grow()

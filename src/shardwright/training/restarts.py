@@ -65,7 +65,7 @@ class Restarts:
 
     def grow(self, saved: Sequence[Path]) -> Event:
         """Make `attempt` one with all ranks, after those of a smaller layout have saved and ended, and say so."""
-        self._usable, self._faulty, self._shrunk_at_s = tuple(range(self.config.layout.layout().world_size)), [], None
+        self._usable, self._shrunk_at_s = tuple(range(self.config.layout.layout().world_size)), None
         self._grow_after_s *= 2
         self.attempt = Attempt(self.config, self._usable)
         return self._event("start with all ranks again", "", saved, None)
@@ -88,11 +88,7 @@ class Restarts:
         """Choose layout and places of the next attempt; what is to be said of a place that is not used any more."""
         place = None if error.rank is None else self.attempt.places[error.rank]
         if place is not None and self._spares:
-            self._spares.append(place)
-            spare = self._spares.pop(0)
-            places = tuple(spare if each == place else each for each in self.attempt.places)
-            self.attempt = Attempt(self.attempt.config, places)
-            return f" (at place {spare} instead of {place})"
+            return self._use_spare(place)
         self._faulty = [*(each for each in self._faulty if each == place), place] if place is not None else []
         if len(self._faulty) < FAULTS_IN_A_ROW or self.config.faults.min_ranks is None:
             return ""
@@ -107,3 +103,11 @@ class Restarts:
         self._usable, self._faulty, self._shrunk_at_s = left, [], time.monotonic()
         self.attempt = Attempt(config, left[: config.layout.layout().world_size])
         return f" (without place {place}, where {FAULTS_IN_A_ROW} faults in a row happened)"
+
+    def _use_spare(self, place: int) -> str:
+        """Change a place with the first of the spares; what is to be said of it."""
+        self._spares.append(place)
+        spare = self._spares.pop(0)
+        places = tuple(spare if each == place else each for each in self.attempt.places)
+        self.attempt = Attempt(self.attempt.config, places)
+        return f" (at place {spare} instead of {place})"

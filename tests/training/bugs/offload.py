@@ -7,7 +7,7 @@ from tests.training.bugs.bug import ONE, TP, ZERO_3, AnyBug, Bug, ResumeBug
 
 _STATES, _ON_DISK = "shardwright.training.offload.states", "shardwright.training.offload.on_disk"
 _ONE, _TP, _ZERO_3 = (replace(layout, offload_optimizer="disk") for layout in (ONE, TP, ZERO_3))
-_READER = "shardwright.training.checkpoint.storage:SafetensorsReader.read_data"
+_READER = "shardwright.training.checkpoint.storage:SafetensorsReader.read"
 
 SHARD: dict[str, AnyBug] = {
     "states on a disk are read from the place of the chunk before": Bug(

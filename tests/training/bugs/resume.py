@@ -58,7 +58,7 @@ RESUME: dict[str, AnyBug] = {
     ),
     "a shard is read from the start of the one that was saved": ResumeBug(
         Mutation(
-            f"{STORAGE}:SafetensorsReader.read_data", "part.narrow(dim, offset, length)", "part.narrow(dim, 0, length)"
+            f"{STORAGE}:SafetensorsReader.read", "part.narrow(dim, offset, length)", "part.narrow(dim, 0, length)"
         ),
         (ONE, ZERO_3),
     ),

@@ -1,25 +1,23 @@
-"""Which rank writes which boxes of which tensors, as PyTorch's checkpoint planner decides it.
+"""Which rank writes which boxes of which tensors.
 
-The tensors of a run keep their names, shapes and shardings, so this is asked once and kept: each time, every rank would
-send its list of tensors to rank 0 and get its part back.
+PyTorch's checkpoint planner says which boxes a rank holds. Rank 0 gets the lists of all ranks and deals the boxes out;
+between ranks they are JSON, where PyTorch's own planning would unpickle what comes over the network. The tensors of a
+run keep their names, shapes and shardings, so this is done once and kept.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
-from torch.futures import Future
 
 from shardwright.hugging_face.writer import Entry
+from shardwright.parallel.objects import dealt_by_first, gathered_by_first
 from shardwright.training.checkpoint.manifest import key_of
-from shardwright.training.checkpoint.storage import AsPlanned, name_of
+from shardwright.training.checkpoint.storage import name_of
 
 
 @dataclass(frozen=True)
@@ -53,34 +51,56 @@ class Plan:
 
 def plan_of(tensors: Mapping[str, Tensor]) -> Plan:
     """The plan for tensors, sharded or whole; every rank calls this."""
-    asked = _Asked()
-    dcp.save(dict(tensors), storage_writer=asked)
-    return Plan(tuple(asked.pieces), asked.tensors)
+    items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
+    pieces = [_piece(item) for item in items]
+    boxes = [
+        Box(piece.name, piece.offsets, piece.entry.shape, piece.entry.dtype, tuple(_data(item).size))
+        for piece, item in zip(pieces, items, strict=True)
+    ]
+    everyone = gathered_by_first(boxes, list[Box])
+    mine: list[int] = dealt_by_first(writers(everyone), list[int])
+    wholes = {box.name: (box.whole, box.dtype) for boxes in everyone for box in boxes}
+    return Plan(tuple(pieces[at] for at in mine), wholes)
 
 
-class _Asked(AsPlanned, StorageWriter):
-    """Takes down what PyTorch has planned, and writes nothing."""
+@dataclass(frozen=True)
+class Box:
+    """A part of the tensor `name` that a rank holds; `whole`: the shape of the tensor."""
 
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    whole: tuple[int, ...]
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+    @property
+    def n_bytes(self) -> int:
+        """Of the part."""
+        return Entry("", self.dtype, self.shape).n_bytes
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        for item in plan.items:
-            assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
-            offsets, chunk = tuple(item.tensor_data.chunk.offsets), item.tensor_data.chunk
-            entry = Entry(
-                key_of(item.index.fqn, offsets), name_of(item.tensor_data.properties.dtype), tuple(chunk.sizes)
-            )
-            self.pieces.append(Piece(item.index.fqn, offsets, entry, item.index))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            self.tensors[name] = tuple(entry.size), name_of(entry.properties.dtype)
+def writers(everyone: Sequence[Sequence[Box]]) -> list[list[int]]:
+    """Which of its boxes each rank writes, by their numbers: each box one of the ranks that hold it, that which has the
+    fewest bytes to write so far. `everyone`: the boxes of each rank."""
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    for rank, boxes in enumerate(everyone):
+        for at, box in enumerate(boxes):
+            holders.setdefault((box.name, box.offsets), []).append((rank, at))
+    n_bytes, chosen = [0] * len(everyone), [list[int]() for _ in everyone]
+    for held in holders.values():
+        rank, at = min(held, key=lambda each: n_bytes[each[0]])
+        n_bytes[rank] += everyone[rank][at].n_bytes
+        chosen[rank].append(at)
+    return chosen
+
+
+def _piece(item: WriteItem) -> Piece:
+    data = _data(item)
+    offsets = tuple(data.chunk.offsets)
+    entry = Entry(key_of(item.index.fqn, offsets), name_of(data.properties.dtype), tuple(data.chunk.sizes))
+    return Piece(item.index.fqn, offsets, entry, item.index)
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
+    return item.tensor_data

@@ -1,18 +1,17 @@
 """The state of training, every tensor under a global name, whatever layout holds it, and loading it."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from shardwright.errors import CheckpointError, DamagedError, ShardwrightError
+from shardwright.errors import CheckpointError, DamagedError, WorkerError
 from shardwright.parallel.objects import gathered
+from shardwright.processes import formatted
 from shardwright.training.checkpoint.manifest import (
     DataRecord,
     Manifest,
@@ -75,27 +74,39 @@ def load(folder: Path, trainer: Trainer, data: DataRecord | None) -> Manifest:
     return manifest
 
 
-def raise_first(error: CheckpointError | None) -> None:
-    """Raise on every rank what any has to complain of: one that went on alone would hang in a collective."""
-    mine = None if error is None else (isinstance(error, DamagedError), error.problems)
-    everyone = gathered(mine, tuple[bool, list[str]] | None)
+def raise_first(error: CheckpointError | WorkerError | None) -> None:
+    """Raise on every rank what the first has that has anything: one that went on alone would hang in a collective."""
+    mine = None if error is None else (type(error).__name__, str(error).splitlines())
+    everyone = gathered(mine, tuple[str, list[str]] | None)
     if first := next((each for each in everyone if each is not None), None):
-        damaged, problems = first
-        raise error or (DamagedError if damaged else CheckpointError)(*problems)
+        name, lines = first
+        if error is not None and first == mine:
+            raise error
+        if name == WorkerError.__name__:
+            raise WorkerError("\n".join(lines))
+        raise (DamagedError if name == DamagedError.__name__ else CheckpointError)(*lines)
 
 
 def read_into(
     folder: Path, manifest: Manifest, tensors: dict[str, Tensor], stored: Mapping[str, StoredTensor] | None = None
 ) -> None:
     """Fill tensors, sharded or whole, from a checkpoint that holds at least their names; `stored`: those of them whose
-    values are on a disk, this rank's shards."""
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
-        try:
-            reader = SafetensorsReader(folder, manifest, stored or {})
-            dcp.load(dict(tensors), storage_reader=reader, planner=IntoPlace())
-        except CheckpointException as error:
-            raise _first_cause(error, f"reading {folder}") from None
+    values are on a disk, this rank's shards. Every rank plans what it reads from the manifest alone. Raises
+    CheckpointError on every rank."""
+    refusal: CheckpointError | WorkerError | None = None
+    try:
+        with torch.no_grad():
+            reader, planner = SafetensorsReader(folder, manifest, stored or {}), IntoPlace()
+            planner.set_up_planner(dict(tensors), reader.metadata())
+            reader.read(planner.create_local_plan(), planner)
+    except CheckpointError as error:
+        refusal = error
+    except (OSError, SafetensorError) as error:
+        refusal = CheckpointError(f"reading {folder}: rank {dist.get_rank()}: {error}")
+    except Exception as error:  # a bug of ours, and the others wait for this rank
+        what = f"reading {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        refusal = WorkerError(f"{what}\n\n{formatted(error)}")
+    raise_first(refusal)
 
 
 def _differences(
@@ -158,13 +169,3 @@ _A_NEW_RUN = (
     "only the same run goes on from a checkpoint; a new run with these weights, and with other data, sequences or "
     "optimizer, takes --set init.weights=PATH, a new --set out=... and no --resume"
 )
-
-
-def _first_cause(error: CheckpointException, doing: str) -> BaseException:
-    """The error of the first rank that failed, out of PyTorch's wrapping."""
-    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if isinstance(cause, ShardwrightError):
-        return cause
-    if isinstance(cause, OSError | SafetensorError):
-        return CheckpointError(f"{doing}: rank {rank}: {cause}")
-    return error

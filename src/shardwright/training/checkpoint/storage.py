@@ -1,10 +1,7 @@
-"""The storage under PyTorch's checkpoint planner: safetensors files out, verified safetensors files in.
-
-PyTorch decides which rank writes which shard, and which parts of which a rank needs; here the bytes move.
-"""
+"""Reading a checkpoint: PyTorch's planner decides which parts of which shards a rank needs, and here the bytes move.
+Each shard is checked before any of it is used."""
 
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from shardwright.errors import CheckpointError, DamagedError
 from shardwright.hugging_face.writer import FILE_METADATA
@@ -41,24 +36,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class AsPlanned:
-    """What PyTorch asks of a storage and ours leaves as it is: its plans, and the name of the checkpoint."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-
-class SafetensorsReader(AsPlanned, StorageReader):
+class SafetensorsReader:
     """Reads the shards a rank needs, each whole and checked against its sha256 before any of it is used. `stored`:
     this rank's shards by name that are on a disk, and are written there."""
 
@@ -72,7 +50,8 @@ class SafetensorsReader(AsPlanned, StorageReader):
             for shard in tensor.shards
         }
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def metadata(self) -> Metadata:
+        """What the checkpoint holds, as PyTorch's planner reads it."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -84,10 +63,8 @@ class SafetensorsReader(AsPlanned, StorageReader):
             }
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill the tensors of a plan."""
         wanted = defaultdict(list)
         for item in plan.items:
             wanted[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)].append(item)
@@ -101,9 +78,6 @@ class SafetensorsReader(AsPlanned, StorageReader):
                     stored.write(item.dest_offsets, part)
                 else:
                     planner.resolve_tensor(item).detach().copy_(part)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 class IntoPlace(DefaultLoadPlanner):
