@@ -52,12 +52,12 @@ def is_of_layouts_alone(module: str) -> bool:
 @pytest.mark.parametrize("name", rest_prove(SEEN_BY_VERIFY, *QUICK))
 def test_verify_sees_the_bug(name: str, monkeypatch: pytest.MonkeyPatch, verifier: Verifier):
     bug = SEEN_BY_VERIFY[name]
-    references: Verifier | None = verifier
-    if not all(is_of_layouts_alone(mutation.function.partition(":")[0]) for mutation in bug.mutations):
-        reference = partial(train_alone_mutated, bug.mutations)
-        monkeypatch.setattr("shardwright.verification.verifier.train_alone", reference)
-        references = None
-    with Verifier(partial(train_mutated, bug.mutations), 60, references) as mutant:
+    with Verifier(partial(train_mutated, bug.mutations), timeout_s=60) as mutant:
+        if all(is_of_layouts_alone(mutation.function.partition(":")[0]) for mutation in bug.mutations):
+            mutant.references = verifier
+        else:
+            reference = partial(train_alone_mutated, bug.mutations)
+            monkeypatch.setattr("shardwright.verification.verifier.train_alone", reference)
         for layout in bug.layouts:
             (report,) = mutant.parities([(bug.case(layout), layout)])
             assert not report.equal, layout

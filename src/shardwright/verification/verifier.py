@@ -51,13 +51,12 @@ MOST_RANKS = 64
 class Verifier:
     """Compares layouts of a case, and keeps the traces of references for the next one. To be used in a `with`."""
 
-    def __init__(
-        self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S, references: "Verifier | None" = None
-    ) -> None:
+    def __init__(self, train: TrainRank = train_rank, timeout_s: float = TIMEOUT_S) -> None:
         """`train` is what each rank of a layout runs; it, or what a `functools.partial` of it holds, has to be at the
-        top level of a module. `references`: another one, whose traces of one process serve this one, too."""
+        top level of a module."""
         self.train = train
-        self._references = references or self
+        self.references: Verifier = self
+        """That which keeps the traces of one process; several may share one."""
         self.timeout_s = timeout_s
         self.tell: Tell = lambda line: None
         """Is told how far the ranks are where the model is large."""
@@ -167,7 +166,7 @@ class Verifier:
         if case.dtype == "float64":
             return of_float64(case)
         plain = replace(case, micro_batch=1)
-        known = self._references._alone_errors
+        known = self.references._alone_errors
         if plain not in known:
             alone = self._alone(self._prepared(case))
             known[plain] = compare.errors(alone, self._exact(case))
@@ -185,7 +184,7 @@ class Verifier:
     def _alone(self, case: Case) -> Trace:
         # The reference has micro-batches only where a scale of fp8 is of one.
         case = replace(case, micro_batch=1 if case.fp8 is None else case.micro_batch, compiled=False)
-        return self._references._keep(case, train_alone, 1, case)
+        return self.references._keep(case, train_alone, 1, case)
 
     def _keep(
         self, key: Any, function: Callable[..., RankTrace], world_size: int, case: Case, *layout: Layout
