@@ -27,7 +27,10 @@ def measure(*arguments: object) -> Result:
 
 
 @prove
-def test_this_machine_is_measured_and_planned_for(tmp_path: Path):
+@pytest.mark.timeout(900)
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for part in ("generation", "whole_steps"):
+        monkeypatch.setattr(f"shardwright.measuring.{part}.ROUNDS", 1)  # the least or median of several takes minutes
     out, page = tmp_path / "mine.toml", tmp_path / "mine.html"
     result = measure("--out", out, "--html", page, "--budget", 0.002, "--clock", "cpu", "--device", "cpu", "--ranks", 2)
     assert result.exit_code == 0, result.output
