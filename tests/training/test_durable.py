@@ -250,6 +250,7 @@ def test_killed_in_the_middle_of_a_copy_it_is_none_and_the_run_goes_on(run_file,
     train(run_file, *given(place), fault=killed_in_a_copy, expect=3)
     assert not DurableFolder(str(place)).is_complete(10)
     train(run_file, *given(place), "--resume")
+    assert DurableFolder(str(place)).is_complete(10)
     assert checksums(run_file, 20) == checksums(uninterrupted, 20)
     assert contents(place / "step-00000020") == contents(run_file.parent / "out/checkpoints/step-00000020")
 

@@ -139,6 +139,7 @@ class _Run:
                     writer.write(record)
             try:
                 with self.saving.told_to(screen, writers):
+                    self.saving.catch_up(start.step)
                     done = self._train(start, stop, writers, screen)
             finally:
                 for writer in writers:

@@ -27,7 +27,7 @@ def newest_first(store: CheckpointStore, durable: DurableFolder | None, remarks:
     for step, is_here in sorted(offered, reverse=True):
         if is_here:
             yield paths[step]
-        elif durable is not None and _from_first(functools.partial(durable.is_complete, step), bool):
+        elif durable is not None and from_first(functools.partial(durable.is_complete, step), bool):
             remarks.append(f"fetching {durable.url_of(step)}")
             yield fetched(durable, step, store)
 
@@ -36,7 +36,7 @@ def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
     """Copy a durable copy into the folder of the run, each rank a part of its files; every rank calls this. Raises
     CheckpointError on every rank."""
     rank, partial = dist.get_rank(), store.partial_of(step)
-    files: dict[str, int] = _from_first(lambda: durable.files(step), dict[str, int])
+    files: dict[str, int] = from_first(lambda: durable.files(step), dict[str, int])
     _together(lambda: store.begin(step, sum(files.values())) if rank == 0 else None)
 
     def fetch() -> None:
@@ -62,11 +62,11 @@ def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[s
             remarks.append(f"the durable copies cannot be listed, and are passed over: {error}")
             return []
 
-    found: list[int] = _from_first(listed, list[int])
+    found: list[int] = from_first(listed, list[int])
     return found
 
 
-def _from_first(ask: Callable[[], Any], kind: Any) -> Any:
+def from_first(ask: Callable[[], Any], kind: Any) -> Any:
     """What rank 0 finds, of type `kind`, on every rank; what it raises is raised on every rank."""
     found: list[Any] = []
     _together(lambda: found.append(ask()) if dist.get_rank() == 0 else None)

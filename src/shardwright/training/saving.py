@@ -15,6 +15,7 @@ from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.header import kept_run_file
 from shardwright.training.metrics import Writer
+from shardwright.training.resuming import from_first
 from shardwright.training.screen import Screen
 from shardwright.training.step import Trainer
 from shardwright.units import format_bytes, format_seconds
@@ -57,6 +58,15 @@ class Saving:
             if self._copier is not None:
                 self._copier.abandon()
         self.tell()
+
+    def catch_up(self, step: int) -> None:
+        """Begin to copy the checkpoint that the run goes on from, if that is due and no copy of it is complete."""
+        durable, checkpoint = self.durable, self.store.path_of(step)
+        if self._copier is None or durable is None or not due(step, self.config.checkpoint.durable_every):
+            return
+        with self._failing(step, required=False, done="copied"):
+            if from_first(lambda: checkpoint.is_dir() and not durable.is_complete(step), bool):
+                self._copier.begin(step)
 
     def due(self, step: int) -> bool:
         """Whether the run saves after so many steps."""

@@ -33,7 +33,7 @@ STALE: dict[str, AnyBug] = {
     ),
     "a durable copy that is not complete is fetched": _bug(
         "shardwright.training.resuming:newest_first",
-        "_from_first(functools.partial(durable.is_complete, step), bool)",
+        "from_first(functools.partial(durable.is_complete, step), bool)",
         "True",
     ),
 }
