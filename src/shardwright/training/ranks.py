@@ -198,8 +198,8 @@ def _store(place: Place) -> dist.Store:
         ) from None
     if "TORCHELASTIC_RUN_ID" not in environment:
         return dist.PrefixStore(f"shardwright/{environment.get('SLURM_JOB_ID', 'local')}", store)
-    store = dist.PrefixStore(f"shardwright/{environment['TORCHELASTIC_RUN_ID']}", store)
-    return dist.PrefixStore(_name_of_start(store, place), store)
+    of_run = dist.PrefixStore(f"shardwright/{environment['TORCHELASTIC_RUN_ID']}", store)
+    return dist.PrefixStore(_name_of_start(of_run, place), of_run)
 
 
 def _name_of_start(store: dist.Store, place: Place, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> str:
@@ -216,7 +216,8 @@ def _name_of_start(store: dist.Store, place: Place, timeout_s: float = COLLECTIV
         store.set(f"{name}/has/{place.rank}", "")
         return name
     name, until = uuid.uuid4().hex, time.monotonic() + timeout_s
-    missing, answered = set(range(1, place.world_size)), set()
+    missing = set(range(1, place.world_size))
+    answered: set[str] = set()
     while missing := {rank for rank in missing if not store.check([f"{name}/has/{rank}"])}:
         if time.monotonic() > until:
             raise WorkerError(
