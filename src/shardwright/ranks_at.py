@@ -115,7 +115,8 @@ class Collective:
 class Dump:
     """The answer of a rank. `line`: file, line and function of Shardwright's own code it is in; `waits`: whether it is
     in a collective or a message; `stack`: of its training thread; `pending`: collectives that it has joined and that
-    are not complete; `joined`: process group -> number of the last collective of it that it has joined."""
+    are not complete, the oldest first; `joined`: process group -> number of the last collective of it that it has
+    joined; `for_s`: how long it has been in its phase, by the clock of its machine."""
 
     line: str
     waits: bool
@@ -124,6 +125,7 @@ class Dump:
     stack: str
     pending: tuple[Collective, ...]
     joined: dict[str, int]
+    for_s: float | None = None
 
 
 _IDENTITY, _DUMP = TypeAdapter(Identity), TypeAdapter(Dump)
@@ -233,7 +235,7 @@ def describe(
 
     A rank that was heard and is not in a collective or message holds up those that are, as does one that cannot answer:
     of the graph of who waits for whom these are the ranks that wait for none. Where all wait, the collectives that
-    they have joined are not the same.
+    they have joined are not the same, or the messages of one that all of its ranks have joined do not arrive.
     """
     ranks = sorted(states)
     gone = [rank for rank in ranks if rank in fates]
@@ -242,6 +244,10 @@ def describe(
     told = []
     if blamed:
         told.append(f"no progress: {ranks_in_words(blamed)} {'holds' if len(blamed) == 1 else 'hold'} up the others")
+    elif stuck := _joined_by_all(dumps):
+        where = _between(stuck, identities)
+        told.append(f"no progress: all ranks wait, and messages between them do not arrive{where}")
+        told.append(f"  all of its ranks have joined {in_words(stuck)}, and it does not end")
     else:
         told.append("no progress: all ranks wait, for collectives that others have not joined")
     shown = blamed[:SHOWN]
@@ -274,7 +280,10 @@ def _of(
     if who is not None:
         at = " ".join(f"{axis}={n}" for axis, n in who.at.items())
         words.append(f"{who.device} of {who.host}, process {who.pid}" + (f" ({at})" if at else ""))
-    took = f" for {now_s - state.since_s:.1f} s" if 0 < now_s - state.since_s < 1e6 else ""
+    # The clocks of two machines have begun at different times.
+    here = who is None or who.host == os.uname().nodename
+    for_s = dump.for_s if dump is not None and dump.for_s is not None else now_s - state.since_s if here else 0.0
+    took = f" for {for_s:.1f} s" if 0 < for_s < 1e6 else ""
     words.append(f"step {state.step + 1}, {state.phase}{took}")
     if dump is not None:
         words += [each for each in (dump.action and f"action {dump.action}", dump.module) if each]
@@ -295,6 +304,30 @@ def _missed(rank: int, dumps: Mapping[int, Dump]) -> list[str]:
     for each in sorted(waiting, key=lambda each: each.number):
         first.setdefault(each.group, each)
     return [f"{in_words(each)}, in which {_wait(waiting[each])}" for each in first.values()]
+
+
+def _joined_by_all(dumps: Mapping[int, Dump]) -> Collective | None:
+    """A collective that is not complete though all of its ranks have joined it, if there is one. Only the oldest of
+    each rank counts: later ones may be queued behind it."""
+    stuck = [
+        each
+        for each in {dump.pending[0] for dump in dumps.values() if dump.pending}
+        if all(rank in dumps and dumps[rank].joined.get(each.group, 0) >= each.number for rank in each.ranks)
+    ]
+    return min(stuck, key=lambda each: (each.group, each.number), default=None)
+
+
+def _between(each: Collective, identities: Mapping[int, Identity]) -> str:
+    """The machines of a collective, if they are several, with the ranks of each."""
+    hosts: dict[str, list[int]] = {}
+    for rank in each.ranks:
+        if rank in identities:
+            hosts.setdefault(identities[rank].host, []).append(rank)
+    if len(hosts) < 2:
+        return ""
+    shown = [f"{host} ({ranks_in_words(ranks)})" for host, ranks in list(hosts.items())[:SHOWN]]
+    more = f" and {len(hosts) - SHOWN} more" if len(hosts) > SHOWN else ""
+    return f"; is the network up between {', '.join(shown)}{more}?"
 
 
 def _wait(ranks: Sequence[int]) -> str:

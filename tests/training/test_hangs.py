@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.marks import prove
 from tests.training.runs import is_alive, training, trajectory
 
 SOON = ("--set", "faults.hang_after=2.0", "--set", "steps=2000", "--set", "checkpoint.every=0")
+HERE = os.uname().nodename
 TP = Collective("all_reduce", 12, "3", "tp", (0, 1))
 ALL = Collective("all_gather", 40, "0", "all ranks", (0, 1, 2, 3))
 
@@ -33,7 +35,7 @@ def dump(waits: bool, *pending: Collective, **joined: int) -> Dump:
 
 def described(dumps: dict[int, Dump], fates: dict[int, str] | None = None) -> tuple[list[int], str]:
     states = {rank: at() for rank in range(4)}
-    who = {rank: Identity(rank, "node7", 100 + rank, "cuda:1", {"tp": rank % 2}) for rank in range(4)}
+    who = {rank: Identity(rank, HERE, 100 + rank, "cuda:1", {"tp": rank % 2}) for rank in range(4)}
     return describe(states, who, dumps, fates or {}, now_s=107.5)
 
 
@@ -44,7 +46,7 @@ def test_the_rank_that_never_joined_is_at_fault_and_not_those_that_wait_for_thos
     assert blamed == [1]
     assert told.splitlines()[:5] == [
         "no progress: rank 1 holds up the others",
-        "  rank 1 runs, and does not come to where the others wait; cuda:1 of node7, process 101 (tp=1); step 5, "
+        f"  rank 1 runs, and does not come to where the others wait; cuda:1 of {HERE}, process 101 (tp=1); step 5, "
         "forward_backward for 7.5 s; action 0F3; layers.1.ffn; at parallel/tensor.py:9 forward",
         "    never joined all_reduce number 12 of the group of tp (ranks 0, 1), in which rank 0 waits",
         "    never joined all_gather number 40 of the group of all ranks (ranks 0, 1, 2, 3), in which ranks 2, 3 wait",
@@ -61,9 +63,7 @@ def test_a_collective_that_a_rank_has_joined_is_not_held_against_it():
 def test_a_rank_that_cannot_answer_is_at_fault_before_all_others():
     blamed, told = described({1: dump(True, TP, g3=12), 2: dump(False), 3: dump(False)}, {0: "is stopped"})
     assert blamed == [0]
-    assert (
-        "rank 0 is stopped; cuda:1 of node7, process 100 (tp=0); step 5, forward_backward for 7.5 s; last seen" in told
-    )
+    assert f"rank 0 is stopped; cuda:1 of {HERE}, process 100 (tp=0); step 5, forward_backward for 7.5 s; last" in told
     blamed, told = described({1: dump(True, TP, g3=12), 2: dump(True), 3: dump(True)})
     assert blamed == [0]
     assert "rank 0 does not answer" in told
@@ -73,6 +73,36 @@ def test_ranks_that_all_wait_have_joined_different_collectives():
     blamed, told = described({rank: dump(True, TP if rank < 2 else ALL) for rank in range(4)})
     assert blamed == []
     assert told.startswith("no progress: all ranks wait, for collectives that others have not joined")
+
+
+def test_a_collective_that_all_have_joined_and_that_does_not_end_means_that_messages_do_not_arrive():
+    """Ranks 0 and 1, on two machines, wait in it; rank 2 waits for rank 0 in another one, rank 3 for nothing known."""
+    states = {rank: at() for rank in range(4)}
+    who = {rank: Identity(rank, f"node{rank % 2}", 100 + rank, "cpu") for rank in range(4)}
+    both = Collective("all_reduce", 12, "3", "dp_shard", (0, 1))
+    answers = {0: dump(True, both, g3=12), 1: dump(True, both, g3=12), 2: dump(True, ALL, g0=40), 3: dump(True)}
+    blamed, told = describe(states, who, answers, {}, now_s=107.5)
+    assert blamed == []
+    assert told.splitlines()[:2] == [
+        "no progress: all ranks wait, and messages between them do not arrive; is the network up between "
+        "node0 (rank 0), node1 (rank 1)?",
+        "  all of its ranks have joined all_reduce number 12 of the group of dp_shard (ranks 0, 1), and it does "
+        "not end",
+    ]
+    for rank in (0, 1):  # it may be queued behind one that not all have joined
+        answers[rank] = dump(True, ALL, both, g3=12, g0=40)
+    blamed, told = describe(states, who, answers, {}, now_s=107.5)
+    assert told.startswith("no progress: all ranks wait, for collectives that others have not joined")
+
+
+def test_of_a_rank_on_another_machine_the_time_is_told_that_it_has_measured_itself():
+    states = {0: at(), 1: at()}  # since 100 s, by the clock of node7
+    who = {rank: Identity(rank, "node7", 100 + rank, "cpu") for rank in range(2)}
+    _, told = describe(states, who, {0: dump(True, TP), 1: replace(dump(False), for_s=6.5)}, {}, now_s=107.5)
+    assert "rank 1 runs" in told
+    assert "step 5, forward_backward for 6.5 s" in told
+    _, told = describe(states, who, {0: dump(True, TP)}, {}, now_s=107.5)
+    assert "rank 1 does not answer; cpu of node7, process 101; step 5, forward_backward; last seen at" in told
 
 
 def watcher(folder: Path, least_s: float = 2.0) -> Monitor:

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, WorkerError
 from shardwright.training import ranks
 from shardwright.training.ranks import Place, first_host, meeting_point, place_from_environment
 from tests.marks import prove
@@ -140,3 +141,23 @@ def test_a_rank_that_meets_another_program_at_the_port_says_so_without_a_stack(m
         with pytest.raises(InputError, match=told), ranks.process_group(Place(1, 1, 2), torch.device("cpu")):
             pass
     assert capfd.readouterr().err == ""
+
+
+def name_of_start(store, world_size: int, *which: int, timeout_s: float = 20.0) -> list[str]:
+    """The name that each of these ranks of a start gets."""
+    with ThreadPoolExecutor(world_size) as threads:
+        places = [Place(rank, rank, world_size) for rank in which]
+        return list(threads.map(lambda place: ranks._name_of_start(store, place, timeout_s), places))
+
+
+def test_ranks_of_a_start_find_each_other_in_a_store_with_what_earlier_starts_left():
+    """As of torchrun's agents, of which each counts its restarts for itself; the world has 3 ranks, 4, and 2."""
+    store = torch.distributed.HashStore()
+    names = [name_of_start(store, n, *range(n)) for n in (3, 4, 2)]
+    assert [len(set(each)) for each in names] == [1, 1, 1]
+    assert len({each[0] for each in names}) == 3
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with pytest.raises(WorkerError, match=r"rank 2 did not come to where the ranks meet within 0\.2 s"):
+        name_of_start(torch.distributed.HashStore(), 3, 0, 1, timeout_s=0.2)

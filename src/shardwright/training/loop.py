@@ -171,8 +171,8 @@ class _Run:
                 screen.say(rate)
         elif config.checkpoint.resume == "auto":
             screen.say(f"no checkpoint in {self.store.folder} to resume from: starting from step 0")
-        again = restarts_of_torchrun()
-        told = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {self.layout.world_size} ranks"
+        again, n = restarts_of_torchrun(), self.layout.world_size
+        told = f"{f'restart {again} by torchrun: ' if again else ''}{begins}, on {n} rank{'s' * (n > 1)}"
         self._happened("restart" if again else "start", start.step, told)
 
     def _happened(

@@ -147,16 +147,20 @@ class Monitor:
                 self._end_run()
 
     def _end_run(self) -> None:
-        """Compare all ranks, say which hold up the others, and leave with code 3, as no one else would end the run."""
+        """Compare all ranks, and leave with code 3, as no one else would end the run. One rank of each machine says
+        which hold up the others, to its torchrun too, and the first of all writes the event."""
         watch = Watch(self.out, self.layout.world_size)
         blamed, told = watch.compared(watch.states())
         states = watch.states()
         if not self._late(states):
             return
-        speakers = [rank for rank in sorted(states) if rank not in blamed and states[rank].beats]
-        if not speakers or self.rank == speakers[0]:
+        able = [rank for rank in sorted(states) if rank not in blamed and states[rank].beats]
+        hosts = {rank: who.host for rank in able if (who := self.folder.identity(rank))}
+        here = [rank for rank in able if hosts.get(rank) == os.uname().nodename]
+        if not here or self.rank == here[0]:
             text = f"error: {told}"
-            append_event(self.out, Event("hang", self._step, told, blamed[0] if len(blamed) == 1 else None))
+            if not able or self.rank == able[0]:
+                append_event(self.out, Event("hang", self._step, told, blamed[0] if len(blamed) == 1 else None))
             if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
                 message = {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}
                 Path(path).write_text(json.dumps({"message": message}))
@@ -183,7 +187,8 @@ class Monitor:
         here = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
         waits = bool(_WAITS.search(here)) or (bool(pending) and ".backward(" in here)
         module, action = self._inside(frame)
-        return Dump(self._ours(frame), waits, module, action, stack, tuple(pending), joined)
+        for_s = time.monotonic() - self._since_s
+        return Dump(self._ours(frame), waits, module, action, stack, tuple(pending), joined, for_s)
 
     def _collectives(self) -> tuple[list[Collective], dict[str, int]]:
         from torch._C import _distributed_c10d as c10d

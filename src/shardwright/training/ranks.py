@@ -7,7 +7,9 @@
 | torchrun                | RANK, WORLD_SIZE               | MASTER_ADDR:MASTER_PORT of its agent   |
 | srun (Slurm)            | SLURM_PROCID, SLURM_NTASKS     | TCP at the first node, port by job     |
 
-Keys lie under run id and restart count: restarted workers must not read what their predecessors left.
+Keys lie under the run id, and under torchrun below a name of this start: its agents keep one store over all starts, and
+restarted ranks must not read what their predecessors left. Each rank gets the name from rank 0 (`_name_of_start`). The
+restart count is no such name: each agent counts for itself, and not the restarts after another agent came or left.
 """
 
 import gc
@@ -15,6 +17,8 @@ import os
 import re
 import socket
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +27,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import InputError
+from shardwright.errors import InputError, WorkerError
+from shardwright.processes import ranks_in_words
 from shardwright.training.launch import LISTEN_FD, SUPERVISED
 
 COLLECTIVE_TIMEOUT_S = 600
+_POLL_S = 0.02
 LAST_PORT = 65535
 
 
@@ -190,8 +196,40 @@ def _store(place: Place) -> dist.Store:
             f"cannot reach rank 0 at {address}:{port}; are all ranks started, is MASTER_ADDR right, may the machines "
             f"talk to each other on that port, and does no other program use it? ({_first_line(error)})"
         ) from None
-    run = environment.get("TORCHELASTIC_RUN_ID", environment.get("SLURM_JOB_ID", "local"))
-    return dist.PrefixStore(f"shardwright/{run}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return dist.PrefixStore(f"shardwright/{environment.get('SLURM_JOB_ID', 'local')}", store)
+    of_run = dist.PrefixStore(f"shardwright/{environment['TORCHELASTIC_RUN_ID']}", store)
+    return dist.PrefixStore(_name_of_start(of_run, place), of_run)
+
+
+def _name_of_start(store: dist.Store, place: Place, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> str:
+    """A name that only the ranks of one start know, in a store that may hold what the ranks of earlier ones wrote.
+
+    Every other rank writes a token of its own and waits for rank 0 to answer that token with the name; rank 0 answers
+    each token it finds, those of earlier starts too, until all ranks have confirmed its name. Raises WorkerError, on
+    rank 0, for ranks that have not within `timeout_s`.
+    """
+    if place.rank != 0:
+        token = uuid.uuid4().hex
+        store.set(f"token/{place.rank}", token)
+        name = store.get(f"name/{token}").decode()
+        store.set(f"{name}/has/{place.rank}", "")
+        return name
+    name, until = uuid.uuid4().hex, time.monotonic() + timeout_s
+    missing = set(range(1, place.world_size))
+    answered: set[str] = set()
+    while missing := {rank for rank in missing if not store.check([f"{name}/has/{rank}"])}:
+        if time.monotonic() > until:
+            raise WorkerError(
+                f"{ranks_in_words(sorted(missing))} did not come to where the ranks meet within {timeout_s:g} s; are "
+                f"all ranks started, and may their machines talk to that of rank 0?"
+            )
+        for rank in missing:
+            if store.check([f"token/{rank}"]) and (token := store.get(f"token/{rank}").decode()) not in answered:
+                store.set(f"name/{token}", name)
+                answered.add(token)
+        time.sleep(_POLL_S)
+    return name
 
 
 @contextmanager
