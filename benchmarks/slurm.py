@@ -10,12 +10,12 @@ gradient norms of the same run in local workers that nothing happened to, bit fo
 
 plain    nothing happens
 limit    jobs of 2 minutes, to whose ranks Slurm sends SIGTERM 30 s (and up to 60 s more) before the end: they save,
-         and the job queues itself again, twice; then it is let run to its end
+         and the job queues itself again, twice; then its limit is raised to an hour
 kill     SIGKILL of a rank; the job queues itself again as the snippet of `docs/faults.md` says
 drain    `scontrol update State=DRAIN` of a node in mid-run
 down     `scontrol update State=DOWN` of a node in mid-run, and later State=RESUME
 lost     all processes of a node are killed at once, Slurm's too; later its daemon is started again
-fewer    the same with `faults.min_ranks=2`; the node does not come back, and the waiting job is replaced by one of
+fewer    as down, with `faults.min_ranks=2`; the node does not come back, and the waiting job is replaced by one of
          `sbatch --nodes=1`. Not bit-equal, as sums are of fewer ranks
 cancel   `scancel` in mid-run: the job has to end and not to be queued again
 
@@ -40,7 +40,7 @@ from slurm_cluster import NODES, TASKS, Cluster, Job, missing
 DOCS = Path(__file__).parents[1] / "docs"
 LAYOUT = ["layout.dp_shard=2", "layout.tp=2"]
 STEPS = 24
-STEPS_OF_LIMIT = 120
+STEPS_OF_LIMIT = 100
 SLOW_S = 1.5
 """How much longer a step takes while a trial waits for what is to happen in it."""
 
@@ -146,6 +146,8 @@ def plain(trials: Trials) -> str:
 def limit(trials: Trials) -> str:
     run, job = trials.run("limit", batch_file(time="2", signal="TERM@30"), STEPS_OF_LIMIT)
     wait_for(lambda: int(job.fields()["Restarts"]) >= 2 or job.state in ENDS, log(run), every_s=1.0)
+    if job.state not in ENDS:
+        trials.cluster.command("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     be_quick(run)
     seen = trials.complete(run, job, STEPS_OF_LIMIT)
     stopped = re.findall(r"stopped at step (\d+) of \d+, as asked", log(run))
