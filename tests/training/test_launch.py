@@ -301,20 +301,43 @@ def test_a_ctrl_c_under_torchrun_saves_though_it_reaches_the_workers_twice(run_f
     assert (run_file.parent / "out" / "checkpoints" / f"step-{stopped:08d}").is_dir()
 
 
-@pytest.mark.parametrize(("code", "queued_again"), [(0, ""), (75, "requeue 4711\n"), (3, "")])
-def test_the_batch_file_of_the_docs_queues_a_job_again_only_if_it_was_stopped(code, queued_again, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
-    script, _ = [text for text in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH" in text]
+def shell_code(page: str, part: str) -> str:
+    """The shell code of a page of the docs that has a part."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    return next(block for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if part in block)
+
+
+def queued_again(script: str, folder: Path, code: int, restarts: str | None = None) -> bool:
+    """Whether a batch file whose srun leaves with a code queues its job again; it has to leave with the same code."""
     for name, text in {
         "bin/srun": f"#!/bin/sh\nexit {code}\n",
         "bin/scontrol": "#!/bin/sh\necho $@\n",
         ".venv/bin/activate": "",
     }.items():
-        path = tmp_path / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "4711"}
-    environment = os.environ | job | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    job = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "4711"}
+    environment = os.environ | job | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts is not None else {}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, queued_again), done.stderr
+    assert done.returncode == code, done.stderr
+    assert done.stdout in ("", "requeue 4711\n"), done.stdout
+    return bool(done.stdout)
+
+
+def test_the_batch_file_of_the_docs_queues_a_job_again_only_if_it_was_stopped(tmp_path):
+    script = shell_code("launch.md", "#SBATCH")
+    assert [queued_again(script, tmp_path, code) for code in (0, 75, 3)] == [False, True, False]
+
+
+def test_the_condition_of_the_docs_queues_a_job_again_after_five_faults_at_most_of_which_137_is_one(tmp_path):
+    condition = re.compile(r'^if \[ "\$code".*?^fi$', re.MULTILINE | re.DOTALL)
+    (snippet,) = condition.findall(shell_code("faults.md", "SLURM_RESTART_COUNT"))
+    script, n = condition.subn(lambda _: snippet, shell_code("launch.md", "#SBATCH"))
+    assert n == 1
+    again = {code: queued_again(script, tmp_path, code) for code in (0, 1, 2, 3, 75, 137)}
+    assert again == {0: False, 1: True, 2: False, 3: True, 75: True, 137: True}
+    assert [queued_again(script, tmp_path, 137, restarts) for restarts in ("4", "5")] == [True, False]
+    assert queued_again(script, tmp_path, 75, "5")
