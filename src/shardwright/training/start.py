@@ -85,10 +85,9 @@ def start(config: RunConfig, quiet: bool = False, max_restarts: int = 0) -> Ende
         if place is not None and config.faults.min_ranks is not None:
             config = _on_fewer_ranks(config, place.world_size)
         if config.faults.spares and not max_restarts:
+            way_out = "give --max-restarts N, too" if place is None else "torchrun and srun have none: leave it out"
             raise InputError(
-                f"faults.spares={config.faults.spares} are places for ranks that are started again here; give "
-                f"--max-restarts N, too"
-                + ("" if place is None else "; torchrun itself takes more machines with --nnodes MIN:MAX")
+                f"faults.spares={config.faults.spares} are places for ranks that are started again here; {way_out}"
             )
         _prepare(config, place)
         in_training = True
