@@ -268,7 +268,7 @@ UPDATE, RATE, FOLLOW = f"{STEP}:Trainer.update", f"{LOOP}:learning_rate", f"{STE
 PASSES, VALIDATE = f"{STEP}:ForwardBackward.forward_backward", f"{STEP}:ForwardBackward.evaluate"
 CLIP = "max_norm / (norm + 1e-6)"
 TAKEN = "result = trainer.step(batch, step, rate)"
-DUE = "_due(step, config.evaluation.every) or last"
+DUE = "due(step, config.evaluation.every) or last"
 RATE_OF_STEP = "learning_rate(step - skipped, config.steps, config.optimizer.lr, config.lr_schedule)"
 DATA_RANK = "self.layout.data_rank(self.place.rank)"
 
@@ -313,7 +313,7 @@ BUGS = {
             Mutation(
                 TAKE,
                 TAKEN,
-                "if _due(step + 1, config.evaluation.every) or step + 1 == config.steps:\n"
+                "if due(step + 1, config.evaluation.every) or step + 1 == config.steps:\n"
                 f"    self._evaluate(step + 1, writers)\n{TAKEN}",
             ),
             Mutation(TAKE, DUE, "False"),
