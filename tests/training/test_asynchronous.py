@@ -151,10 +151,10 @@ def test_killed_at_any_moment_the_last_or_the_last_but_one_checkpoint_is_whole(t
 
 def fails_once(step: int, times: int, rank: int) -> None:
     """The disk of rank 1 fails so many times at a checkpoint."""
-    from shardwright.training.checkpoint import saver, shards
+    from shardwright.training.checkpoint import background, saver, shards
 
     write, failed = shards.write_shards, []
-    saver.RETRY_AFTER_S = 0.01
+    background.RETRY_AFTER_S = 0.01
 
     def fail_or_write(folder: Path, *arguments: Any) -> None:
         if rank == 1 and folder.name.startswith(f"step-{step:08d}") and len(failed) < times:

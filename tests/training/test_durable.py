@@ -193,10 +193,10 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_durable_copy_to_the_same_la
 
 def fails(times: int, step: int, rank: int) -> None:
     """Copying fails on rank 1 so many times at a step."""
-    from shardwright.training.checkpoint import copier, durable
+    from shardwright.training.checkpoint import background, durable
 
     put, failed = durable.DurableFolder.put, list[int]()
-    copier.RETRY_AFTER_S = 0.01
+    background.RETRY_AFTER_S = 0.01
 
     def fail_or_put(self: Any, at: int, file: Path) -> None:
         if rank == 1 and at == step and len(failed) < times:

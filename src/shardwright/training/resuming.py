@@ -11,7 +11,7 @@ from shardwright.errors import CheckpointError
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import step_of
 from shardwright.training.checkpoint.durable import DurableFolder, part_of
-from shardwright.training.checkpoint.state import raise_first
+from shardwright.training.checkpoint.state import together
 from shardwright.training.checkpoint.store import CheckpointStore
 
 
@@ -37,14 +37,14 @@ def fetched(durable: DurableFolder, step: int, store: CheckpointStore) -> Path:
     CheckpointError on every rank."""
     rank, partial = dist.get_rank(), store.partial_of(step)
     files: dict[str, int] = from_first(lambda: durable.files(step), dict[str, int])
-    _together(lambda: store.begin(step, sum(files.values())) if rank == 0 else None)
+    together(lambda: store.begin(step, sum(files.values())), _failed, rank=0)
 
     def fetch() -> None:
         for name in part_of(rank, dist.get_world_size(), list(files)):
             durable.fetch(step, name, partial)
 
-    _together(fetch)
-    _together(lambda: store.put_in_place(step) if rank == 0 else None)
+    together(fetch, _failed)
+    together(lambda: store.put_in_place(step), _failed, rank=0)
     return store.path_of(step)
 
 
@@ -69,17 +69,9 @@ def _copies(durable: DurableFolder | None, here: Sequence[Path], remarks: list[s
 def from_first(ask: Callable[[], Any], kind: Any) -> Any:
     """What rank 0 finds, of type `kind`, on every rank; what it raises is raised on every rank."""
     found: list[Any] = []
-    _together(lambda: found.append(ask()) if dist.get_rank() == 0 else None)
+    together(lambda: found.append(ask()), _failed, rank=0)
     return gathered(found[0] if found else None, kind | None)[0]
 
 
-def _together(act: Callable[[], Any]) -> None:
-    """Do something on this rank; raises on every rank what any has met."""
-    error = None
-    try:
-        act()
-    except CheckpointError as caught:
-        error = caught
-    except OSError as caught:
-        error = CheckpointError(f"rank {dist.get_rank()}: {caught}")
-    raise_first(error)
+def _failed(error: Exception) -> CheckpointError:
+    return CheckpointError(f"rank {dist.get_rank()}: {error}")

@@ -32,8 +32,8 @@ STALE: dict[str, AnyBug] = {
     ),
     "a checkpoint is published before all ranks have written": _bug(
         "_publish",
-        "gathered(partial, dist.get_world_size(), self._abandoned.is_set)",
-        "gathered(partial, 1, self._abandoned.is_set)",
+        "gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)",
+        "gathered(partial, 1, self._thread.abandoned.is_set)",
     ),
     "a checkpoint is begun while the one before it is still written": _bug("save", "self.settle()", "pass"),
 }

@@ -1,6 +1,5 @@
 """Copying checkpoints to `checkpoint.durable` beside training: a thread of each rank copies its part."""
 
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,8 @@ import torch.distributed as dist
 from shardwright.errors import CheckpointError
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import step_of
+from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.durable import DurableFolder, copy
-from shardwright.training.checkpoint.saver import RETRY_AFTER_S
-from shardwright.training.checkpoint.state import raise_first
 from shardwright.training.checkpoint.store import CheckpointStore
 
 _LOOK_S = 0.1
@@ -34,14 +32,10 @@ class Copier:
     """The durable copies of a run; every method but `news` and `abandon` is called by all ranks together."""
 
     def __init__(self, folder: DurableFolder, store: CheckpointStore, retries: int) -> None:
-        self.folder, self.store, self.retries = folder, store, retries
+        self.folder, self.store = folder, store
         self.step = 0
         """That of the copy that is under way; 0 if none is."""
-        self._thread: threading.Thread | None = None
-        self._abandoned = threading.Event()
-        self._error: CheckpointError | None = None
-        self._until_s: float | None = None
-        """On the monotonic clock, when the parts of the other ranks have to be seen; None while they still copy."""
+        self._thread = BackgroundThread("durable copy", retries)
         self._news: list[Copied] = []
 
     @property
@@ -51,37 +45,24 @@ class Copier:
 
     def busy(self) -> bool:
         """Whether any rank still copies."""
-        here = self._thread is not None and self._thread.is_alive()
-        return any(gathered(here, bool))
+        return any(gathered(self._thread.is_alive, bool))
 
     def begin(self, step: int) -> None:
         """Begin to copy a checkpoint, which may be under way itself. The one before has to be settled."""
         self.step, self.store.held = step, step
-        self._abandoned.clear()
-        arguments = self.store.path_of(step), dist.get_rank(), dist.get_world_size()
-        self._thread = threading.Thread(target=self._beside, args=arguments, name="durable copy", daemon=True)
-        self._thread.start()
+        checkpoint, rank, world_size = self.store.path_of(step), dist.get_rank(), dist.get_world_size()
+
+        def as_error(error: Exception) -> CheckpointError:
+            what = error if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            return CheckpointError(f"copying {checkpoint}: rank {rank}: {what}")
+
+        self._thread.begin(lambda: self._beside(checkpoint, rank, world_size), as_error)
 
     def settle(self) -> None:
         """Wait until the copy that is under way, if any, is complete. Raises CheckpointError, on every rank, where it
         failed on any."""
-        thread, first = self._thread, dist.get_rank() == 0
-        if thread is None:
-            return
-        self._thread, self.step = None, 0
-        if not first:
-            thread.join()
-        try:
-            raise_first(None if first else self._error)
-        except CheckpointError:
-            self._abandoned.set()  # the notes that rank 0 waits for will not come
-            raise
-        finally:
-            self._until_s = time.monotonic() + _ARRIVES_IN_S
-            thread.join()
-            self._until_s = None
-            error, self._error = self._error, None
-        raise_first(error)
+        self.step = 0
+        self._thread.settle()
 
     def news(self) -> list[Copied]:
         """What has been completed since the last call; on rank 0 alone."""
@@ -90,40 +71,30 @@ class Copier:
 
     def abandon(self) -> None:
         """Leave what is under way: other ranks may be gone, or there is no checkpoint to copy."""
-        self._abandoned.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+        self._thread.abandon()
 
     def _beside(self, checkpoint: Path, rank: int, world_size: int) -> None:
-        """The thread. What goes wrong is kept for `settle`."""
-        began_s = time.monotonic()
+        """The job of the thread."""
+        thread, began_s = self._thread, time.monotonic()
         pause_s = _LOOK_S
 
         def wait() -> bool:
             nonlocal pause_s
             pause_s = min(1.5 * pause_s, _LOOK_MOST_S)
-            if self._until_s is not None and time.monotonic() > self._until_s:
+            ended_s = thread.others_ended_s
+            if ended_s is not None and time.monotonic() > ended_s + _ARRIVES_IN_S:
                 there = self.folder.url_of(step_of(checkpoint))
                 raise CheckpointError(f"{there}: what other ranks have copied is not seen {_ARRIVES_IN_S:.0f} s later")
-            return not self._abandoned.wait(pause_s)
+            return not thread.abandoned.wait(pause_s)
 
         try:
             while not checkpoint.is_dir():  # published by the thread of rank 0, where saving is asynchronous
                 if not wait():
                     return
-            for left in reversed(range(self.retries + 1)):
-                try:
-                    done = copy(self.folder, checkpoint, rank, world_size, wait)
-                    break
-                except CheckpointError:
-                    if not left or self._abandoned.wait(RETRY_AFTER_S * 2 ** (self.retries - left)):
-                        raise
+            done = thread.tried(lambda: copy(self.folder, checkpoint, rank, world_size, wait), CheckpointError)
             if done and rank == 0:
                 step = step_of(checkpoint)
                 self._news.append(Copied(self.folder.url_of(step), step, time.monotonic() - began_s))
-        except CheckpointError as error:
-            self._error = CheckpointError(f"copying {checkpoint}: rank {rank}: {error}")
-        except Exception as error:  # a thread has no one to raise it to
-            self._error = CheckpointError(f"copying {checkpoint}: rank {rank}: {type(error).__name__}: {error}")
-        if rank == 0:
-            self.store.held = 0
+        finally:
+            if rank == 0:
+                self.store.held = 0

@@ -9,7 +9,6 @@ snapshot and persist are separate phases, and at most one checkpoint is under wa
 import copy
 import dataclasses
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,26 +21,23 @@ from torch import Tensor
 
 from shardwright.errors import CheckpointError
 from shardwright.run_folder import RUN_FILE, Saved, now
+from shardwright.training.checkpoint.background import BackgroundThread
 from shardwright.training.checkpoint.manifest import DataRecord, Manifest, Progress, TensorRecord, sha256_of_text
 from shardwright.training.checkpoint.plan import Piece, Plan, plan_of
 from shardwright.training.checkpoint.shards import gathered, host_copy, tell_failure, tensor_records, write_shards
-from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, raise_first, stored_tensors
+from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, stored_tensors, together
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.step import Trainer
-
-RETRY_AFTER_S = 1.0
-"""Before writing is tried again; twice as long each time."""
 
 
 @dataclass
 class _UnderWay:
-    """A checkpoint that is being written. `error`: why it failed; `ended_s`: on the monotonic clock."""
+    """A checkpoint that is being written. `ended_s`: on the monotonic clock, when it was published."""
 
     head: Manifest
     run_toml: str
     began_s: float
     blocked_s: float = 0.0
-    error: CheckpointError | None = None
     ended_s: float | None = None
     told: bool = False
 
@@ -59,12 +55,11 @@ class Saver:
 
     def __init__(self, store: CheckpointStore, trainer: Trainer, asynchronous: bool = False, retries: int = 0) -> None:
         self.store, self.trainer = store, trainer
-        self.asynchronous, self.retries = asynchronous, retries
+        self.asynchronous = asynchronous
         self._plan: Plan | None = None
         self._host: list[Tensor] = []
         self._under_way: _UnderWay | None = None
-        self._thread: threading.Thread | None = None
-        self._abandoned = threading.Event()
+        self._thread = BackgroundThread("checkpoint", retries)
         self._news: list[Saved] = []
 
     @property
@@ -104,42 +99,26 @@ class Saver:
         copies = self._copied(plan, tensors)
         save.blocked_s = time.monotonic() - began_s
         self._under_way = save
-        self._thread = threading.Thread(target=self._beside, args=(save, plan, copies), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._thread.begin(lambda: self._beside(save, plan, copies), lambda error: as_checkpoint_error(error, partial))
         return self.store.path_of(progress.step)
 
     def settle(self) -> None:
         """Wait until the checkpoint that is under way, if any, is published."""
-        if self._thread is None or self._under_way is None:
-            return
-        save, thread = self._under_way, self._thread
-        self._under_way = self._thread = None
-        first = dist.get_rank() == 0
-        if not first:
-            thread.join()
-        try:
-            raise_first(None if first else save.error)
-        except CheckpointError:
-            self._abandoned.set()  # records that rank 0 waits for will not come
-            raise
-        finally:
-            thread.join()
-            self._abandoned.clear()
-        raise_first(save.error)
-        self._took(save)
+        save, self._under_way = self._under_way, None
+        self._thread.settle()
+        if save is not None:
+            self._took(save)
 
     def news(self) -> list[Saved]:
         """What has been published since the last call."""
-        if (save := self._under_way) is not None and save.ended_s is not None and save.error is None:
+        if (save := self._under_way) is not None and save.ended_s is not None:
             self._took(save)
         told, self._news = self._news, []
         return told
 
     def abandon(self) -> None:
         """Leave what is under way: other ranks may be gone."""
-        self._abandoned.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+        self._thread.abandon()
 
     def _head(self, progress: Progress, data: DataRecord, run_toml: str) -> Manifest:
         """The manifest without tensors, of what is so now: training changes its own states while they are written."""
@@ -165,17 +144,17 @@ class Saver:
         return copies
 
     def _beside(self, save: _UnderWay, plan: Plan, copies: Mapping[Piece, Tensor]) -> None:
-        """The thread: write the copies, publish. What goes wrong is kept for `settle`."""
+        """The job of the thread: write the copies, publish."""
         partial = self.store.partial_of(save.step)
         try:
             self._written(partial, plan, copies.__getitem__)
             if dist.get_rank() == 0:
                 self._publish(save, plan)
-        except Exception as error:  # a thread has no one to raise it to
-            save.error = as_checkpoint_error(error, partial)
-            tell_failure(partial, dist.get_rank(), str(save.error))
+        except Exception as error:
+            tell_failure(partial, dist.get_rank(), str(as_checkpoint_error(error, partial)))
             if dist.get_rank() == 0:
                 self.store.sweep()
+            raise
         save.ended_s = time.monotonic()
 
     def _begin(self, step: int) -> None:
@@ -183,19 +162,17 @@ class Saver:
 
     def _written(self, partial: Path, plan: Plan, take: Callable[[Piece], Tensor]) -> None:
         """Write the shards of this rank, again where the disk has failed. Raises OSError where it fails each time."""
-        for left in reversed(range(self.retries + 1)):
-            try:
-                _require_seen(partial)
-                write_shards(partial, dist.get_rank(), plan.pieces, take)
-                return
-            except OSError:
-                if not left or self._abandoned.wait(RETRY_AFTER_S * 2 ** (self.retries - left)):
-                    raise
+
+        def write() -> None:
+            _require_seen(partial)
+            write_shards(partial, dist.get_rank(), plan.pieces, take)
+
+        self._thread.tried(write, OSError)
 
     def _publish(self, save: _UnderWay, plan: Plan) -> None:
         """Rank 0: give the checkpoint its name, once all ranks have written."""
         partial = self.store.partial_of(save.step)
-        shards = gathered(partial, dist.get_world_size(), self._abandoned.is_set)
+        shards = gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)
         if shards is None:
             return
         records: dict[str, TensorRecord] = tensor_records(plan, shards)
@@ -205,14 +182,8 @@ class Saver:
 
     def _together(self, partial: Path, act: Callable[[], None], rank: int | None = None) -> None:
         """Do something on every rank, or on one; raises on every rank what any has met."""
-        error = None
-        if rank is None or rank == dist.get_rank():
-            try:
-                act()
-            except (OSError, SafetensorError, CheckpointError) as caught:
-                error = as_checkpoint_error(caught, partial)
         try:
-            raise_first(error)
+            together(act, lambda error: as_checkpoint_error(error, partial), rank)
         except CheckpointError:
             if dist.get_rank() == 0:
                 self.store.sweep()

@@ -1,7 +1,7 @@
 """The state of training, every tensor under a global name, whatever layout holds it, and loading it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -85,6 +85,22 @@ def raise_first(error: CheckpointError | WorkerError | None) -> None:
         if name == WorkerError.__name__:
             raise WorkerError("\n".join(lines))
         raise (DamagedError if name == DamagedError.__name__ else CheckpointError)(*lines)
+
+
+def together(
+    act: Callable[[], object], as_error: Callable[[Exception], CheckpointError], rank: int | None = None
+) -> None:
+    """Do something on every rank, or on one; raises on every rank what any has met, of the system or safetensors as
+    `as_error` says it."""
+    error = None
+    try:
+        if rank is None or rank == dist.get_rank():
+            act()
+    except CheckpointError as caught:
+        error = caught
+    except (OSError, SafetensorError) as caught:
+        error = as_error(caught)
+    raise_first(error)
 
 
 def read_into(
