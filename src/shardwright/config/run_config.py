@@ -94,16 +94,8 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += error.problems
     spec_problems = spec.problems() if spec else []
     found += [f"model.{problem}" for problem in spec_problems]
-    if spec and batch and batch.seq_len > spec.max_seq_len:
-        found.append(
-            f"batch.seq_len={batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
-            f"shorten the one or raise the other"
-        )
-    if spec and batch and batch.seq_len <= spec.mtp_modules:
-        found.append(
-            f"model.mtp_modules={spec.mtp_modules} predict up to {spec.mtp_modules + 1} tokens ahead, and a sequence "
-            f"has batch.seq_len={batch.seq_len} targets; valid: 0 to {batch.seq_len - 1}"
-        )
+    if spec and batch:
+        found += _length_problems(spec, batch)
     try:
         layout = valid["layout"].layout() if "layout" in valid else None
     except LayoutError as error:
@@ -138,13 +130,21 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
         found += _lr_schedule_problems(lr_schedule, valid.get("steps"))
     if data:
         found += mixture_problems(data, valid.get("steps"))
-    if data and data.mask_boundaries and data.sequences != "packed":
-        found.append(
-            "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
-        )
-    if data:
         found += _document_problems(data, None if spec_problems else spec)
     return found
+
+
+def _length_problems(spec: ModelSpec, batch: BatchSection) -> Iterator[str]:
+    if batch.seq_len > spec.max_seq_len:
+        yield (
+            f"batch.seq_len={batch.seq_len} is longer than model.max_seq_len={spec.max_seq_len}; "
+            f"shorten the one or raise the other"
+        )
+    if batch.seq_len <= spec.mtp_modules:
+        yield (
+            f"model.mtp_modules={spec.mtp_modules} predict up to {spec.mtp_modules + 1} tokens ahead, and a sequence "
+            f"has batch.seq_len={batch.seq_len} targets; valid: 0 to {batch.seq_len - 1}"
+        )
 
 
 def _fp8_problems(
@@ -256,6 +256,10 @@ _SIGMA: float = FaultsSection.model_fields["spike_sigma"].default
 
 
 def _document_problems(data: DataSection, spec: ModelSpec | None) -> Iterator[str]:
+    if data.mask_boundaries and data.sequences != "packed":
+        yield (
+            "data.mask_boundaries=true goes with data.sequences='packed'; in 'documents' no sequence crosses a boundary"
+        )
     if data.attention == "sequence":
         if data.positions == "document":
             yield (

@@ -155,14 +155,7 @@ def prepare(
             format_version=1 if chat is None else FORMAT_VERSION,
             created_by=f"shardwright {__version__}",
             dtype=_dtype(loaded),
-            vocab_size=loaded.vocab_size,
-            separator=loaded.separator,
-            separator_id=loaded.separator_id,
-            tokenizer_file=TOKENIZER,
-            tokenizer_sha256=_kept(folder / TOKENIZER, loaded.json_bytes),
-            chat_template_sha256=_kept(folder / TEMPLATE, chat.template.encode()) if chat and chat.template else None,
-            answer_end_id=loaded.tokenizer.token_to_id(chat.answer_end) if chat and chat.answer_end else None,
-            chat_tokens=chat.named_tokens if chat else {},
+            **_tokenizer_kept(folder, loaded, chat),
             splits=splits,
             source=corpus.described(meter),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
@@ -183,6 +176,20 @@ def _kept(path: Path, content: bytes) -> str:
     """Write a file; its checksum."""
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
+
+
+def _tokenizer_kept(folder: Path, loaded: TextTokenizer, chat: ChatFormat | None) -> dict[str, Any]:
+    """The tokenizer and the chat template written to `folder`, and what the manifest says of them."""
+    return {
+        "vocab_size": loaded.vocab_size,
+        "separator": loaded.separator,
+        "separator_id": loaded.separator_id,
+        "tokenizer_file": TOKENIZER,
+        "tokenizer_sha256": _kept(folder / TOKENIZER, loaded.json_bytes),
+        "chat_template_sha256": _kept(folder / TEMPLATE, chat.template.encode()) if chat and chat.template else None,
+        "answer_end_id": loaded.tokenizer.token_to_id(chat.answer_end) if chat and chat.answer_end else None,
+        "chat_tokens": chat.named_tokens if chat else {},
+    }
 
 
 def _chat_format(

@@ -83,24 +83,15 @@ def apply(
         if groups.tp is not None:
             split_model(part, layout, mesh, groups.tp)
         if layout.cp > 1:
-            if groups.cp_ring is not None and device.type == "cuda":
-                # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
-                dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)
-            attending: list[Any] = [module for module in part.modules() if hasattr(module, "attend")]
-            for module in attending:
-                module.attend = ContextAttention(
-                    layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents(spec, layout)
-                )
+            _attend_over_cp(part, layout, groups, device, deals_documents(spec, layout))
         if fp8 is not None:
             use_fp8(part, fp8, layout, groups)
         shard_routers(part, layout, groups)
         if groups.ep is not None and expert_mesh is not None:
             split_experts(part, expert_mesh, groups.ep, read)
-        store = None
         if layout.offload_activations == "cpu":
-            store = ActivationsOnHost(device, layout.offload_min_bytes)
-            stores.append(store)
-        _save_activations(blocks, layout, store)
+            stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
+        _save_activations(blocks, layout, stores[-1] if stores else None)
         if compile_blocks:
             for block in blocks:
                 block.compile()
@@ -127,6 +118,18 @@ def apply(
     model.on_host = stores
     model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
     return model
+
+
+def _attend_over_cp(
+    part: nn.Module, layout: Layout, groups: Groups, device: torch.device, deals_documents: bool
+) -> None:
+    """Give each block of `part` the attention that reaches the tokens of other ranks of cp."""
+    if groups.cp_ring is not None and device.type == "cuda":
+        # NCCL needs all ranks of a group in its first call, and with documents some may have nothing to send.
+        dist.all_reduce(torch.zeros(1, device=device), group=groups.cp_ring)
+    attending: list[Any] = [module for module in part.modules() if hasattr(module, "attend")]
+    for module in attending:
+        module.attend = ContextAttention(layout.cp_method, groups.cp_ring, groups.cp_ulysses, deals_documents)
 
 
 def _products(

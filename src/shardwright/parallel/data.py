@@ -30,7 +30,7 @@ in the forward pass and first in the backward pass.
 Gradients are summed, never averaged: the loss is already divided by the number of target tokens of the global batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Protocol
@@ -239,9 +239,8 @@ def shard(
     """
     # FSDP2 does not cast inputs: the model makes rotary tables and activations in the type of its weights.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype, cast_forward_inputs=False)
-    offload = OffloadPolicy()
-    if layout.offload_parameters == "cpu":
-        offload = CPUOffloadPolicy(pin_memory=pins(torch.device(mesh.device_type)))
+    on_host = layout.offload_parameters == "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pins(torch.device(mesh.device_type))) if on_host else OffloadPolicy()
     untrained = {parameter for parameter in model.parameters() if not parameter.requires_grad}
 
     def group_of(module: nn.Module, along: DeviceMesh, prefix: str, reshard: bool, dim: int = 0) -> FSDPModule:
@@ -278,13 +277,21 @@ def shard(
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_gradient_divide_factor(1.0)
     if layout.zero == 3:
-        # Blocks alone gather ahead: experts that are computed again in the backward pass would gather the next block.
-        for unit, following in pairwise([[root], *units, []]):
-            unit[0].set_modules_to_forward_prefetch([*unit[1:], *following[:1]])
-        for unit, following in pairwise(units):
-            following[0].set_modules_to_backward_prefetch(unit)
+        _gather_ahead(root, units)
     over_replicas = None if compression.gradients is None else OverReplicas(compression)
     return Sharded(groups, layout, over_replicas)
+
+
+def _gather_ahead(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> None:
+    """Have each block gathered while the one before it computes, in the forward and in the backward pass. `units`: the
+    group of each block, followed by those of the experts in it.
+
+    Blocks alone gather ahead: experts that are computed again in the backward pass would gather the next block.
+    """
+    for unit, following in pairwise([[root], *units, []]):
+        unit[0].set_modules_to_forward_prefetch([*unit[1:], *following[:1]])
+    for unit, following in pairwise(units):
+        following[0].set_modules_to_backward_prefetch([*unit])
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
