@@ -13,31 +13,24 @@ import pytest
 
 from shardwright.config import parse
 from shardwright.dry_run.record import KINDS, RankRecord
-from shardwright.schedule.registry import names
-from tests.dryrun.worlds import DENSE, both, run_file
+from tests.dryrun.worlds import DENSE, both, real_ranks, run_file
 from tests.marks import rest_prove
 
 ON_HOST = {"offload_activations": "cpu", "offload_min_bytes": 1}
+# Each way to send or to keep is in one of them: hybrid sharding beside shards on the host, ZeRO-1 beside states on a
+# disk, zig-zag rings in a pipeline, Ulysses in usp.
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "one rank": ("dense", "bf16", {}),
     "zero 0": ("dense", "fp32", {"dp_replicate": 2}),
-    "zero 0 in bf16": ("dense", "bf16", {"dp_replicate": 2}),
-    "zero 1": ("dense", "bf16", {"dp_shard": 2, "zero": 1}),
-    "zero 2": ("dense", "fp32", {"dp_shard": 2, "zero": 2}),
     "zero 3": ("dense", "fp32", {"dp_shard": 2}),
-    "hybrid": ("dense", "bf16", {"dp_replicate": 2, "dp_shard": 2}),
     "tp": ("dense", "fp32", {"tp": 2, "sequence_parallel": False}),
-    "token shards": ("dense", "bf16", {"tp": 2}),
     "replicated kv heads": ("dense", "bf16", {"tp": 4}),
-    "zigzag": ("dense", "bf16", {"cp": 2}),
     "ring": ("dense", "fp32", {"cp": 2, "cp_method": "ring"}),
-    "all-gather": ("dense", "bf16", {"cp": 4, "cp_method": "allgather"}),
-    "ulysses": ("dense", "bf16", {"cp": 2, "cp_method": "ulysses"}),
+    "all-gather": ("dense", "bf16", {"cp": 2, "cp_method": "allgather"}),
     "usp": ("dense", "bf16", {"cp": 4, "cp_method": "usp", "ulysses_degree": 2}),
     "recompute some": ("dense", "bf16", {"dp_shard": 2, "recompute": "selective"}),
     "recompute all": ("dense", "bf16", {"tp": 2, "recompute": "full"}),
     "chunked loss": ("dense", "bf16", {"tp": 2, "loss_chunk_tokens": 24}),
-    "ep": ("mixture", "fp32", {"dp_shard": 2, "ep": 2}),
     "ep and tp": ("mixture", "bf16", {"dp_shard": 2, "tp": 2, "ep": 4, "zero": 2}),
     "latent attention": ("latent", "bf16", {"tp": 2, "ep": 2}),
     "gathered once a step": ("dense", "bf16", {"pp": 2, "dp_shard": 2}),
@@ -64,8 +57,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "four stages": ("dense", "fp32", {"pp": 4, "pp_schedule": "zb-h1"}),
 } | {
     f"schedule {name}": ("dense", "fp32", {"pp": 2, "pp_schedule": name})
-    for name in names()
-    if name not in ("auto", "zb-h1", "1f1b")
+    for name in ("interleaved-1f1b", "zb-v", "dualpipe")
 }
 QUICK = ("ring",)
 RUNS = 3
@@ -86,8 +78,10 @@ def test_messages_and_live_bytes_are_those_of_the_real_run(name: str, tmp_path: 
     table = run_file(model, layout, compute)
     if layout.get("offload_optimizer") == "disk":
         table["offload_path"] = str(tmp_path)
-    for _ in range(RUNS):
-        reals, dries = both(table)
+    reals, dries = both(table)
+    for run in range(RUNS):
+        if run:
+            reals = real_ranks(table)
         for rank, dry in dries.items():
             real = reals[rank]
             assert lines(dry) == lines(real)

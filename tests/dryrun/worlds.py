@@ -82,6 +82,11 @@ def random_batch(config: RunConfig, rank: int, step: int, n_microbatches: int) -
     return Batch.of(tokens_BT, targets_BT, torch.arange(n_sequences), config.batch.micro_batch)
 
 
+def real_ranks(table: Table) -> list[RankRecord]:
+    """The records of all ranks of a real world."""
+    return [record for record, _ in run_ranks(real_rank, parse(table).layout.layout().world_size, table)]
+
+
 def dry_with(table: Table, rank: int, counts: Counts) -> RankRecord:
     """The dry record of a rank with the numbers of rows of a real one."""
     left = list(counts)

@@ -85,7 +85,7 @@ def check(layout: Layout, run: OptimizerSection = OPTIMIZER, dtype: str = "float
     assert all(equal(*each) for each in zip(found, expected, strict=True))
 
 
-SOME = ("one rank", "zero 0", "zero 3", "cp", "pp", "tp, ep, zero 3")  # verify's matrix has every axis
+SOME = ("one rank", "pp", "tp, ep, zero 3")  # the matrix of verify has every axis
 
 
 @pytest.mark.parametrize("name", rest_prove(SOME, "one rank"))
@@ -93,7 +93,7 @@ def test_states_on_a_disk_give_the_bits_of_states_in_memory_on_every_layout(name
     check(LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", rest_prove(RUNS))
+@pytest.mark.parametrize("name", rest_prove(("bf16 states", "lion", "sgd")))
 def test_states_on_a_disk_give_the_bits_of_states_in_memory_for_every_optimizer(name: str):
     check(LAYOUTS["one rank"], RUNS[name], "bfloat16")
 

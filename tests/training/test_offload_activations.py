@@ -27,7 +27,6 @@ LAYOUTS = {
     "layers recomputed, chunked loss": Layout(dp_shard=2, zero=3, recompute="full", loss_chunk_tokens=5),
     "tp, ep, zero 3": Layout(dp_shard=2, tp=2, zero=3, ep=4),
     "pp, split backward": Layout(pp=2, pp_schedule="zb-v", recompute="selective"),
-    "cp, token shards": Layout(cp=2, tp=2),
     "pp, cp, everything on the host": Layout(
         pp=2, cp=2, zero=3, zero_pp_gather="microbatch", offload_optimizer="cpu", offload_parameters="cpu"
     ),

@@ -25,10 +25,8 @@ from tests.training.worlds import CASE, OPTIMIZER
 
 ON_HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 LAYOUTS = {
-    "zero 3": Layout(dp_shard=2, zero=3),
     "states on a disk": Layout(dp_shard=2, zero=3, offload_optimizer="disk"),
     "tp, ep, hybrid": Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3, ep=4),
-    "pp, gathered once a step": Layout(pp=2, dp_shard=2, zero=3, pp_schedule="zb-v"),
     "pp, gathered for each micro-batch": Layout(pp=2, cp=2, zero=3, zero_pp_gather="microbatch"),
 }
 

@@ -5,6 +5,8 @@ but the target tokens of the global batch shows. Runs anywhere, on gloo. That al
 and hold the same bits of what they share is a part of every comparison. Layouts of other axes: tests/verification.
 """
 
+from itertools import cycle
+
 import pytest
 
 from shardwright.layout import Layout
@@ -33,8 +35,12 @@ ON_EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("accumulation", rest_prove([1, 3], 3))
-@pytest.mark.parametrize("name", rest_prove(LAYOUTS, "one rank, zero 3", "zero 0 on 2", "zero 1 on 2", "zero 2 on 2"))
+QUICK = [(name, 3) for name in ("one rank, zero 3", "zero 0 on 2", "zero 1 on 2", "zero 2 on 2")]
+# Each layout with or without accumulation; the matrix of verify has all of them with it.
+CASES = dict.fromkeys([*QUICK, *zip(LAYOUTS, cycle([1, 3]), strict=False)])
+
+
+@pytest.mark.parametrize(("name", "accumulation"), rest_prove(CASES, *QUICK))
 def test_a_layout_trains_as_one_process_does_in_float64(verifier: Verifier, name: str, accumulation: int):
     report = verifier.parity(case(LAYOUTS[name], accumulation), LAYOUTS[name])
     assert report.equal, report.differing or report.worst
