@@ -13,7 +13,7 @@ help:
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 45 minutes"
 	@echo "make commands     every command of README and docs, run as typed; about 15 minutes"
 	@echo "make lint         ruff, mypy, import-linter"
-	@echo "make bench        CPU-seconds a step beside hand-written loops; results in benchmarks/results"
+	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
 	@echo "make clean        remove .venv and what quickstart wrote"
 
 # Tests start many processes: without compiled files in __pycache__ each of them compiles the package again.

@@ -1,4 +1,4 @@
-"""How large each room of the house is: non-blank lines of Python in src, files above 450 lines, functions above 60.
+"""How large each package is: non-blank lines of Python in src, files above 450 lines, functions above 60.
 
 python benchmarks/lines.py
 """
@@ -22,7 +22,7 @@ REASONS = {
 
 
 def main() -> None:
-    """Print the table, then what is longer than the rules of docs/architecture.md allow."""
+    """Print the table, then what is longer than the rules of CONTRIBUTING.md allow."""
     rooms: Counter[str] = Counter()
     long: list[str] = []
     for path in sorted(SOURCE.rglob("*.py")):

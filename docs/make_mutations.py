@@ -49,7 +49,7 @@ test can see.
 | `--matrix 2`, `--matrix 4` | the layout is one of those that the matrix of so many ranks runs |
 | `--dtype` | the type in which the bug is looked for; float64, the default, where none is given |
 | with ... | what the run file has to have |
-| resume | a run that is stopped and taken up |
+| resume | a run that is stopped and resumed |
 | a test | the test that fails, or that puts the bug in itself and sees it |
 | crash | a rank raises or hangs, and no number is wrong |
 

@@ -50,7 +50,8 @@ def plan(
     """Find the fastest layouts of a cluster that fit, without a GPU and without PyTorch.
 
     `model`: a ModelSpec or the name of a preset. `cluster`: accelerators and how many, such as "h100:64".
-    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, bf16, fp16 or fp8. `narrow_states`:
+    `global_batch` in sequences, `seq_len` in tokens. `precision` of matmuls: fp32, tf32, bf16, fp16,
+    fp8, fp8-row, fp8-block, mxfp8 or nvfp4. `narrow_states`:
     the states of the optimizer are stored in bf16. `memory_margin`: share of an accelerator's memory that is kept free.
     `hardware`: a TOML file with accelerators of your own. `fix`: search only layouts with these values of [layout] and
     micro_batch, such as {"tp": 8, "pp": 1}.

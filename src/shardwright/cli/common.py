@@ -60,7 +60,7 @@ Extensions = Annotated[
     typer.Option(
         "--extension",
         metavar="FILE.py",
-        help="a Python file or module that registers schedules or models of your own; may be repeated",
+        help="a Python file or module that registers schedules, optimizers or models of your own; may be repeated",
     ),
 ]
 Overrides = Annotated[

@@ -30,7 +30,7 @@ VERBS = {
     "dryrun": "Run the real training program as any rank of any world, without a GPU, data or memory for the weights.",
     "schedule": "Show what a pipeline schedule does and what it costs, without running it.",
     "watch": "Show a run while it goes on: loss, speed, memory, ranks, checkpoints and events.",
-    "report": "Show what a run came to: its numbers, its curves, and one page to keep or to send.",
+    "report": "Show the results of a run: its numbers, its curves, and one HTML page.",
     "generate": "Continue prompts with a run or a folder of transformers, on any layout.",
     "eval": "Measure the perplexity of a run or a folder of transformers on prepared data.",
     "import": "Write the weights of a Hugging Face model as a folder that runs begin with.",

@@ -51,7 +51,7 @@ def report(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Show what a run came to: its numbers, its curves, and one page to keep or to send.
+    """Show the results of a run: its numbers, its curves, and one HTML page.
 
     The page needs no other file and no network; it can be made while the run goes on. Of a run with layout.pp it shows
     a step of the pipeline too, as planned and as measured. Of several runs it shows the losses in one picture and a

@@ -1,4 +1,4 @@
-"""shardwright schedule: what a pipeline schedule does, and what it costs, on paper."""
+"""shardwright schedule: what a pipeline schedule does, and what it costs, in a simulation."""
 
 import dataclasses
 import math

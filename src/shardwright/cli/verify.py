@@ -108,9 +108,9 @@ def verify(options: Options) -> None:
 
     The layout of the run file and one process in plain PyTorch train the same model for a few steps, from the same
     seed on the same random batch with ragged loss masks; once with plain SGD, once with the run file's optimizer.
-    Compared are the loss and the gradient norm of each step, every parameter's gradient of each step, every parameter
-    at the beginning and in the end, and, bit for bit, everything that more than one rank holds. Where something
-    differs, axes are switched off one by one to find the culprit.
+    Compared are the loss and the gradient norm of each step, the loss of an evaluation, every parameter's gradient of
+    each step, every parameter at the beginning and in the end, and, bit for bit, everything that more than one rank
+    holds. Where something differs, axes are switched off one by one to find the culprit.
 
     Ranks are processes on this machine's CPU; no accelerator and no data are needed. Model and batch are reduced to
     test size, in a way that keeps what decides how they can be partitioned.

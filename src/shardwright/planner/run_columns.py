@@ -118,7 +118,7 @@ class Measured:
     vocab: int = _whole("rows of the embedding, without padding", 10_000_000, "usable")
     tied: bool = _flag("1: the head uses the embedding's matrix. Empty: 0", empty=False)
     bias: bool = _flag("1: linear layers have biases. Empty: 0", empty=False)
-    positions: str = _choice("how tokens know their place. Empty: rotary", "learned", "rotary", empty="rotary")
+    positions: str = _choice("position encoding. Empty: rotary", "learned", "rotary", empty="rotary")
     dropout: float = _decimal("probability. Empty: 0", 0, 0.99, empty=0.0)
     window: int | None = _whole("tokens of sliding-window attention. Empty: none", 10_000_000)
     windowed_layers: int | None = _whole("layers that have it", 1000)
