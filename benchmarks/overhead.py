@@ -10,7 +10,9 @@ so that it computes as much for a token as the dense model does, and stands besi
 interleaved, as fresh processes; the machine's drift then hits ours and theirs alike. What counts is the ratio of
 CPU-seconds a step, summed over ranks, within a round. Ours does what the plain loops do not: counts target tokens over
 the ranks, takes and clips the true gradient norm, balances the experts, reads token shards ahead, listens for signals,
-logs. `--write` puts the result, with date and machine, into benchmarks/results/.
+logs. Below each of ours is its floor, what its matmuls, its attention and its collectives alone cost in the same
+processes (`floor.py`), and the ratio of that to the same loop. `--write` puts the result, with date and machine, into
+benchmarks/results/.
 """
 
 import argparse
@@ -88,50 +90,64 @@ def run_file(kind: str, data: Path, out: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def ours(kind: str, data: Path, steps: int) -> list[tuple[float, float]]:
-    """(wall, CPU) seconds of each step of a real run of ours, taken between the batches that it asks for."""
+def ours(kind: str, data: Path, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """(wall, CPU) seconds of each step of a real run of ours, taken between the batches that it asks for, and of its
+    floor, which the step after the last counted one is recorded for."""
     import torch
 
+    from floor import Recorder
     from shardwright.config import parse
     from shardwright.data.batches import Batches
     from shardwright.training import loop
     from shardwright.training.ranks import Place, place_from_environment
 
     stamps: list[tuple[float, float]] = []
+    floor: list[tuple[float, float]] = []
+    recorder = Recorder()
 
     class Stamped(Batches):
         def __next__(self) -> Any:
             stamps.append((time.perf_counter(), time.process_time()))
+            if len(stamps) == WARMUP + steps + 1:
+                recorder.__enter__()
+            if len(stamps) == WARMUP + steps + 2:
+                recorder.__exit__(None, None, None)
+                floor.extend([recorder.replay() for _ in range(WARMUP + steps)][WARMUP:])
             return super().__next__()
 
     loop.Batches = Stamped  # type: ignore[misc]
     torch.set_num_threads(1)
-    # The step after the last counted one is there to end that one's span.
-    table = run_file(kind, data, data.parent / "run", steps + 1)
+    table = run_file(kind, data, data.parent / "run", steps + 2)
     loop.run(parse(table), place_from_environment() or Place(), quiet=True)
-    spans = list(pairwise(stamps))[WARMUP:]
-    return [(after[0] - before[0], after[1] - before[1]) for before, after in spans]
+    spans = list(pairwise(stamps))[WARMUP : WARMUP + steps]
+    return {"ours": [(after[0] - before[0], after[1] - before[1]) for before, after in spans], "floor": floor}
 
 
 def child(who: str, kind: str, data: str, steps: int) -> None:
     if who == "plain":
         import plain
 
-        times = plain.train(kind, steps, WARMUP)
+        times = {"plain": plain.train(kind, steps, WARMUP)}
     else:
         times = ours(kind, Path(data), steps)
     print(json.dumps(times), flush=True)
     os._exit(0)  # leaving gloo in order is not part of what is measured
 
 
-def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, float]:
-    """One run as fresh processes: tokens/s from the best and the median step, CPU-seconds a step over all ranks."""
-    import plain
+def measure(who: str, kind: str, data: Path, steps: int) -> dict[str, dict[str, float]]:
+    """One run as fresh processes: tokens/s from the best and the median step, CPU-seconds a step over all ranks; of
+    `who`, and if that is ours, of its floor."""
 
     degrees = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     world = math.prod(LAYOUTS[kind].get(axis, 1) for axis in degrees)
     times = launched([__file__, "--child", who, kind, str(data), str(steps)], world)
     remove_run(data.parent)
+    return {who: of_ranks([rank[who] for rank in times]) for who in times[0]}
+
+
+def of_ranks(times: list[list[tuple[float, float]]]) -> dict[str, float]:
+    import plain
+
     walls = [max(wall for wall, _ in step) for step in zip(*times, strict=True)]
     return {
         "tokens_per_s_best": plain.STEP_TOKENS / min(walls),
@@ -191,14 +207,15 @@ def main() -> None:
         who, kind, data, steps = options.child
         child(who, kind, data, int(steps))
     kinds = options.only or list(LAYOUTS)
-    names = [name for kind in kinds for name in (beside(kind), f"ours {kind}")]
+    names = [name for kind in kinds for name in (beside(kind), f"ours {kind}", f"floor {kind}")]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         data = write_tokens(Path(folder))
         for round_ in range(options.rounds):
-            for name, found in results.items():
-                who, kind = name.split()
-                found.append(measure(who, kind, data, options.steps))
+            for who, kind in [name.split() for name in results if not name.startswith("floor")]:
+                for of, found in measure(who, kind, data, options.steps).items():
+                    if f"{of} {kind}" in results:  # without the floor of one of ours that another is set beside
+                        results[f"{of} {kind}"].append(found)
             print(f"round {round_ + 1} of {options.rounds} done", file=sys.stderr)
     table = summary(results)
     print(table)
@@ -224,7 +241,7 @@ def summary(results: dict[str, list[dict[str, float]]]) -> str:
     for name, found in results.items():
         who, kind = name.split()
         ratio = to = ""
-        if who == "ours" and beside(kind) in results:
+        if who != "plain" and beside(kind) in results:
             to = beside(kind)
             pairs = zip(found, results[to], strict=True)
             ratios = [mine["cpu_s_per_step"] / theirs["cpu_s_per_step"] for mine, theirs in pairs]

@@ -8,11 +8,11 @@ as on a GPU. Dry runs are kept in --results; `--write` writes the tables to benc
 
 torchtitan: FSDP2 that recomputes every layer. Their peak is what the allocator had reserved, so plan and dry run add
 what they add for libraries and the allocator. These runs were compiled and had matmuls in fp8, which keep no more; dry
-runs are eager and in bf16. Their loss is another one: it holds more copies of the logits in fp32 than ours.
+runs are eager and in bf16. Their loss is another one: it holds copies of the logits in fp32, and ours none.
 
 Megatron-LM's functional tests: dense models in bf16 with flash attention, one row of each layout. Their peak is that of
-the tensors of the last rank of pp. Their loss works in place on logits in fp32; ours has two more copies of them at its
-peak, unless it goes chunk by chunk (`loss_chunk_tokens`), and in models this small the logits are most of the memory.
+the tensors of the last rank of pp. Their loss works in place on logits in fp32, ours in place on logits in bf16, and in
+models this small the logits are most of the memory.
 """
 
 import argparse

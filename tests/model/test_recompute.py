@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
 from shardwright.model import matmul
 from shardwright.model.moe import Router
+from shardwright.model.norm import RMSNorm
 from shardwright.model.presets import resolve
 from shardwright.model.recompute import _recomputing, part, recompute_parts
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
@@ -86,7 +87,7 @@ def counting() -> Iterator[Counter[str]]:
         patch.setattr(matmul, "forward", counted("matmul", matmul.forward))
         patch.setattr(Router, "pick", counted("routing", Router.pick))
         patch.setattr(torch.nn.functional, "silu", counted("silu", torch.nn.functional.silu))
-        patch.setattr(nn.RMSNorm, "forward", counted("norm", nn.RMSNorm.forward))
+        patch.setattr(RMSNorm, "forward", counted("norm", RMSNorm.forward))
         yield ran
 
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from shardwright.parallel.loss import ChunkedLoss
+from shardwright.parallel import loss
+from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
 
 B, T, D, V = 2, 32, 24, 300
 N = B * T
@@ -33,6 +35,39 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     x = torch.randn(B, T, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     targets = torch.randint(V, (B, T), generator=generator)
     return x, targets.masked_fill(torch.rand(B, T, generator=generator) < 0.4, IGNORED)
+
+
+def rounding_of_the_gradient(grouped: bool) -> float:
+    """The largest error of a gradient of logits in fp16, in units of its last digit, which is computed for 5 tokens at
+    a time."""
+    x_NV, targets_N = torch.randn(N, V, generator=torch.Generator().manual_seed(2)).mul(3).half(), inputs()[1].flatten()
+    factor = torch.tensor(2.0**15 / 7)
+    exact_NV = x_NV.double().requires_grad_()
+    (factor * F.cross_entropy(exact_NV, targets_N, ignore_index=IGNORED, reduction="sum")).backward()
+    cross_entropy = bound(range(V), IGNORED, dist.group.WORLD if grouped else None, compiled=False)
+    x_NV.requires_grad_()
+    before, loss.LOGITS_TOGETHER = loss.LOGITS_TOGETHER, 5 * V
+    try:
+        (factor * loss_sum(cross_entropy, x_NV[None].view(B, T, V), targets_N.view(B, T), factor)).backward()
+    finally:
+        loss.LOGITS_TOGETHER = before
+    assert x_NV.grad is not None
+    assert exact_NV.grad is not None
+    assert x_NV.grad.data_ptr() == x_NV.data_ptr(), "the gradient takes the memory of the logits"
+    exponent = exact_NV.grad.abs().clamp(min=2.0**-14).log2().floor()
+    return float(((x_NV.grad.double() - exact_NV.grad) / (exponent - 10).exp2()).abs().max())
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_gradient_in_16_bits_is_rounded_once_and_in_the_memory_of_the_logits(grouped: bool):
+    if grouped:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        error = rounding_of_the_gradient(grouped)
+    finally:
+        if grouped:
+            dist.destroy_process_group()
+    assert 0.49 < error < 0.51
 
 
 def chunked(ends: Ends, n_tokens: int) -> ChunkedLoss:
@@ -108,9 +143,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 def formula(n_tokens: int, e: int) -> int:
     """Bytes of docs/chunked-loss.md: the gradients of the input and of the matrix, the latter in 32 bits or more, and
-    the logits of a chunk with their exponentials."""
-    wide = max(e, 4)
-    return N * D * e + V * D * wide + n_tokens * V * (e + wide)
+    the logits of a chunk, in 16 bits with their copy."""
+    return N * D * e + V * D * max(e, 4) + n_tokens * V * (e + 4 * (e < 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -130,8 +164,7 @@ def test_the_peak_in_16_bits_has_the_last_product_beside_the_sum():
     found = [peak_bytes(lambda n=n: chunked(ends, n)(x, targets).backward()) for n in (4, 50)]
     kept = N * D * e + V * D * 4
     assert 0 <= found[0] - (kept + 4 * V * e + V * D * (e + 4)) < 1000
-    # Logits in 16 bits, their copy in 32, and the exponentials.
-    assert 0 <= found[1] - (kept + 50 * V * (e + 4 + 4)) < 5000
+    assert 0 <= found[1] - formula(50, e) < 5000
 
 
 def test_an_input_whose_tokens_are_not_one_after_another_has_the_same_gradient():

@@ -16,7 +16,7 @@ from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
-from shardwright.parallel.loss import vocabulary_loss_sum
+from shardwright.parallel.loss import bound, loss_sum
 from shardwright.parallel.model import ParallelModel
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
@@ -47,7 +47,7 @@ def traffic_of_the_passes(layout: Layout, n_layers: int, wide: ModelSpec = WIDE)
     with Traffic() as forward:
         logits = model.module(tokens)
     assert model.groups.tp is not None
-    loss = vocabulary_loss_sum(logits, tokens, model.vocabulary, model.groups.tp, -100)
+    loss = loss_sum(bound(model.vocabulary, -100, model.groups.tp, compiled=False), logits, tokens)
     with Traffic() as backward:
         loss.backward()
     return [{name: (t.calls[name], t.bytes[name]) for name in t.calls} for t in (forward, backward)]
@@ -162,10 +162,11 @@ def logits_and_loss(layout: Layout) -> tuple[Tensor, float, Tensor]:
     logits = model.module(tokens)
     logits.retain_grad()
     assert model.groups.tp is not None
-    loss = vocabulary_loss_sum(logits, targets, model.vocabulary, model.groups.tp, -100)
+    before = logits.detach().clone()
+    loss = loss_sum(bound(model.vocabulary, -100, model.groups.tp, compiled=False), logits, targets)
     loss.backward()
     assert logits.grad is not None
-    return logits.detach(), float(loss), logits.grad
+    return before, float(loss), logits.grad
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -106,9 +106,9 @@ def _spiked_step(layout: Layout, kind: str) -> tuple[bool, bool, str, SpikeState
     return equal(logical(trainer), before), gone, str(trainer.spike), trainer.spikes.state
 
 
-def _scaled(loss_sum, scale: float, logits: Tensor, targets: Tensor) -> Tensor:
+def _scaled(loss_sum, scale: float, logits: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
     """The loss, larger by a factor that its gradient does not have."""
-    loss = loss_sum(logits, targets)
+    loss = loss_sum(logits, targets, factor)
     return loss + (scale - 1) * loss.detach()
 
 

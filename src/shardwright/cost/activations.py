@@ -108,16 +108,16 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
 def ends(job: Job, candidates: Candidates) -> Ends:
     """Activations before the first layer and after the last.
 
-    16-bit logits are copied to fp32 for the loss, which keeps their softmax, or where the vocabulary is sharded their
-    gradients in 16 bits; `Stack.logit_peak_bytes` is the maximum of logits, copies and gradients together. In fp32
-    there are no copies, but softmax and gradients. Modules of multi-token prediction have logits of their own.
+    The loss overwrites logits with their gradient, and copies a part of 16-bit ones to fp32 at a time. In other systems
+    all of them are copied, and the softmax is kept; `Stack.logit_peak_bytes` is the maximum of logits, copies and
+    gradients together. In fp32 there are no copies, but softmax and gradients. Modules of multi-token prediction have
+    logits of their own.
 
     A chunked loss (`layout.loss_chunk_tokens`) has the logits of C tokens, with what is beside them in its sums, and
     keeps the gradients of the head's input and matrix instead of logits; the latter is a sum in 32 bits or more.
     """
     stack, e = job.stack, job.element_bytes
-    whole, cut_kept = stack.logit_kept_bytes, stack.logit_cut_kept_bytes
-    kept = np.maximum(np.where(candidates.tp > 1, whole if cut_kept is None else cut_kept, whole), e)
+    kept = np.maximum(stack.logit_kept_bytes, e)
     with ledger.section("Kept of a microbatch around the layers"):
         formulas = Formulas(_symbols(job, candidates), "B")
         rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
@@ -126,6 +126,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         formulas.values["predictions"] = 1 + job.model.mtp_modules
         times = "predictions * " * (job.model.mtp_modules > 0)
         formulas.values["loss_bytes_a_logit"] = cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept
+        formulas.values |= {"sum_bytes": max(4.0, e), "copied": int(e < 4), "logits_together": stack.logits_together}
         first = formulas("dropout mask", "T_shard * h * mask")
         last = formulas("around the last norm", "(T_shard + T_read) * h * e")
         sent = formulas("sent on", "T_shard * h * e * keeps_outputs")
@@ -133,22 +134,21 @@ def ends(job: Job, candidates: Candidates) -> Ends:
             return Ends(first, last, sent, *_chunked_loss(candidates, formulas, times))
         logits = formulas("logits of a microbatch", f"{times}T * vocabulary_rows * logit_bytes")
         waiting = formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e")
-        loss = formulas("loss", "T * vocabulary_rows * loss_bytes_a_logit", "logits, copies, gradients; cost/stack.py")
+        in_loss = "T * vocabulary_rows * loss_bytes_a_logit"
+        if stack.logits_together:
+            in_loss = "min(T * vocabulary_rows, logits_together) * sum_bytes * copied"
+        loss = formulas("loss", in_loss, "logits, copies, gradients; cost/stack.py")
         return Ends(first, last, sent, logits, waiting, loss, logits - waiting)
 
 
 def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tuple[Floats, ...]:
     """`logits` and what follows it in `Ends`; `times`: factor of what each prediction keeps."""
     tokens = formulas["T"]
-    formulas.values |= {
-        "C": np.minimum(tokens, candidates.shared.loss_chunk_tokens),
-        "sum_bytes": max(4.0, float(formulas["e"])),
-        "copied": int(formulas["e"] < 4),
-    }
+    formulas.values["C"] = np.minimum(tokens, candidates.shared.loss_chunk_tokens)
     kept = formulas(
         "gradients kept by the loss", f"{times}(T_shard * h * e + vocabulary_rows * h * sum_bytes)", "parallel/loss.py"
     )
-    chunk = "C * vocabulary_rows * (e + (1 + copied) * sum_bytes)"
+    chunk = "C * vocabulary_rows * e + min(C * vocabulary_rows, logits_together) * sum_bytes * copied"
     product = "(C * vocabulary_rows + vocabulary_rows * h) * e * copied"
     loss = formulas(
         "loss", f"max({chunk}, {product}) + cut * 2 * T * h * e", "logits of a chunk; gathered inputs; parallel/loss.py"

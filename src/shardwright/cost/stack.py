@@ -8,6 +8,7 @@ from typing import Literal
 
 from shardwright.cost import speed
 from shardwright.cost.speed import Speed
+from shardwright.split.buckets import LOGITS_TOGETHER
 from shardwright.units import MiB
 
 
@@ -41,8 +42,8 @@ class Stack:
     heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a matmul in fp8;
     `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all micro-batches.
     `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
-    between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp, `logit_cut_kept_bytes`: kept
-    then (None: the same).
+    between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp. `logits_together`: the loss
+    overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum; 0: not.
 
     `expands_heads`: over cp, keys, values and their gradients have all query heads in the backward pass of attention.
     `pads_rows`: a parameter is sharded by rows, which are filled up to a multiple of the ranks and sent so (FSDP2).
@@ -82,7 +83,7 @@ class Stack:
     logit_kept_bytes: float = 4.0
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
-    logit_cut_kept_bytes: float | None = None
+    logits_together: float = 0.0
     vocabulary_multiple: int = 0
     workspace_bytes: float = 64 * MiB
     expert_workspace_bytes: float = 0.0
@@ -106,9 +107,8 @@ SHARDWRIGHT = Stack(
     stops_early=True,
     pads_rows=True,
     expands_heads=True,
-    logit_peak_bytes=12.0,
-    logit_cut_bytes=-2.0,
-    logit_cut_kept_bytes=2.0,
+    logit_kept_bytes=2.0,
+    logits_together=LOGITS_TOGETHER,
 )
 SHARDWRIGHT_COMPILED = replace(
     SHARDWRIGHT,

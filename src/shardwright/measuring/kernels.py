@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwright.data.samples import IGNORE
 from shardwright.measuring.clock import Clock
 from shardwright.measuring.points import AttentionPoint, CopyPoint, KernelPoint, MatmulPoint
 from shardwright.model.attention import causal_attention
 from shardwright.model.feed_forward import gated, gelu
 from shardwright.model.rotary import rotate
+from shardwright.parallel.loss import bound, loss_sum
 from shardwright.training.build import DTYPES
-from shardwright.training.step import loss_sum
 
 MATMULS = (  # (tokens, features in, features out): those of small models on a CPU, and of large ones on a GPU
     (128, 128, 384), (512, 128, 128), (128, 256, 768), (512, 256, 256), (512, 256, 768), (512, 768, 256),
@@ -86,6 +87,7 @@ def _operations(clock: Clock, tokens: int, features: int, precision: str) -> dic
     table = _random(clock, 2, tokens, 1, HEAD, precision=precision)
     logits = _random(clock, 1, tokens, VOCABULARY * features, precision=precision)
     targets = torch.randint(0, VOCABULARY * features, (1, tokens), device=clock.device)
+    cross_entropy = bound(range(VOCABULARY * features), IGNORE, None, compiled=False)
     shape = (features,)
     return {
         "norm_bytes": (lambda x, w, b: F.layer_norm(x, shape, w, b), (x, weight, bias)),
@@ -94,7 +96,7 @@ def _operations(clock: Clock, tokens: int, features: int, precision: str) -> dic
         "rope_bytes": (lambda x: rotate(x, table), (heads,)),
         "gated_bytes": (gated, (x, other)),
         "gelu_bytes": (gelu, (x,)),
-        "loss_bytes": (lambda x: loss_sum(x, targets), (logits,)),
+        "loss_bytes": (lambda x: loss_sum(cross_entropy, x, targets), (logits,)),
     }
 
 

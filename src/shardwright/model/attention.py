@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwright.model.device_type import device_type
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
+from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
@@ -36,8 +37,8 @@ class Attention(nn.Module):
         self.k = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
         self.v = Linear(d, spec.n_kv_heads * c, bias=spec.bias)
         self.o = Linear(spec.n_heads * c, d, bias=spec.bias)
-        self.q_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = nn.RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(c, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x_BTD: Tensor, rotary_2TC: Tensor | None, documents: Documents | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); tokens are in causal order. `rotary_2TC` is None without rope; with `documents` a

@@ -22,6 +22,7 @@ from shardwright.model.attention import Attend, attend
 from shardwright.model.documents import Documents
 from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.matmul import Linear, linear
+from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
@@ -44,10 +45,10 @@ class LatentAttention(nn.Module):
         self.score_scale = 1.0 if spec.rope_scaling is None else spec.rope_scaling.score_scale
         self.attend: Attend = attend
         self.q_down = Linear(d, latent.q_rank, bias=False) if latent.q_rank else None
-        self.q_latent_norm = nn.RMSNorm(latent.q_rank, eps=spec.norm_eps) if latent.q_rank else None
+        self.q_latent_norm = RMSNorm(latent.q_rank, eps=spec.norm_eps) if latent.q_rank else None
         self.q_up = Linear(latent.q_rank or d, heads * spec.qk_dim, bias=False)
         self.kv_down = LatentAndKey(d, latent.kv_rank, latent.rope_dim)
-        self.kv_latent_norm = nn.RMSNorm(latent.kv_rank, eps=spec.norm_eps)
+        self.kv_latent_norm = RMSNorm(latent.kv_rank, eps=spec.norm_eps)
         self.kv_up = Linear(latent.kv_rank, heads * sum(self.kv_widths), bias=False)
         self.o = Linear(heads * latent.v_dim, d, bias=False)
 

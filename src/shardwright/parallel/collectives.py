@@ -77,4 +77,5 @@ def start_sum_tokens(x_BTD: Tensor, group: dist.ProcessGroup, by_rank: bool = Fa
     # took 0.6 of its CPU time on 2 ranks and 0.3 on 4 (1 MiB, torch 2.13).
     received_nBtD = torch.empty_like(parts_nBtD)
     work = dist.all_to_all_single(received_nBtD, parts_nBtD, group=group, async_op=True)
-    return Sent(work, lambda: received_nBtD.sum(0))
+    # For two ranks an addition, which takes 0.4 of the time of a sum over the first dim.
+    return Sent(work, lambda: torch.add(*received_nBtD) if n == 2 else received_nBtD.sum(0))

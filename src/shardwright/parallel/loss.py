@@ -1,7 +1,8 @@
 """Cross-entropy of a micro-batch: of logits that are sharded over tp along the vocabulary, or from the input of the
 head for some tokens at a time, so that the logits of a micro-batch are never whole.
 
-The chunked loss computes, for each chunk of C tokens, logits = x W^T, their loss, and the gradients
+The gradient of the logits is computed in the forward pass, in their own memory. The chunked loss computes, for each
+chunk of C tokens, logits = x W^T, their loss, and the gradients
 
     dlogits = softmax(logits) - [target]        dx = dlogits W        dW += dlogits^T x
 
@@ -11,7 +12,7 @@ the loss. So W is used in the forward pass alone, and there is nothing to defer 
 Shapes: B batch, T tokens, N tokens of B sequences, C tokens of a chunk, D model, v a rank's rows of the vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,76 +24,128 @@ from shardwright.model import matmul
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.norm import local_part
 from shardwright.parallel.tensor import TensorAxis, VocabularyHead
+from shardwright.split.buckets import LOGITS_TOGETHER
 
 
 def cross_entropy(
-    logits_Nv: Tensor, targets_N: Tensor, rows: range, ignore: int, group: dist.ProcessGroup | None, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over the targets that are not `ignore`, a scalar, equal on all ranks of `group`; and, if
-    `wanted`, its gradient with respect to the logits, (N, v).
+    logits_Nv: Tensor,
+    targets_N: Tensor,
+    factor: Tensor | None,
+    *,
+    rows: range,
+    ignore: int,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Cross-entropy summed over the targets that are not `ignore`, a scalar in fp32 or wider, equal on all ranks of
+    `group`. With a `factor`, a scalar in that type, the gradient of factor x loss overwrites the logits.
 
     `rows` are the token ids whose logits this rank holds. The logits are never gathered: the ranks all-reduce, for each
     token, its largest logit, then its sum of exponentials and its target's logit (Shoeybi et al., arXiv 1909.08053,
-    section 3). The gradient is made in place of the exponentials. Both results are in fp32 or wider.
+    section 3). Logits of 16 bits are raised to fp32 some tokens at a time, and their gradient is rounded once.
     """
+    n_together = len(logits_Nv) if torch.compiler.is_compiling() else max(1, LOGITS_TOGETHER // logits_Nv.shape[-1])
+    if group is None and len(logits_Nv) > n_together:
+        parts = zip(logits_Nv.split(n_together), targets_N.split(n_together), strict=True)
+        return torch.stack([cross_entropy(*part, factor, rows=rows, ignore=ignore, group=None) for part in parts]).sum()
     wide = torch.promote_types(logits_Nv.dtype, torch.float32)
     largest_N = logits_Nv.amax(-1).to(wide)
     if group is not None:
         dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-    powers_Nv = (logits_Nv.to(wide) - largest_N[:, None]).exp_()
     own_N = (targets_N >= rows.start) & (targets_N < rows.stop)
     columns_N1 = (targets_N - rows.start).where(own_N, 0)[:, None]
     target_N = (logits_Nv.gather(-1, columns_N1)[:, 0].to(wide) - largest_N) * own_N
-    sums_2N = torch.stack((powers_Nv.sum(-1), target_N))
+    in_place = factor is not None and logits_Nv.dtype == wide
+    kept, sums = [], []
+    for logits_Pv, largest_P1 in _split(n_together, logits_Nv, largest_N[:, None]):
+        powers_Pv = _powers(logits_Pv, largest_P1, in_place)
+        sums.append(powers_Pv.sum(-1))
+        if in_place or len(logits_Nv) <= n_together:
+            kept.append(powers_Pv)
+        del powers_Pv  # before the next ones exist
+    sums_2N = torch.stack((torch.cat(sums), target_N))
     if group is not None:
         dist.all_reduce(sums_2N, group=group)
     sum_N, target_N = sums_2N.unbind(0)
     counted_N = targets_N != ignore
     total = ((sum_N.log() - target_N) * counted_N).sum()
-    if not wanted:
-        return total, None
+    if factor is None:
+        return total
     # d loss / d logit = softmax, minus 1 at the target; 0 for ignored tokens
-    gradient_Nv = powers_Nv.mul_((counted_N / sum_N)[:, None])
-    gradient_Nv.scatter_add_(-1, columns_N1, -(own_N & counted_N).to(wide)[:, None])
-    return total, gradient_Nv
-
-
-def vocabulary_loss_sum(
-    logits_BTv: Tensor, targets_BT: Tensor, rows: range, group: dist.ProcessGroup, ignore: int
-) -> Tensor:
-    """`cross_entropy` of a micro-batch, differentiable. The forward pass computes the gradient too, while it has the
-    exponentials."""
-    total: Tensor = _VocabularyLoss.apply(logits_BTv, targets_BT, rows, group, ignore)
+    scale_N1 = factor * (counted_N / sum_N)[:, None]
+    at_target_N1 = -factor * (own_N & counted_N)[:, None]
+    each = _split(n_together, logits_Nv, largest_N[:, None], scale_N1, columns_N1, at_target_N1)
+    for i, (logits_Pv, largest_P1, scale_P1, columns_P1, at_target_P1) in enumerate(each):
+        powers_Pv = kept[i] if kept else _powers(logits_Pv, largest_P1, in_place)
+        powers_Pv.mul_(scale_P1).scatter_add_(-1, columns_P1, at_target_P1)
+        if not in_place:
+            logits_Pv.copy_(powers_Pv)
+        del powers_Pv
     return total
 
 
-_STRETCH = 2.0**15
-"""In fp16 a gradient of the logits, which is between -1 and 1, is saved times this, since probabilities below 6e-8
-would become 0, and those below 6e-5 lose digits."""
+def _split(n_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same tokens of each, `n_tokens` at a time."""
+    return zip(*(each.split(n_tokens) for each in tensors), strict=True)
 
 
-class _VocabularyLoss(torch.autograd.Function):
+def _powers(logits_Pv: Tensor, largest_P1: Tensor, in_place: bool) -> Tensor:
+    """exp(logits - largest) in the type of `largest_P1`."""
+    if in_place:
+        return logits_Pv.sub_(largest_P1).exp_()
+    if logits_Pv.dtype == largest_P1.dtype:
+        return (logits_Pv - largest_P1).exp_()
+    return logits_Pv.to(largest_P1.dtype).sub_(largest_P1).exp_()
+
+
+CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`cross_entropy` with rows, ignored targets and group bound to it."""
+
+
+def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: bool) -> CrossEntropy:
+    """`cross_entropy` with these; `compiled`: with torch.compile, unless it has collectives."""
+    of = torch.compile(cross_entropy) if compiled and group is None else cross_entropy
+    return partial(of, rows=rows, ignore=ignore, group=group)
+
+
+def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
+    """`of` a micro-batch, differentiable. The logits are used up: the forward pass overwrites them with their gradient,
+    for which it has the exponentials. `factor`, a scalar in fp32 or wider: what the backward pass will multiply the
+    gradient of the loss by, if known; in 16 bits the gradient is then rounded once, after it is multiplied."""
+    total: Tensor = _Loss.apply(logits_BTv, targets_BT, of, factor)
+    return total
+
+
+class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, rows: range, group: dist.ProcessGroup, ignore: int
-    ) -> Tensor:
-        total, gradient_Nv = cross_entropy(
-            logits_BTv.flatten(0, 1), targets_BT.flatten(), rows, ignore, group, ctx.needs_input_grad[0]
-        )
-        if gradient_Nv is not None:
-            ctx.stretch = 1.0
-            if logits_BTv.dtype == torch.float16:
-                ctx.stretch = _STRETCH
-                gradient_Nv.mul_(_STRETCH)
-            ctx.save_for_backward(gradient_Nv.to(logits_BTv.dtype).view_as(logits_BTv))
-        return total
+    def forward(ctx: Any, logits_BTv: Tensor, targets_BT: Tensor, of: CrossEntropy, factor: Tensor | None) -> Tensor:
+        logits_Nv, wanted = logits_BTv.detach().flatten(0, 1), ctx.needs_input_grad[0]
+        if wanted:
+            factor = _factor(factor, logits_BTv)
+            ctx.shape = logits_BTv.shape
+            ctx.save_for_backward(logits_Nv, factor)
+        return of(logits_Nv, targets_BT.flatten(), factor if wanted else None)
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient_BTv,) = ctx.saved_tensors
-        # Rounding the factor 1 / targets to 16 bits would scale every gradient wrongly, so only the product is rounded.
-        dlogits_BTv = gradient_BTv.to(dtotal.dtype).mul_(dtotal / ctx.stretch).to(gradient_BTv.dtype)
-        return dlogits_BTv, None, None, None, None
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dlogits_Nv, factor = ctx.saved_tensors
+        _multiply(dlogits_Nv, dtotal / factor)
+        return dlogits_Nv.view(ctx.shape), None, None, None
+
+
+def _factor(known: Tensor | None, x: Tensor) -> Tensor:
+    """The factor of a gradient that is computed in the forward pass: the `known` one, else 1."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.ones((), dtype=wide, device=x.device) if known is None else known.to(wide)
+
+
+def _multiply(x_Nv: Tensor, ratio: Tensor) -> None:
+    """Multiply in place. If the factor was known the ratio is 1, and nothing is rounded; else only the products are,
+    not the ratio, which would change every gradient."""
+    if x_Nv.dtype == ratio.dtype:
+        x_Nv.mul_(ratio)
+        return
+    for x_Pv in x_Nv.split(max(1, LOGITS_TOGETHER // x_Nv.shape[-1])):
+        x_Pv.copy_(x_Pv.to(ratio.dtype).mul_(ratio))
 
 
 class ChunkedLoss:
@@ -104,30 +157,24 @@ class ChunkedLoss:
         """`model`: the whole model or the last stage; `rows`, `ignore`: as of `cross_entropy`; `compiled`: the
         operations between the matmuls with torch.compile, unless they have collectives."""
         self.model, self.axis, self.n_tokens = model, axis, n_tokens
-        self.factor: Tensor | None = None
-        """What the gradient of the loss will be multiplied by in the backward pass, if known: in fp16 the gradients,
-        which the forward pass computes, are multiplied by it before they are rounded."""
-        group = None if axis is None else axis.group
-        of_chunk = torch.compile(cross_entropy) if compiled and axis is None else cross_entropy
-        self.of_chunk: Callable[..., tuple[Tensor, Tensor | None]] = partial(
-            of_chunk, rows=rows, ignore=ignore, group=group
-        )
+        self.of_chunk = bound(rows, ignore, None if axis is None else axis.group, compiled)
 
-    def __call__(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    def __call__(self, x_BTD: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
         """Cross-entropy summed over the targets that count, a scalar. `x_BTD`: the input of the head, all tokens
-        (B, T, D) or a token shard of them."""
+        (B, T, D) or a token shard of them; `factor`: as of `loss_sum`."""
         head = self.model.head
         weight = head.matrix if isinstance(head, VocabularyHead) else (head or self.model.embedding).weight
-        total: Tensor = _ChunkedLoss.apply(x_BTD, local_part(weight), targets_BT, self, torch.is_grad_enabled())
+        factor = _factor(factor, x_BTD) if torch.is_grad_enabled() else None
+        total: Tensor = _ChunkedLoss.apply(x_BTD, local_part(weight), targets_BT, self, factor)
         return total
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: Tensor, weight_vD: Tensor, targets_BT: Tensor, loss: ChunkedLoss, wanted: bool
+        ctx: Any, x_BTD: Tensor, weight_vD: Tensor, targets_BT: Tensor, loss: ChunkedLoss, factor: Tensor | None
     ) -> Tensor:
-        axis = loss.axis
+        axis, wanted = loss.axis, factor is not None
         if axis is not None and axis.token_shards:
             x_BTD = axis.start_gather(x_BTD).wait()
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
@@ -140,33 +187,23 @@ class _ChunkedLoss(torch.autograd.Function):
         ]
         summing = None
         for at, (x_CD, targets_C, dx_CD) in enumerate(zip(*chunks, strict=True), start=1):
-            part, dlogits_Cv = loss.of_chunk(matmul.forward(x_CD, weight_vD), targets_C, wanted=wanted)
-            total += part
-            if dlogits_Cv is None:
+            dlogits_Cv = matmul.forward(x_CD, weight_vD)
+            total += loss.of_chunk(dlogits_Cv, targets_C, factor)  # which overwrites logits with their gradient
+            if not wanted:
                 continue
-            if loss.factor is not None:
-                dlogits_Cv = dlogits_Cv * loss.factor
-            dlogits_Cv = dlogits_Cv.to(x_CD.dtype)
             matmul.input_gradient(dlogits_Cv, weight_vD, add_to=dx_CD)
             if axis is not None and at == len(chunks[0]):
                 summing = axis.start_sum(dx_BTD)  # overlaps with the last weight gradient
             matmul.weight_gradient(dlogits_Cv, x_CD, add_to=dweight_vD)
             del dlogits_Cv  # before the next logits exist
         if wanted:
-            ctx.save_for_backward(dx_BTD if summing is None else summing.wait(), dweight_vD)
-            ctx.dtype, ctx.factor = weight_vD.dtype, loss.factor
+            ctx.save_for_backward(dx_BTD if summing is None else summing.wait(), dweight_vD, factor)
+            ctx.dtype = weight_vD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        dx_BTD, dweight_vD = ctx.saved_tensors
-        if ctx.factor is not None:
-            dtotal = dtotal / ctx.factor
-        # As above, only the products are rounded.
-        return (
-            dx_BTD.to(dtotal.dtype).mul_(dtotal).to(dx_BTD.dtype),
-            dweight_vD.mul_(dtotal).to(ctx.dtype),
-            None,
-            None,
-            None,
-        )
+        dx_BTD, dweight_vD, factor = ctx.saved_tensors
+        ratio = dtotal / factor
+        _multiply(dx_BTD.flatten(0, 1), ratio)
+        return dx_BTD, dweight_vD.mul_(ratio).to(ctx.dtype), None, None, None

@@ -1,4 +1,4 @@
-"""How gradients are grouped for their all-reduce."""
+"""How gradients are grouped for their all-reduce, and logits in the loss."""
 
 from shardwright.units import MiB
 
@@ -9,3 +9,5 @@ al., arXiv 2006.15704)."""
 REPLICA_BUCKET_BYTES = 64 * MiB
 """Bytes of compressed gradients, as they are before that, that are summed over replicas at once where FSDP2 shards,
 unless one has more."""
+LOGITS_TOGETHER = 2**22
+"""16-bit logits that the loss raises to fp32 at a time: 16 MiB, which stay in the caches of a GPU."""

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,7 +21,7 @@ from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
-from shardwright.parallel.loss import ChunkedLoss, vocabulary_loss_sum
+from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
 from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import clip_gradients, gradient_norm
@@ -56,14 +55,6 @@ class LossParts(NamedTuple):
     loss_part: Tensor
     n_targets: Tensor
     mtp_part: Tensor | None
-
-
-def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy summed over target tokens; targets of IGNORE do not count. 16-bit logits are raised to fp32."""
-    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
 
 
 def _taken(x: Tensor, held_BT: Tensor) -> Tensor:
@@ -104,12 +95,8 @@ class ForwardBackward:
         n_targets = torch.full((), batch.n_targets, dtype=torch.int64, device=self.device)  # no copy to wait for
         n_targets = self.model.sum_over_samples(n_targets).clamp(min=1)
 
-        def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-            return self.loss_sum(logits_BTV, targets_BT) / n_targets
-
-        losses = self._with_ahead(loss, batch) if self.model.spec.mtp_modules else loss
         self.model.set_batch(len(batch.tokens_ABT), self.loss_scale)
-        loss_part = self.model.runner.train(self._microbatches(batch, step), self._scaled(losses, n_targets))
+        loss_part = self.model.runner.train(self._microbatches(batch, step), self._loss(batch, n_targets))
         loss_part = loss_part / self.loss_scale
         self.model.complete_gradients()
         if not self.model.spec.mtp_modules:
@@ -117,27 +104,26 @@ class ForwardBackward:
         loss_part, mtp_part = loss_part.expand(2)
         return LossParts(loss_part.clone(), n_targets, mtp_part / self.model.spec.mtp_weight)
 
-    def _scaled(self, losses: Loss, n_targets: Tensor) -> Loss:
-        """`losses` times the loss scale. A loss that computes gradients before it is multiplied is told of that."""
-        if self.scaler is None:
-            return losses
-        scale = self.scaler.scale
-        if isinstance(self.loss_sum, ChunkedLoss):
-            self.loss_sum.factor = scale / n_targets
-        return lambda outputs, targets_BT: losses(outputs, targets_BT) * scale
+    def _loss(self, batch: Batch, n_targets: Tensor) -> Loss:
+        """The loss of a micro-batch times the loss scale: of the next token; and, with modules of multi-token
+        prediction, their weighted mean loss, each divided by the number of its own targets in the global batch."""
+        factor = self.loss_scale / n_targets.to(torch.float64)
 
-    def _with_ahead(self, loss: Callable[[Tensor, Tensor], Tensor], batch: Batch) -> Loss:
-        """`loss` of the next token, and the weighted mean loss of the modules of multi-token prediction, each divided
-        by the number of its own targets in the global batch."""
-        weight, targets_APBT = self.model.spec.mtp_weight, self._ahead(batch)[1]
+        def loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+            return self.loss_sum(logits_BTV, targets_BT, factor) * factor
+
+        if not self.model.spec.mtp_modules:
+            return loss
+        targets_APBT = self._ahead(batch)[1]
         counts = [(targets_ABT != IGNORE).sum() for targets_ABT in targets_APBT.unbind(1)[1:]]
-        n_targets_K = self._on_device(torch.stack(counts))
-        n_targets_K = self.model.sum_over_samples(n_targets_K).clamp(min=1)
+        n_targets_K = self.model.sum_over_samples(self._on_device(torch.stack(counts))).clamp(min=1)
+        weight = self.loss_scale * self.model.spec.mtp_weight / len(counts)
+        factors_K = (weight / n_targets_K.to(torch.float64)).unbind()
 
         def losses(logits: Sequence[Tensor], targets_PBT: Tensor) -> Tensor:
-            sums_P = [self.loss_sum(*each) for each in zip(logits[1:], targets_PBT[1:], strict=True)]
-            ahead = (torch.stack(sums_P) / n_targets_K).mean()
-            return torch.stack([loss(logits[0], targets_PBT[0]), weight * ahead])
+            each = zip(logits[1:], targets_PBT[1:], factors_K, strict=True)
+            ahead_K = [self.loss_sum(logits_BTV, targets_BT, part) * part for logits_BTV, targets_BT, part in each]
+            return torch.stack([loss(logits[0], targets_PBT[0]), torch.stack(ahead_K).sum()])
 
         return losses
 
@@ -211,16 +197,14 @@ class ForwardBackward:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
 
-    def _loss_sum(self, compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def _loss_sum(self, compiled: bool) -> Callable[..., Tensor]:
         """The summed cross-entropy of what this rank's forward pass gives: logits, or with chunks the head's input."""
         tp, layout, rows = self.model.groups.tp, self.model.layout, self.model.vocabulary
         last = [part for part in self.model.parts if part.norm is not None]
         if layout.loss_chunk_tokens and last:
             axis = None if tp is None else TensorAxis(tp, layout.token_shards)
             return ChunkedLoss(last[0], rows, axis, layout.loss_chunk_tokens, IGNORE, compiled)
-        if tp is not None:
-            return partial(vocabulary_loss_sum, rows=rows, group=tp, ignore=IGNORE)
-        return torch.compile(loss_sum) if compiled else loss_sum
+        return partial(loss_sum, bound(rows, IGNORE, tp, compiled))
 
     def _random_keys(self, step: int | None, sample_ids_B: Tensor) -> Tensor | None:
         """What training draws from; in evaluation, which has no step, only drawn experts do."""

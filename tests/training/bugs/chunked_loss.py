@@ -33,8 +33,8 @@ CHUNKS: dict[str, AnyBug] = {
     "the gradient of each chunk is divided by its own target tokens": Bug(
         Mutation(
             FORWARD,
-            "dlogits_Cv.to(x_CD.dtype)",
-            "dlogits_Cv.to(x_CD.dtype) / (targets_C != -100).sum().clamp(min=1)",
+            "matmul.input_gradient(dlogits_Cv, weight_vD, add_to=dx_CD)",
+            "matmul.input_gradient(dlogits_Cv.div_((targets_C != -100).sum().clamp(min=1)), weight_vD, add_to=dx_CD)",
         ),
         [replace(each, **CHUNKS) for each in (ONE, SP)],
     ),
@@ -43,7 +43,7 @@ CHUNKS: dict[str, AnyBug] = {
         [replace(each, **CHUNKS) for each in (ONE, TP)],
     ),
     "the gradient of the head is not multiplied by that of the loss": Bug(
-        Mutation(BACKWARD, "dweight_vD.mul_(dtotal)", "dweight_vD"),
+        Mutation(BACKWARD, "dweight_vD.mul_(ratio)", "dweight_vD.div_(factor)"),
         [replace(each, **CHUNKS) for each in (ONE, ZB)],
     ),
     "targets of a chunk are those of other tokens on token shards": Bug(

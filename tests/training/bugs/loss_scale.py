@@ -56,7 +56,24 @@ SCALE: dict[str, AnyBug] = {
         "losses of routers are not multiplied by the loss scale"
     ),
     "the gradient of a chunked loss is multiplied by its factor twice": _in_fp16(
-        Mutation("shardwright.parallel.loss:_ChunkedLoss.backward", "ctx.factor is not None", "False"), _CHUNKED
+        Mutation("shardwright.parallel.loss:_ChunkedLoss.backward", "dtotal / factor", "dtotal"), _CHUNKED
+    ),
+    "the gradient of logits is multiplied by its factor twice": _in_fp16(
+        Mutation("shardwright.parallel.loss:_Loss.backward", "dtotal / factor", "dtotal"), ONE, PP
+    ),
+    "the gradient of logits in fp16 is rounded before it is multiplied by its factor": UnitBug(
+        Mutation("shardwright.parallel.loss:_Loss.forward", "_factor(factor, logits_BTv)", "_factor(None, logits_BTv)"),
+        "tests/parallel/test_loss.py:test_the_gradient_in_16_bits_is_rounded_once_and_in_the_memory_of_the_logits",
+        (False,),
+    ),
+    "the exponentials of logits in 16 bits are computed again with the largest logit of another token": UnitBug(
+        Mutation(
+            "shardwright.parallel.loss:cross_entropy",
+            "_split(n_together, logits_Nv, largest_N[:, None], scale_N1, columns_N1, at_target_N1)",
+            "_split(n_together, logits_Nv, largest_N.roll(1)[:, None], scale_N1, columns_N1, at_target_N1)",
+        ),
+        "tests/parallel/test_loss.py:test_the_gradient_in_16_bits_is_rounded_once_and_in_the_memory_of_the_logits",
+        (True,),
     ),
     "the loss of a step has the loss scale in it": _in_fp16(
         Mutation(f"{STEP}:ForwardBackward.forward_backward", "loss_part / self.loss_scale", "loss_part"), ONE, PP

@@ -25,23 +25,29 @@ EQUATIONS = "tests/model/test_mtp.py:test_logits_are_those_of_the_equations"
 
 SCALE = {
     "the loss of a module of multi-token prediction is divided by the targets of one data rank": Bug(
-        Mutation(f"{TRAINER}._with_ahead", "self.model.sum_over_samples(n_targets_K)", "2 * n_targets_K"),
+        Mutation(
+            f"{TRAINER}._loss",
+            "self.model.sum_over_samples(self._on_device(torch.stack(counts)))",
+            "2 * torch.stack(counts)",
+        ),
         [ZERO_0],
         spec=MODULE,
     ),
     "the loss of a module of multi-token prediction is divided by the targets of the next token": Bug(
-        Mutation(f"{TRAINER}._with_ahead", "targets_APBT.unbind(1)[1:]", "targets_APBT.unbind(1)[:-1]"),
+        Mutation(f"{TRAINER}._loss", "targets_APBT.unbind(1)[1:]", "targets_APBT.unbind(1)[:-1]"),
         [ONE],
         spec=MODULE,
     ),
     "the weight of multi-token prediction is applied twice": Bug(
-        Mutation(f"{TRAINER}._with_ahead", "weight * ahead", "weight * weight * ahead"), [ONE], spec=MODULE
+        Mutation(f"{TRAINER}._loss", "self.model.spec.mtp_weight", "self.model.spec.mtp_weight ** 2"),
+        [ONE],
+        spec=MODULE,
     ),
     "the losses of modules of multi-token prediction are summed and not averaged": Bug(
         Mutation(
-            f"{TRAINER}._with_ahead",
-            "(torch.stack(sums_P) / n_targets_K).mean()",
-            "(torch.stack(sums_P) / n_targets_K).sum()",
+            f"{TRAINER}._loss",
+            "self.loss_scale * self.model.spec.mtp_weight / len(counts)",
+            "self.loss_scale * self.model.spec.mtp_weight",
         ),
         [ONE],
         spec=TWO,

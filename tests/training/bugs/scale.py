@@ -33,10 +33,14 @@ from tests.training.bugs.bug import (
 )
 
 SCALE: dict[str, AnyBug] = {
+    "the gradient of a norm's input is too large by the root mean square": UnitBug(
+        Mutation("shardwright.model.norm:_RMSNorm.backward", "r_N1.square()", "r_N1"),
+        "tests/model/test_norm.py:test_the_norm_and_its_gradients_are_those_of_pytorch",
+    ),
     "1: loss averaged per microbatch": Bug(
         Mutation(
-            f"{TRAINER}.forward_backward",
-            "self.loss_sum(logits_BTV, targets_BT) / n_targets",
+            f"{TRAINER}._loss",
+            "self.loss_sum(logits_BTV, targets_BT, factor) * factor",
             "self.loss_sum(logits_BTV, targets_BT) / (targets_BT != -100).sum() / 6",
         ),
         [ZERO_0, ZERO_2],
@@ -47,8 +51,8 @@ SCALE: dict[str, AnyBug] = {
     ),
     "3: loss averaged over the targets of the own tokens": Bug(
         Mutation(
-            f"{TRAINER}.forward_backward",
-            "self.loss_sum(logits_BTV, targets_BT) / n_targets",
+            f"{TRAINER}._loss",
+            "self.loss_sum(logits_BTV, targets_BT, factor) * factor",
             "self.loss_sum(logits_BTV, targets_BT) / (targets_BT != -100).sum().clamp(min=1) / 6",
         ),
         [ZIGZAG, ULYSSES],
