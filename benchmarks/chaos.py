@@ -1,6 +1,6 @@
 """Faults in real runs of `shardwright train` on this machine, and what becomes of them.
 
-    python benchmarks/chaos.py --kills 200 --flips 1000 --minutes 30 --gap 60 120 --write
+    python benchmarks/chaos.py --kills 200 --flips 1000 --minutes 30 --log chaos.jsonl --write
 
 Kills: SIGKILL of a rank, the launcher or the server that forks ranks, of runs on 2 ranks; a third of them at any time,
 a third in a save, a third while ranks start. Each run then has to end with the weights, optimizer states, losses and
@@ -13,7 +13,9 @@ a rank is killed (kill), stopped (stop), gives a loss that is no number (nan), i
 its weights flipped (flip), or the disk is full for 6 steps, of which one saves (disk; a tmpfs, where this user may
 mount one).
 Where the command ends, it is given again with --resume. Then the same steps without a fault. Goodput is the time of the
-steps that count, each once, over the time of all.
+steps that count, each once, over the time of all. The minutes are those of several runs of --part minutes each.
+
+With --log what is done is kept in a file, and the same command goes on after it; --seconds ends a part.
 """
 
 import argparse
@@ -22,24 +24,27 @@ import random
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
-from chaos_runs import Kills, TrainRun, flips, kills, wait_for, write_tokens
+from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, wait_for, write_tokens
+from parts import Log, Record
 
 LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
 POLICY = [
-    "faults.hang_after=5",
+    "faults.hang_after=3",
     'faults.spike="stop"',
     "faults.recheck=true",
     "faults.check_copies_every=5",
     'checkpoint.on_error="continue"',
+    'checkpoint.async_mode="async"',
 ]
 FAULTS = ("kill", "stop", "nan", "disk", "flip", "slow")
 LASTS_S = 10.0
@@ -196,19 +201,22 @@ def kills_in_words(found: Kills) -> list[str]:
     return rows
 
 
-def chaos_in_words(found: Chaos) -> list[str]:
+def chaos_in_words(runs: Sequence[Chaos]) -> list[str]:
     """Rows of the table, and what was said of each fault."""
-    wall = f"{found.wall_s:.0f} s, {found.steps} steps, {len(found.faults)} faults"
+    faults = [fault for found in runs for fault in found.faults]
+    wall_s, steps = sum(found.wall_s for found in runs), sum(found.steps for found in runs)
+    useful_s, quiet_s = (sum(getattr(found, name) for found in runs) for name in ("useful_s", "quiet_s"))
+    equal, again = sum(found.equal for found in runs), sum(found.given_again for found in runs)
     return [
-        f"| chaos on 4 ranks: {wall} | final weights, optimizer states, losses | "
-        f"{'bit-equal' if found.equal else 'DIFFERENT'} |",
-        f"| | goodput by the times of its own steps | {found.useful_s / found.wall_s:.1%} |",
-        f"| | goodput by the steps of the quiet run | {found.quiet_s / found.wall_s:.1%} |",
-        f"| | commands given again; orphans | {found.given_again}; {found.orphans} |",
+        f"| chaos on 4 ranks: {wall_s:.0f} s, {steps} steps, {len(faults)} faults, {len(runs)} runs | final weights, "
+        f"optimizer states, losses | {equal} of {len(runs)} bit-equal |",
+        f"| | goodput by the times of its own steps | {useful_s / wall_s:.1%} |",
+        f"| | goodput by the steps of the quiet run | {quiet_s / wall_s:.1%} |",
+        f"| | commands given again; orphans | {again}; {sum(found.orphans for found in runs)} |",
         "",
         "| fault | told | seconds to the next step |",
         "| --- | --- | --- |",
-        *(f"| {kind} | {told.replace('|', ';')} | {took_s:.1f} |" for kind, told, took_s in found.faults),
+        *(f"| {kind} | {told.replace('|', ';')} | {took_s:.1f} |" for kind, told, took_s in faults),
     ]
 
 
@@ -219,51 +227,93 @@ def plan_of(minutes: float, gap_s: tuple[float, float], faults: Sequence[str], s
     return [kind for each in rounds for kind in each][:n]
 
 
-def main() -> None:
+def main() -> int:
     """Run what is asked for and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=0.0, help="of chaos")
+    parser.add_argument("--part", type=float, default=5.0, help="minutes of a run of the chaos")
     parser.add_argument("--gap", type=float, nargs=2, default=(60.0, 120.0), metavar="S", help="between two faults")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="of the chaos")
     parser.add_argument("--d-model", type=int, default=64, help="of the model of the chaos")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="what is done; the command goes on after it")
+    parser.add_argument("--seconds", type=float, default=0.0, help="after which no further part is begun; 0: all are")
     parser.add_argument("--write", action="store_true", help="the table, to benchmarks/results/")
     options = parser.parse_args()
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    rows = ["| what | measured | result |", "| --- | --- | --- |"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tokens = write_tokens(folder)
-        if options.flips:
-            run = TrainRun(folder / "whole", tokens, 5, ["layout.dp_shard=2"])
-            run.start()
-            assert run.finish() == 0, run.said
-            missed = []
-            for place, said in flips(run.last_checkpoint(), options.flips, options.seed):
-                if place.partition(",")[0] not in said:
-                    missed.append(place)
-                    say(f"flip of {place} was not named: {said or 'it was loaded'}")
-            named = options.flips - len(missed)
-            rows.append(f"| bit flips in a checkpoint | named | {named} of {options.flips} |")
-            say(rows[-1])
-        if options.kills:
-            found = kills(folder, tokens, options.kills, options.seed, say)
-            rows += kills_in_words(found)
-            say("\n".join([*rows, *found.wrong]))
-        if options.minutes:
-            kinds = plan_of(options.minutes, tuple(options.gap), options.faults, options.seed)
-            rows += chaos_in_words(chaos(folder, tokens, kinds, tuple(options.gap), options.seed, say, options.d_model))
-    print("\n".join(rows))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    log, rows = Log(options.log, options.seconds), ["| what | measured | result |", "| --- | --- | --- |"]
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a socket has no room for the name of a deep folder
+        if not measured(options, log, Path(name)):
+            return 0
+    flipped, kills = log.of("flips"), kills_of(log.of("kills"))
+    runs = [Chaos(**{key: value for key, value in each.items() if key != "kind"}) for each in log.of("chaos")]
+    good = not kills.wrong and not kills.orphans and not kills.left_over and all(found.equal for found in runs)
+    for each in flipped:
+        good = good and each["named"] == each["n"]
+        rows.append(f"| bit flips in a checkpoint | named | {each['named']} of {each['n']} |")
+    rows += kills_in_words(kills) if kills.runs else []
+    rows += chaos_in_words(runs) if runs else []
+    print("\n".join([*rows, *kills.wrong]))
     if options.write:
         path = Path(__file__).parent / "results" / f"chaos-{date.today()}.md"
         machine = f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end"
         path.write_text(f"# Faults in real runs, {date.today()}\n\n{machine}\n\n" + "\n".join(rows) + "\n")
+    return int(not good)
+
+
+def say(text: str) -> None:
+    """On the screen at once."""
+    print(text, flush=True)
+
+
+def measured(options: argparse.Namespace, log: Log, folder: Path) -> bool:
+    """Do what is asked for and not done yet. Whether all is done."""
+    tokens = write_tokens(folder)
+
+    def flip(number: int) -> Record:
+        run = TrainRun(folder / "whole", tokens, 5, ["layout.dp_shard=2"])
+        run.start()
+        assert run.finish() == 0, run.said
+        missed = []
+        for place, said in flips(run.last_checkpoint(), options.flips, options.seed):
+            if place.partition(",")[0] not in said:
+                missed.append(place)
+                say(f"flip of {place} was not named: {said or 'it was loaded'}")
+        return {"n": options.flips, "named": options.flips - len(missed)}
+
+    killed_runs: list[KilledRuns] = []
+
+    def kill(number: int) -> Record:
+        killed_runs[:] = killed_runs or [KilledRuns(folder, tokens, options.seed)]
+        before = kills_of(log.of("kills"))
+        found = killed_runs[0].run(number, min(10, options.kills - len(before.at)))
+        say(
+            f"run {number + 1}, {len(before.at) + len(found.at)} kills so far: {len(found.wrong)} wrong, "
+            f"{found.orphans} orphans, {found.left_over}"
+        )
+        return asdict(found)
+
+    gap_s = options.gap[0], options.gap[1]
+    kinds = plan_of(options.minutes, gap_s, options.faults, options.seed)
+    n_parts = max(1, round(options.minutes / options.part))
+
+    def disturb(number: int) -> Record:
+        mine = kinds[number * len(kinds) // n_parts : (number + 1) * len(kinds) // n_parts]
+        part = folder / f"part-{number}"
+        part.mkdir()
+        found = chaos(part, tokens, mine, gap_s, options.seed + number, say, options.d_model)
+        say(f"part {number + 1} of {n_parts}: {'bit-equal' if found.equal else 'DIFFERENT'}, {found.wall_s:.0f} s")
+        return asdict(found)
+
+    return (
+        (not options.flips or log.go_on("flips", bool, flip))
+        and (not options.kills or log.go_on("kills", lambda done: len(kills_of(done).at) >= options.kills, kill))
+        and (not options.minutes or log.go_on("chaos", lambda done: len(done) >= n_parts, disturb))
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

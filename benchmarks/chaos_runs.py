@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,34 +262,49 @@ def killed(run: TrainRun, chance: random.Random, moment: str, found: Kills) -> b
     return True
 
 
-def kills(folder: Path, tokens: Path, n: int, seed: int, say: Callable[[str], None], steps: int = 60) -> Kills:
-    """Kill `n` times, in as many runs of `steps` steps as it takes, and compare each with one that nothing happened to;
-    every second run saves asynchronously."""
-    chance, found = random.Random(seed), Kills()
-    layout = ["layout.dp_shard=2"]
-    quiet = TrainRun(folder / "quiet", tokens, steps, layout)
-    quiet.start()
-    quiet.seen()
-    assert quiet.finish() == 0, quiet.said
-    while len(found.at) < n:
-        settings = [*layout, *(['checkpoint.async_mode="async"'] if found.runs % 2 else [])]
-        run = TrainRun(folder / f"kills-{found.runs}", tokens, steps, settings)
+class KilledRuns:
+    """Runs of `steps` steps on 2 ranks whose processes are killed, each compared with one that nothing happened to;
+    every second one saves asynchronously."""
+
+    def __init__(self, folder: Path, tokens: Path, seed: int, steps: int = 60) -> None:
+        self.folder, self.tokens, self.seed, self.steps = folder, tokens, seed, steps
+        self.layout = ["layout.dp_shard=2"]
+        self.quiet = TrainRun(folder / "quiet", tokens, steps, self.layout)
+        self.quiet.start()
+        self.quiet.seen()
+        assert self.quiet.finish() == 0, self.quiet.said
+
+    def run(self, number: int, n: int) -> Kills:
+        """Run number `number`, with up to `n` kills."""
+        chance, found = random.Random(f"{self.seed} {number}"), Kills(runs=1)
+        settings = [*self.layout, *(['checkpoint.async_mode="async"'] if number % 2 else [])]
+        run = TrainRun(self.folder / f"kills-{number}", self.tokens, self.steps, settings)
         run.start()
         run.next_step_of(set())
-        found.runs += 1
-        for _ in range(min(n - len(found.at), 10)):
+        for _ in range(n):
             if not killed(run, chance, chance.choice(("any", "save", "start")), found):
                 break
-        while (code := run.finish()) in (-9,):
+        while (code := run.finish()) == -9:
             run.start(resume=True)
         run.orphans(0.0)
-        told = f"run {found.runs}, {len(found.at)} kills so far"
-        if code != 0 or run.state() != quiet.state() or run.losses() != quiet.losses():
-            found.wrong.append(f"{told}: exit code {code}, not equal to the quiet run\n{run.said[-4000:]}")
+        if code != 0 or run.state() != self.quiet.state() or run.losses() != self.quiet.losses():
+            found.wrong.append(f"run {number}: exit code {code}, not equal to the quiet run\n{run.said[-4000:]}")
         found.orphans += run.orphans()
-        found.left_over += run.left_over(quiet)
-        say(f"{told}: exit code {code}; {len(found.wrong)} runs wrong, {found.orphans} orphans, {found.left_over}")
-    return found
+        found.left_over += run.left_over(self.quiet)
+        return found
+
+
+def kills_of(records: Sequence[Mapping[str, Any]]) -> Kills:
+    """What came of several runs together."""
+    total = Kills()
+    for each in records:
+        total.at += each["at"]
+        total.runs += each["runs"]
+        total.wrong += each["wrong"]
+        total.orphans += each["orphans"]
+        total.left_over += each["left_over"]
+        total.seconds += each["seconds"]
+    return total
 
 
 def flips(checkpoint: Path, n: int, seed: int) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,9 @@ rank         a rank of the second host is killed in mid-step, with `--max-restar
              again, and the run is bit-equal
 vanished     the link goes down and the second host is killed, as when its power fails: the first ends
 killed       all processes of the second host are killed in mid-step: the first ends; `--resume` is bit-equal
-killed-first the same of the first host, where the store of torchrun is: the second ends
+lost         the same with local checkpoints (`checkpoint.local`, a folder of each host), and that of the second host is
+             deleted: `--resume` goes on from what the first host has of both, newer than any in `out`, and is bit-equal
+killed-first as killed, of the first host, where the store of torchrun is: the second ends
 elastic      `--nnodes 1:2` and faults.min_ranks: the second host is killed, the first goes on alone, the second comes
              back, and the run is on both again; its losses are to rounding those of the quiet run
 """
@@ -25,6 +27,7 @@ import argparse
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -36,11 +39,13 @@ from pathlib import Path
 
 from chaos_runs import TrainRun, wait_for, write_tokens
 from hosts import Link, why_not
-from shardwright.run_folder import read_events
+from shardwright.run_folder import read_events, step_of
 
 FAULT_AT = 17
 """Logged steps after which a fault comes."""
 HANG_AFTER_S = 5.0
+HOST = "{host}"
+"""In a setting, the name of the host it is given to."""
 RANKS_END_WITHIN_S = 60.0
 """For the ranks of both hosts to end after a fault."""
 TORCHRUN_ENDS_WITHIN_S = 60.0
@@ -71,7 +76,8 @@ class OnHosts(TrainRun):
             where += ["--rdzv-id", "1", "--rdzv-conf", f"is_host={int(i == 0)}" + ",last_call_timeout=10" * elastic]
             where += ["--max-restarts", str(self.max_restarts)]
             host.environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if elastic else {}  # docs/faults.md
-            host.start([sys.executable, "-m", "torch.distributed.run", *where, *train], self.said_of(i))
+            of_host = [word.replace(HOST, host.name) for word in train]
+            host.start([sys.executable, "-m", "torch.distributed.run", *where, *of_host], self.said_of(i))
 
     def said_of(self, i: int) -> Path:
         """The file of a host's output."""
@@ -276,6 +282,20 @@ class Trials:
         self.resumed(run, seen)
         return seen
 
+    def lost(self) -> Seen:
+        seen, local = Seen(), self.folder / "local-of"
+        run = self.begun("lost", f"checkpoint.local={local}/{HOST}", "checkpoint.local_every=2")
+        run.reach(FAULT_AT)
+        self.link.hosts[1].kill()
+        self.ended(run, seen, [0])
+        shutil.rmtree(local / self.link.hosts[1].name)
+        in_out = run.last_checkpoint()
+        self.resumed(run, seen)
+        begun = [each for each in read_events(run.out) if each.kind == "start"][-1]
+        told = begun.text.replace(str(local), "LOCAL")
+        seen.check(f"{told}; newest in out: {in_out.name}", str(local) in begun.text and begun.step > step_of(in_out))
+        return seen
+
     def elastic(self) -> Seen:
         seen = Seen()
         run = self.begun("elastic", f"faults.min_ranks={self.ranks}", nodes="1:2", max_restarts=3)
@@ -319,7 +339,7 @@ def first_error(text: str) -> str:
     return " / ".join(line.strip()[:200] for line in found[1].splitlines()[:2]).replace("|", ";") if found else ""
 
 
-NAMES = ("quiet", "slow", "blink", "cut", "rank", "vanished", "killed", "killed-first", "elastic")
+NAMES = ("quiet", "slow", "blink", "cut", "rank", "vanished", "killed", "lost", "killed-first", "elastic")
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.marks import prove
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
-N_FLIPS, SEED = 40, 17
+N_FLIPS, SEED = 40, 1476
 
 
 def chaos_runs() -> ModuleType:
@@ -39,7 +39,7 @@ def test_killed_runs_end_bit_equal_and_leave_nothing_and_flips_are_named():
 
 def check_kills_and_flips(tmp_path: Path) -> None:
     runs = chaos_runs()
-    found = runs.kills(tmp_path, runs.write_tokens(tmp_path), 3, SEED, print)
+    found = runs.KilledRuns(tmp_path, runs.write_tokens(tmp_path), SEED).run(0, 3)
     assert len(found.at) == 3, found.at
     assert "launcher" in found.at
     assert found.wrong == []

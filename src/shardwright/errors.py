@@ -19,6 +19,7 @@ a traceback. What only a bug can cause is an `assert`.
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Self
 
 from shardwright.synonyms import called_here
 
@@ -27,9 +28,16 @@ CUTOFF = 0.6
 
 
 class ShardwrightError(Exception):
-    """Base of the tree; the command line prints the text and leaves with `exit_code`."""
+    """Base of the tree; the command line prints the text and leaves with `exit_code`. `rank`: the one at fault, where
+    one is known."""
 
     exit_code = 3
+    rank: int | None = None
+
+    def of_rank(self, rank: int | None) -> Self:
+        """This error, with the rank at fault."""
+        self.rank = rank
+        return self
 
 
 class InputError(ShardwrightError, ValueError):
@@ -75,14 +83,7 @@ class CopiesError(ShardwrightError):
 
 
 class WorkerError(ShardwrightError):
-    """A worker process died, hung, or reported an error of its own. `rank`: the one at fault, where one is known."""
-
-    rank: int | None = None
-
-    def of_rank(self, rank: int | None) -> "WorkerError":
-        """This error, with the rank at fault."""
-        self.rank = rank
-        return self
+    """A worker process died, hung, or reported an error of its own."""
 
 
 def near_path(path: str | Path, pattern: str) -> str:

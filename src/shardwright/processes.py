@@ -5,6 +5,7 @@ rank as a `Worker` and wait in `results`. In the process of a rank, `Link` is th
 """
 
 import errno
+import math
 import os
 import pickle
 import queue
@@ -30,7 +31,8 @@ from shardwright.errors import ShardwrightError, WorkerError
 from shardwright.units import GiB, format_bytes
 
 _POLL_S = 0.25  # how often processes are looked at whose connections say nothing
-_LAST_WORDS_S = 1.0  # how long the reports of ranks that fail together are waited for
+_LAST_WORDS_S = 1.0  # how long the report of the rank at fault is waited for, where others have lost it
+_OTHER_WORDS_S = 0.2  # how long that of another is, which may have failed before the one that has told
 _STACKS_S = 2.0  # how long ranks that hang are given to write down their stacks
 PROCESS_BYTES = 0.3 * GiB
 """Of a rank before it holds any of the model: Python, PyTorch and its libraries."""
@@ -250,12 +252,15 @@ def results(
     told: dict[int, Any] = {}
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     failures: dict[int, Failure] = {}
+    at_fault = False
     while len(told) < len(workers):
         left_s = _POLL_S if deadline is None else deadline - time.monotonic()
         told |= _news([worker for worker in workers if worker.rank not in told], left_s)
         if not failures and (failures := _failures(told)):
             # Others may have failed first and tell it later.
             deadline = time.monotonic() + _LAST_WORDS_S
+        if not at_fault and (at_fault := any(not failure.lost_peer for failure in _failures(told).values())):
+            deadline = min(deadline or math.inf, time.monotonic() + _OTHER_WORDS_S)
         if deadline is not None and time.monotonic() >= deadline:
             break
         if not failures and len(told) < len(workers) and (found := watched()) is not None:

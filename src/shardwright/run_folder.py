@@ -81,6 +81,11 @@ def published(checkpoints: Path) -> list[Path]:
     return sorted(steps, key=lambda path: int(steps[path][1]))
 
 
+def resumable(out: Path, local: str | None) -> list[Path]:
+    """The complete checkpoints in OUT/checkpoints and in the folder `checkpoint.local` of this host, by their steps."""
+    return sorted([*published(out / CHECKPOINTS), *(published(Path(local)) if local else [])], key=step_of)
+
+
 @dataclass(frozen=True)
 class Started:
     """A `run` record: where, with what and on which layout a run began or went on, before it took steps after `step`.
@@ -161,14 +166,15 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Saved:
-    """A `checkpoint` record: that after `step` steps was published. `blocked_s`: how long training stood still for it;
-    `took_s`: from its begin until it was published; `n_bytes`: of its tensors."""
+    """A `checkpoint` record: that after `step` steps was published, in OUT or, if `local`, on the hosts. `blocked_s`:
+    how long training stood still for it; `took_s`: from its begin until it was published; `n_bytes`: of its tensors."""
 
     step: int
     blocked_s: float
     took_s: float
     n_bytes: int
     time: str | None = None
+    local: bool = False
 
 
 AnyRecord = Started | Logged | Evaluated | Saved

@@ -53,12 +53,13 @@ def test_numbers_beyond_all_bounds_and_files_that_are_none_are_refused(arguments
     ("text", "said"),
     [
         ("a = " + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("a." * 50_000 + "a = 1", "nested too deeply"),
         ("steps = " + "9" * 10_000, "an integer has more than 4300 digits"),
         (f"steps = {HUGE}", "steps=1.000e+30: a number of at most 64 bits is needed"),
         (f"[model]\nd_model = {'9' * 400}", "model.d_model=999999...: a number of at most 64 bits is needed"),
         ("#" * (LONGEST_TEXT + 1), "longer than 16 MiB"),
     ],
-    ids=["nested", "digits", "64 bits", "400 digits", "long"],
+    ids=["nested", "dotted", "digits", "64 bits", "400 digits", "long"],
 )
 def test_a_run_file_beyond_all_bounds_is_refused(tmp_path, text, said):
     path = tmp_path / "run.toml"

@@ -1,9 +1,10 @@
 """Proves that no verb answers a mistyped number or a damaged file with a traceback, work without end or half of its
 output: each takes arguments that are right but for one, and files with a few bytes changed."""
 
+import json
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -11,7 +12,11 @@ from types import FrameType
 import pytest
 from typer.testing import CliRunner
 
-from shardwright.cli.main import app
+from shardwright.cli.main import OF_TWO_WORDS, VERBS, app
+from shardwright.planner.evaluate import MEASURED_RUNS
+from shardwright.run_folder import Evaluated, Event, Logged, Saved, Started, append_event, as_record, now
+from shardwright.serving.evaluate import MEASUREMENTS
+from shardwright.training.checkpoint.manifest import Manifest, Progress
 
 CPU_S = 20
 """CPU-seconds that a verb may take, however loaded the machine is."""
@@ -60,8 +65,33 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("export", "NOTHING", "--out", "OUT", "--max-shard-size", "5GB"),
     ("train", "RUN", "--set", "steps=2"),
     ("dryrun", "RUN", "--rank", "9", "--steps", "1"),
+    ("quickstart", "--out", "RUN", "--steps", "3"),
+    ("watch", "RUN_DIR", "--once", "--every", "2"),
+    ("plan", "diff", "RUN", "RUN", "--cluster", "h100:8"),
+    ("verify", "RUN", "--fuzz", "2", "--seed", "1"),
 )
 """Right but for one word, which is wrong so that no command begins to train."""
+READERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("run.toml", ("train", "RUN")),
+    ("run.toml", ("plan", "RUN", "--cluster", "nothing:8")),
+    ("run.toml", ("plan", "diff", "RUN", "RUN", "--cluster", "h100:8")),
+    ("run.toml", ("dryrun", "RUN", "--rank", "9")),
+    ("run.toml", ("verify", "RUN", "--matrix", "99")),
+    ("run/metrics.jsonl", ("report", "RUN_DIR")),
+    ("run/metrics.jsonl", ("watch", "RUN_DIR", "--once")),
+    ("run/events.jsonl", ("report", "RUN_DIR", "--json")),
+    ("run/events.jsonl", ("watch", "RUN_DIR", "--once")),
+    ("run/run.toml", ("report", "RUN_DIR", "--json")),
+    ("run/checkpoints/step-00000002/manifest.json", ("generate", "RUN_DIR", "--prompt", "a")),
+    ("run/checkpoints/step-00000002/manifest.json", ("export", "RUN_DIR", "--out", "OUT")),
+    ("tokens/manifest.json", ("data", "inspect", "TOKENS")),
+    ("tokens/manifest.json", ("eval", "RUN_DIR", "--data", "TOKENS")),
+    ("runs.csv", ("plan", "evaluate", "RUNS", "--json")),
+    ("serving.csv", ("plan", "evaluate-serving", "SERVED", "--json")),
+    ("hf/config.json", ("import", "HF", "--out", "OUT")),
+    ("hardware.toml", (*PLAN, "--hardware", "HARDWARE", "--top", "1")),
+)
+"""Files, and verbs that read them."""
 SETTINGS = (
     "steps", "seed", "batch.seq_len", "batch.global_batch", "batch.micro_batch", "data.prefetch", "layout.tp",
     "layout.pp", "layout.cp", "layout.ep", "layout.dp_shard", "layout.dp_replicate", "layout.virtual_stages",
@@ -71,6 +101,19 @@ SETTINGS = (
     "init.weights",
 )  # fmt: skip
 RUN = 'out = "{out}"\nsteps = 2\ndata = {{ path = "{out}/no-tokens" }}\nbatch = {{ seq_len = 16, global_batch = 4 }}\n'
+HARDWARE = """
+[networks.my-roce]
+share = 0.75
+start_us = 8.4
+latency_us = 14.0
+half_mib = 0.1
+
+[clusters.mine]
+accelerator = "h100"
+node_size = 8
+network = "my-roce"
+gbit_per_s_per_node = 3200
+"""
 BYTES = (
     b"\x00",
     b"\xff",
@@ -104,6 +147,7 @@ def bounded_work() -> Iterator[None]:
 def answers(folder: Path, arguments: list[str]) -> None:
     """Run a verb; it must end with an exit code that it has, in words, and leave all of its output or none."""
     places = {"RUN": "run.toml", "TEXT": "text", "TOKENS": "tokens", "OUT": "made", "NOTHING": "nothing"}
+    places |= {"RUN_DIR": "run", "RUNS": "runs.csv", "SERVED": "serving.csv", "HF": "hf", "HARDWARE": "hardware.toml"}
     given = [str(folder / places[each]) if each in places else each for each in arguments]
     there = sorted(path.name for path in folder.iterdir())
     with bounded_work():
@@ -119,14 +163,38 @@ def answers(folder: Path, arguments: list[str]) -> None:
         assert result.exit_code == 1 or "error: " in result.output, (shown, result.output)
 
 
+def write_files(folder: Path) -> None:
+    """A run file whose data are missing, some text, a folder of a run, tables, weights without weights, and so on."""
+    (folder / "text").mkdir()
+    (folder / "text/a.txt").write_text("a b c " * 50)
+    (folder / "tokens").mkdir()
+    (folder / "tokens/manifest.json").write_text(json.dumps({"format": 1, "shards": [], "vocab_size": 300}))
+    (folder / "run.toml").write_text(RUN.format(out=folder / "out"))
+    run, last = folder / "run", folder / "run/checkpoints/step-00000002"
+    last.mkdir(parents=True)
+    (run / "run.toml").write_text(RUN.format(out=run))
+    records = [
+        Started(0, "1 rank", "", "constant", 1, "here", "cpu", "2.13", "0.1"),
+        *(Logged(step, 5.0, 1.0, 1e-3, 64, 9.0, 9.0, 0.1, None, 100, 0.1, 0.01, 0.08, 0.01) for step in (1, 2)),
+        Evaluated(2, 5.0, now()),
+        Saved(2, 0.1, 0.2, 1000, now()),
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(as_record(each)) + "\n" for each in records))
+    append_event(run, Event("save", 2, "saved"))
+    progress, model = Progress(2, 8, 0), {"n_layers": 2}
+    Manifest(progress, model, None, 1, {}).write(last)
+    for name, path in (("runs.csv", MEASURED_RUNS), ("serving.csv", MEASUREMENTS)):
+        (folder / name).write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    (folder / "hf").mkdir()
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (folder / "hf/config.json").write_text(json.dumps(config | {"vocab_size": 300, "intermediate_size": 32}))
+    (folder / "hardware.toml").write_text(HARDWARE)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run file whose data are missing, some text, and a folder of tokens that is damaged."""
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/a.txt").write_text("a b c " * 50)
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens/manifest.json").write_text("{}")
-    (tmp_path / "run.toml").write_text(RUN.format(out=tmp_path / "out"))
+    """Files that verbs read."""
+    write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -148,12 +216,18 @@ def damaged(draw: random.Random, content: bytes) -> bytes:
     return content[:at] + draw.choice(BYTES) + content[at + n :]
 
 
-def damaged_run_files(folder: Path, n: int) -> None:
-    """Damage the run file in `n` ways; `train` and `plan` answer each."""
-    draw, whole = random.Random(1), (folder / "run.toml").read_bytes()
-    for number in range(n):
-        (folder / "run.toml").write_bytes(damaged(draw, whole))
-        answers(folder, [["train", "RUN"], ["plan", "RUN", "--cluster", "nothing:8"]][number % 2])
+def damaged_files(folder: Path, numbers: Iterable[int]) -> None:
+    """Damage a file in one way each, by a number; a verb that reads it answers."""
+    for number in numbers:
+        name, arguments = READERS[number % len(READERS)]
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(damaged(random.Random(number), whole))
+        try:
+            answers(folder, list(arguments))
+        finally:
+            (folder / name).write_bytes(whole)
+            for made in ("report.html", "curves.png"):
+                (folder / "run" / made).unlink(missing_ok=True)
 
 
 def test_numbers_that_are_none_or_too_large_are_answered(folder):
@@ -161,5 +235,11 @@ def test_numbers_that_are_none_or_too_large_are_answered(folder):
         answers(folder, arguments)
 
 
-def test_damaged_run_files_are_answered(folder):
-    damaged_run_files(folder, 20)
+def test_damaged_files_are_answered(folder):
+    damaged_files(folder, range(2 * len(READERS)))
+
+
+def test_every_verb_takes_part():
+    given = {command[0] for command in COMMANDS} | {command[0] for _, command in READERS}
+    assert given == set(VERBS)
+    assert {" ".join(command[:2]) for _, command in READERS} | {" ".join(SERVE[:2])} >= set(OF_TWO_WORDS)

@@ -143,7 +143,7 @@ def _checkpoints(run: Followed) -> RenderableType | None:
     there = run.checkpoints
     if not there:
         return None
-    told = {record.step: record for record in run.records if isinstance(record, Saved)}
+    told = {record.step: record for record in run.records if isinstance(record, Saved) and not record.local}
     table = columns("checkpoint", "bytes", "took", "training stood still", left=1)
     for path in there[-CHECKPOINTS_SHOWN:]:
         saved = told.get(step_of(path))

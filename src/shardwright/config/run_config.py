@@ -32,6 +32,7 @@ from shardwright.layout_keys import AUTO
 from shardwright.model.modules import FAMILIES
 from shardwright.model.number_formats import problems as fp8_problems
 from shardwright.model.spec import ModelSpec
+from shardwright.remote import REMOTE
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.rules import tp_divides
 from shardwright.split.stages import schedule_problems
@@ -122,7 +123,7 @@ def broken_rules(valid: Mapping[str, Any]) -> list[str]:
     if (init := valid.get("init")) and init.optimizer and init.weights is None:
         found.append("init.optimizer=true goes with init.weights, the checkpoint whose moments it takes; give that too")
     if checkpoint := valid.get("checkpoint"):
-        found += _durable_problems(checkpoint)
+        found += [*_durable_problems(checkpoint), *_local_problems(checkpoint)]
         found += _saving_problems(checkpoint, layout) if layout else []
     faults = valid.get("faults") or FaultsSection()
     found += _fault_problems(faults, layout, data, valid.get("checkpoint"), valid.get("precision"))
@@ -176,6 +177,27 @@ def _saving_problems(checkpoint: CheckpointSection, layout: Layout) -> Iterator[
             f"checkpoint.async_mode={checkpoint.async_mode!r} copies the optimizer's states to memory, and "
             f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; set async_mode='disabled', "
             f"or offload_optimizer to 'cpu' or 'none'"
+        )
+    if checkpoint.local is not None and layout.offload_optimizer == "disk":
+        yield (
+            f"checkpoint.local={checkpoint.local!r} copies the optimizer's states to memory, and "
+            f"layout.offload_optimizer='disk' keeps them on a disk because memory is short; leave local out, or set "
+            f"offload_optimizer to 'cpu' or 'none'"
+        )
+
+
+def _local_problems(checkpoint: CheckpointSection) -> Iterator[str]:
+    local, every = checkpoint.local, checkpoint.local_every
+    if local is None and every:
+        yield f"checkpoint.local_every={every} is of checkpoints in checkpoint.local; set that to a folder of each host"
+    elif local is not None and not every:
+        yield f"checkpoint.local={local!r} is for checkpoints every local_every steps; set checkpoint.local_every, too"
+    elif local is not None and REMOTE in local:
+        yield f"checkpoint.local={local!r} is a URL; it is a folder of each host: checkpoint.durable takes URLs"
+    elif every and checkpoint.every and every % checkpoint.every == 0:
+        yield (
+            f"checkpoint.local_every={every} is a multiple of checkpoint.every={checkpoint.every}, and a step that is "
+            f"saved to OUT is not saved locally, too; save locally more often than to OUT"
         )
 
 

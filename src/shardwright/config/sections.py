@@ -314,6 +314,12 @@ class CheckpointSection(Section):
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         2, description="times that a rank tries again to write or copy its shards, after 1 s, 2 s, 4 s, ..."
     )
+    local: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="a folder of each host (its disk, or /dev/shm) for checkpoints every local_every steps, written "
+        "beside training; every rank's shards are on its own host and on the next, so that a lost host loses none",
+    )
+    local_every: NotNegative = Field(0, description="steps between checkpoints in local")
     durable: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="a second place for checkpoints, a folder or a URL of fsspec (s3://BUCKET/FOLDER, gs://, ...), to "

@@ -11,6 +11,7 @@ it by a power of 2, so one is always found; two may cancel each other.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -59,10 +60,18 @@ def _groups(model: ParallelModel, name: str, parameter: Tensor) -> Iterator[dist
         yield group
 
 
+@dataclass(frozen=True)
+class Differing:
+    """Copies that differ, in words, and the rank whose copy is wrong, where it is one and known."""
+
+    text: str
+    rank: int | None = None
+
+
 @torch.no_grad()
-def differing_copies(model: ParallelModel) -> str:
-    """What differs between the copies of weights, in words that are the same on every rank; nothing where all are
-    equal. Every rank calls this; it waits for the device."""
+def differing_copies(model: ParallelModel) -> Differing | None:
+    """What differs between the copies of weights, the same on every rank; None where all are equal. Every rank calls
+    this; it waits for the device."""
     sums = {name: checksum(local_part(parameter)) for name, parameter in model.named_parameters.items()}
     names = list(model.held_on)
     first: tuple[int, dist.ProcessGroup] | None = None
@@ -86,10 +95,10 @@ def differing_copies(model: ParallelModel) -> str:
     everyone = [torch.empty(3, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, told.to(device))
     found = {rank: (int(each[0]), int(each[1]), int(each[2])) for rank, each in enumerate(everyone) if each[0] >= 0}
-    return in_words(found, names) if found else ""
+    return in_words(found, names) if found else None
 
 
-def in_words(found: Mapping[int, tuple[int, int, int]], names: list[str]) -> str:
+def in_words(found: Mapping[int, tuple[int, int, int]], names: list[str]) -> Differing:
     """`found`: of each rank with copies that differ the place of the parameter in `names`, a number of the group, and
     the checksum."""
     at, number = min((at, number) for at, number, _ in found.values())
@@ -101,8 +110,8 @@ def in_words(found: Mapping[int, tuple[int, int, int]], names: list[str]) -> str
     told = f"copies of {names[at]} differ: "
     if len(parties) > 1 and len(parties[-1]) > len(parties[-2]):
         odd = sorted(rank for ranks in parties[:-1] for rank in ranks)
-        return f"{told}{ranks_in_words(odd)} {'holds' if len(odd) == 1 else 'hold'} other bits than the " + (
-            f"{len(parties[-1])} others, {ranks_in_words(parties[-1])}"
-        )
+        told += f"{ranks_in_words(odd)} {'holds' if len(odd) == 1 else 'hold'} other bits than the "
+        told += f"{len(parties[-1])} others, {ranks_in_words(parties[-1])}"
+        return Differing(told, odd[0] if len(odd) == 1 else None)
     sides = " and ".join(ranks_in_words(ranks) for ranks in parties)
-    return f"{told}{sides} hold other bits, and so few copies do not tell which are right"
+    return Differing(f"{told}{sides} hold other bits, and so few copies do not tell which are right")

@@ -15,11 +15,11 @@ from types import FrameType
 
 from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
-from shardwright.errors import WorkerError
+from shardwright.errors import CopiesError, WorkerError
 from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
-from shardwright.run_folder import CHECKPOINTS, METRICS, Event, append_event, now, published
+from shardwright.run_folder import METRICS, Event, append_event, now, resumable
 from shardwright.training.restarts import Restarts
 from shardwright.training.worker import serve
 from shardwright.units import KiB
@@ -46,9 +46,9 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
 
     Rank 0 writes to this terminal; stderr of every rank goes to LOG_DIR/rank-N.log. When one fails, the
     others are ended and its own error is raised: InputError as such, all else as WorkerError; but up to `max_restarts`
-    times the ranks are started again in the place of a WorkerError, from the newest whole checkpoint. Signals of
-    `processes.STOPPING` are handed to the workers, which finish the step and save; KeyboardInterrupt is raised where
-    there was nothing to save yet, and by a second SIGINT.
+    times the ranks are started again in the place of a WorkerError or CopiesError, from the newest whole checkpoint.
+    Signals of `processes.STOPPING` are handed to the workers, which finish the step and save; KeyboardInterrupt is
+    raised where there was nothing to save yet, and by a second SIGINT.
     """
     out = Path(config.out)
     restarts = Restarts(config, max_restarts)
@@ -62,11 +62,11 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
                 stopped = _run(restarts, logs, quiet, workers, asked)
                 if not (stopped and asked.to_grow and asked.signal is None):
                     return stopped
-                event = restarts.grow(published(out / CHECKPOINTS))
-            except WorkerError as error:
+                event = restarts.grow(resumable(out, config.checkpoint.local))
+            except (WorkerError, CopiesError) as error:
                 if asked.signal is not None:
                     raise
-                event = restarts.after(error, published(out / CHECKPOINTS))
+                event = restarts.after(error, resumable(out, config.checkpoint.local))
             append_event(out, event)
             print(event.text, file=sys.stderr, flush=True)
 

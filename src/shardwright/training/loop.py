@@ -108,7 +108,11 @@ class _Run:
         self.saving = Saving(config, self.store, self.trainer, self._happened)
         self.monitor = self.trainer.monitor = monitor
         monitor.name_modules(model.parts)
+        self.checked_at = 0
+        """Steps after which copies of weights were equal."""
         self.remarks = [*remarks]
+        if (local := self.saving.local) is not None and local.remark:
+            self.remarks.append(local.remark)
         self.trainer.spikes = spike_guard(config.faults, model, device)
         self.after_spike = AfterSpike(config.faults, self.trainer, self.sources, self._happened)
         self.numbers = Numbers(config, self.trainer, self.sources, device)
@@ -219,7 +223,7 @@ class _Run:
     ) -> int | Start:
         """Take the steps; returns how many of the run are done, or where it begins again after a spike."""
         config, trainer = self.config, self.trainer
-        step = logged = start.step
+        step = logged = self.checked_at = start.step
         if step == 0:
             self._evaluate(0, writers)
         trainer.clock.restart()
@@ -251,16 +255,17 @@ class _Run:
                 logged = step
             if due(step, config.evaluation.every) or last:
                 self._evaluate(step, writers)
-            if due(step, config.faults.check_copies_every):
-                self._check_copies(step)
+            saves = last or self.saving.due(step) or self.saving.due_locally(step)
+            self._check_copies(step, saves)
             self.saving.tell()
-            if last or self.saving.due(step):
+            if saves:
                 self._save(step, batches.next_sample, last)
             self.monitor.enter("agreement", step)
         if start.step < step < config.steps:
             if logged < step:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
             if not self.saving.due(step):
+                self._check_copies(step, saves=True)
                 self._save(step, batches.next_sample, last=True)
             self.saving.settle(required=True)
         return step
@@ -318,15 +323,19 @@ class _Run:
             writer.write(as_record(told))
         self.trainer.clock.mark("evaluation")
 
-    def _check_copies(self, step: int) -> None:
-        """Raises CopiesError, on every rank, where copies of weights differ."""
-        if told := differing_copies(self.trainer.model):
-            self._happened("fault", step, f"after step {step} {told}")
-            before = step - self.config.faults.check_copies_every
+    def _check_copies(self, step: int, saves: bool) -> None:
+        """Compare copies of weights, if that is due or they are saved next: no checkpoint is to hold a wrong one.
+        Raises CopiesError, on every rank, where they differ."""
+        every = self.config.faults.check_copies_every
+        if not (due(step, every) or (every and saves)):
+            return
+        if found := differing_copies(self.trainer.model):
+            self._happened("fault", step, f"after step {step} {found.text}", found.rank)
             raise CopiesError(
-                f"after step {step} {told}; the check before, after step {before}, found no difference: go on from a "
-                f"checkpoint of that step or an earlier one"
-            )
+                f"after step {step} {found.text}; the check before, after step {self.checked_at}, found no difference: "
+                f"checkpoints up to that step hold equal copies"
+            ).of_rank(found.rank)
+        self.checked_at = step
 
     def _save(self, step: int, samples: int, last: bool) -> None:
         self.monitor.enter("checkpoint", step)
@@ -355,7 +364,7 @@ class _Run:
         Raises CheckpointError where all are damaged."""
         self.saving.settle()
         damage: list[str] = []
-        for path in newest_first(self.store, self.saving.durable, self.remarks):
+        for path in newest_first(self.store, self.saving.durable, self.remarks, self.saving.local):
             try:
                 return self._load(path)
             except DamagedError as error:

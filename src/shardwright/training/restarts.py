@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwright.config import RunConfig
 from shardwright.config.shrink import shrunk
-from shardwright.errors import WorkerError
+from shardwright.errors import CopiesError, WorkerError
 from shardwright.run_folder import Event, step_of
 
 FAULTS_IN_A_ROW = 2
@@ -43,7 +43,7 @@ class Restarts:
         self._faulty: list[int] = []
         """The places of the last faults, as long as they are the same."""
 
-    def after(self, error: WorkerError, saved: Sequence[Path]) -> Event:
+    def after(self, error: WorkerError | CopiesError, saved: Sequence[Path]) -> Event:
         """Make `attempt` the next one, and say so; `saved`: the checkpoints there are, the oldest first.
 
         Raises the error, with the reason, where the run ends with it."""
@@ -52,7 +52,7 @@ class Restarts:
                 raise error
             used = "the one restart of {} is" if self.allowed == 1 else f"all {self.allowed} restarts of {{}} are"
             told = used.format(f"--max-restarts {self.allowed}")
-            raise WorkerError(f"{error}\n{told} used up").of_rank(error.rank)
+            raise type(error)(f"{error}\n{told} used up").of_rank(error.rank)
         self.used += 1
         remark = self._use_places(error)
         first_line = str(error).partition("\n")[0]
@@ -84,7 +84,7 @@ class Restarts:
         text = f"{what}, from {begin}, on {n} rank{'s' * (n > 1)}{why}"
         return Event("restart", 0 if newest is None else step_of(newest), text, rank)
 
-    def _use_places(self, error: WorkerError) -> str:
+    def _use_places(self, error: WorkerError | CopiesError) -> str:
         """Choose layout and places of the next attempt; what is to be said of a place that is not used any more."""
         place = None if error.rank is None else self.attempt.places[error.rank]
         if place is not None and self._spares:
@@ -95,7 +95,7 @@ class Restarts:
         left = tuple(each for each in self._usable if each != place)
         config = shrunk(self.config, len(left), self.config.faults.min_ranks)
         if config is None:
-            raise WorkerError(
+            raise type(error)(
                 f"{error}\nthese were {FAULTS_IN_A_ROW} faults in a row at place {place}, and without it no layout of "
                 f"faults.min_ranks={self.config.faults.min_ranks} to {len(left)} ranks, with fewer along dp alone, "
                 f"trains batch.global_batch={self.config.batch.global_batch}"

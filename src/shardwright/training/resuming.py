@@ -1,4 +1,5 @@
-"""The checkpoints that a run may go on from: those in OUT, and their durable copies, which are fetched into OUT."""
+"""The checkpoints that a run may go on from: those in OUT, those on its hosts, and durable copies, which are fetched
+into OUT."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,22 +12,32 @@ from shardwright.errors import CheckpointError
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import step_of
 from shardwright.training.checkpoint.durable import DurableFolder, part_of
+from shardwright.training.checkpoint.local import LocalLevel
 from shardwright.training.checkpoint.state import together
 from shardwright.training.checkpoint.store import CheckpointStore
 
+IN_OUT, LOCAL, DURABLE = 2, 1, 0
+"""Where a checkpoint is; of the same step the one with the higher number is tried first."""
 
-def newest_first(store: CheckpointStore, durable: DurableFolder | None, remarks: list[str]) -> Iterator[Path]:
-    """Checkpoints in the folder of the run and durable copies, the newest first; of both of the same step, the one in
-    the folder first. A copy is fetched when its turn comes. Every rank calls this; what there is to say is added to
-    `remarks`. Raises CheckpointError where there are none in the folder, and the copies cannot be listed."""
+
+def newest_first(
+    store: CheckpointStore, durable: DurableFolder | None, remarks: list[str], local: LocalLevel | None = None
+) -> Iterator[Path]:
+    """Checkpoints in the folder of the run, on its hosts and durable copies, the newest first; of those of the same
+    step the one in the folder, then the local one. What is elsewhere is fetched when its turn comes. Every rank calls
+    this; what there is to say is added to `remarks`. Raises CheckpointError where there are none in the folder, and the
+    copies cannot be listed."""
     first = dist.get_rank() == 0
     # On a network file system the ranks may not see the same folder yet: all take what rank 0 sees.
     here: list[Path] = gathered(store.published() if first else [], list[Path])[0]
     paths = {step_of(path): path for path in here}
-    offered = [(step, True) for step in paths] + [(step, False) for step in _copies(durable, here, remarks)]
-    for step, is_here in sorted(offered, reverse=True):
-        if is_here:
+    offered = [(step, IN_OUT) for step in paths] + [(step, DURABLE) for step in _copies(durable, here, remarks)]
+    offered += [(step, LOCAL) for step in local.steps(remarks)] if local is not None else []
+    for step, where in sorted(offered, reverse=True):
+        if where == IN_OUT:
             yield paths[step]
+        elif where == LOCAL and local is not None:
+            yield local.brought(step)
         elif durable is not None and from_first(functools.partial(durable.is_complete, step), bool):
             remarks.append(f"fetching {durable.url_of(step)}")
             yield fetched(durable, step, store)

@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError, CopiesError, SpikeError
-from shardwright.run_folder import EventKind, as_record
+from shardwright.run_folder import EventKind, as_record, step_of
 from shardwright.training.checkpoint.copier import Copier
 from shardwright.training.checkpoint.durable import durable_folder
+from shardwright.training.checkpoint.local import local_level
 from shardwright.training.checkpoint.manifest import DataRecord, Progress
 from shardwright.training.checkpoint.saver import Saver
 from shardwright.training.checkpoint.store import CheckpointStore
@@ -36,7 +37,8 @@ class Saving:
     def __init__(self, config: RunConfig, store: CheckpointStore, trainer: Trainer, happened: Happened) -> None:
         self.config, self.store, self._happened = config, store, happened
         section = config.checkpoint
-        self._saver = Saver(store, trainer, section.async_mode == "async", section.retries)
+        self.local = local_level(config, trainer)
+        self._saver = Saver(store, trainer, section.async_mode == "async", section.retries, self.local)
         self.durable = durable_folder(config)
         self._copier = None if self.durable is None else Copier(self.durable, store, section.retries)
         self._writers: Sequence[Writer] = ()
@@ -58,6 +60,8 @@ class Saving:
             if self._copier is not None:
                 self._copier.abandon()
         self.tell()
+        if self.local is not None and (saved := self.store.published()):
+            self.local.clear(step_of(saved[-1]))
 
     def catch_up(self, step: int) -> None:
         """Begin to copy the checkpoint that the run goes on from, if that is due and no copy of it is complete."""
@@ -69,12 +73,21 @@ class Saving:
                 self._copier.begin(step)
 
     def due(self, step: int) -> bool:
-        """Whether the run saves after so many steps."""
+        """Whether the run saves to OUT after so many steps."""
         return due(step, self.config.checkpoint.every)
 
+    def due_locally(self, step: int) -> bool:
+        """Whether the run saves on its hosts after so many steps."""
+        return self.local is not None and due(step, self.config.checkpoint.local_every)
+
     def save(self, progress: Progress, data: DataRecord, last: bool) -> None:
-        """Save; `last`: at the end of the run, which this has to be published for."""
+        """Save to OUT, or on the hosts where only that is due; `last`: at the end of the run, which this has to be
+        published for."""
         self.settle(required=False)
+        if not last and not self.due(progress.step):
+            with self._failing(progress.step, required=False):
+                self._saver.save_locally(progress, data, kept_run_file(self.config))
+            return
         saved = False
         with self._failing(progress.step, required=last):
             self._saver.save(progress, data, kept_run_file(self.config))
@@ -119,12 +132,14 @@ class Saving:
         """Tell of what has been published and copied since the last time; rank 0 does."""
         for saved in self._saver.news():
             path = self.store.path_of(saved.step)
+            for writer in self._writers:
+                writer.write(as_record(saved))
+            if saved.local:  # too many to tell of each
+                continue
             told = f"saved {path}: steps waited {format_seconds(saved.blocked_s)} for {format_bytes(saved.n_bytes)}"
             if self._saver.asynchronous:
                 told += f", written beside them in {format_seconds(saved.took_s)}"
                 self._say(told)
-            for writer in self._writers:
-                writer.write(as_record(saved))
             self._happened("save", saved.step, told)
         for copied in [] if self._copier is None else self._copier.news():
             self._tell("save", copied.step, f"copied to {copied.url} in {format_seconds(copied.took_s)}")

@@ -37,9 +37,11 @@ from shardwright.run_folder import (
     checkpoint_name,
     published,
     read_metrics,
+    resumable,
     wrong_kinds,
 )
 from shardwright.training.checkpoint.durable import durable_copy, durable_folder
+from shardwright.training.checkpoint.local import claim
 from shardwright.training.initial_weights import initial_weights_problems
 from shardwright.training.launch import launch
 from shardwright.training.metrics import missing_extras, port_problems
@@ -142,19 +144,19 @@ def _train(config: RunConfig, place: Place | None, quiet: bool, max_restarts: in
         try:
             stopped = launch(config, out / LOGS, quiet, max_restarts)
         except (WorkerError, *FOUND_BY_ALL) as error:
-            raise type(error)(f"{error}\n{_way_on(out)}") from None
+            raise type(error)(f"{error}\n{_way_on(config)}") from None
     else:
         from shardwright.training.loop import run
 
         try:
             stopped = run(config, place or Place(), quiet=quiet)
         except FOUND_BY_ALL as error:
-            raise type(error)(f"{error}\n{_way_on(out)}") from None
+            raise type(error)(f"{error}\n{_way_on(config)}") from None
     return Ended(summary(out) if place is None or place.rank == 0 else None, stopped)
 
 
-def _way_on(out: Path) -> str:
-    saved = published(out / CHECKPOINTS)
+def _way_on(config: RunConfig) -> str:
+    saved = resumable(Path(config.out), config.checkpoint.local)
     return f"saved up to {saved[-1]}; go on from it with --resume" if saved else "nothing was saved yet"
 
 
@@ -221,7 +223,7 @@ def _machine_problems(config: RunConfig) -> list[str]:
     states = 0 if offloads else optimizer.kind.n_bytes(rows(spec).values(), state_element, optimizer.options)
     held = 2 * element + states / n_parameters  # weights, gradients and the optimizer's states
     held += element * (where == "cpu")  # a second copy of the weights
-    if config.checkpoint.async_mode != "disabled":
+    if config.checkpoint.async_mode != "disabled" or config.checkpoint.local is not None:
         held += element + states / n_parameters  # the copies that are written beside training
     needed = round(held * n_parameters) + PROCESS_BYTES * world_size
     there = machine_memory()
@@ -264,6 +266,7 @@ def _check(config: RunConfig, alone: bool, serves: bool) -> None:
     problems += (wrong := wrong_kinds(out))
     saved = [] if wrong else published(out / CHECKPOINTS)
     problems += _durable_problems(config, saved) if serves else []
+    problems += _local_problems(config, saved)
     if config.init.weights is not None and not saved:
         problems += initial_weights_problems(config)
     if alone and (in_use := problem_of_owner(out)):  # else rank 0 of this run may own it already
@@ -313,6 +316,29 @@ def _durable_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
         return [
             f"checkpoint.durable={section.durable!r} already holds checkpoints of a run, up to "
             f"{checkpoint_name(steps[-1])}; add --resume to go on with it, or name another place"
+        ]
+    return []
+
+
+def _local_problems(config: RunConfig, saved: Sequence[Path]) -> list[str]:
+    """Why this machine cannot hold local checkpoints, or holds those of another run or of one that is not resumed."""
+    section = config.checkpoint
+    if section.local is None:
+        return []
+    folder, out = Path(section.local), Path(config.out)
+    if folder.resolve() in (out.resolve(), (out / CHECKPOINTS).resolve()):
+        return [f"checkpoint.local={section.local!r} is a folder of the run itself; name another one on each host"]
+    try:
+        claim(folder, out)
+        held = published(folder)
+    except CheckpointError as error:
+        return [f"checkpoint.local={section.local!r}: {error}"]
+    except OSError as error:
+        return [f"checkpoint.local={section.local!r} cannot be written: {error.filename}: {error.strerror}"]
+    if section.resume != "auto" and held and not saved:
+        return [
+            f"checkpoint.local={section.local!r} holds checkpoints of a run, up to {held[-1].name}; add --resume to go "
+            f"on with it, or delete that folder on each host"
         ]
     return []
 

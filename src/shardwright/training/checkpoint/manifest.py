@@ -163,10 +163,14 @@ class Manifest:
     spikes: SpikeState | None = None
     """Only of a run with faults.spike."""
 
+    def text(self) -> str:
+        """The file of it."""
+        table = {"format": FORMAT, **asdict(self)}
+        return json.dumps(table | {"sha256": _sha256_of(table)}, indent=1) + "\n"
+
     def write(self, folder: Path) -> None:
         """Write FOLDER/manifest.json."""
-        table = {"format": FORMAT, **asdict(self)}
-        (folder / FILE_NAME).write_text(json.dumps(table | {"sha256": _sha256_of(table)}, indent=1) + "\n")
+        (folder / FILE_NAME).write_text(self.text())
 
 
 def sha256_of_text(text: str) -> str:

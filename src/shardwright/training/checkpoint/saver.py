@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,15 @@ from torch import Tensor
 from shardwright.errors import CheckpointError
 from shardwright.run_folder import RUN_FILE, Saved, now
 from shardwright.training.checkpoint.background import BackgroundThread
-from shardwright.training.checkpoint.manifest import DataRecord, Manifest, Progress, TensorRecord, sha256_of_text
+from shardwright.training.checkpoint.local import LocalLevel
+from shardwright.training.checkpoint.manifest import (
+    DataRecord,
+    Manifest,
+    Progress,
+    ShardRecord,
+    TensorRecord,
+    sha256_of_text,
+)
 from shardwright.training.checkpoint.plan import Piece, Plan, plan_of
 from shardwright.training.checkpoint.shards import gathered, host_copy, tell_failure, tensor_records, write_shards
 from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, stored_tensors, together
@@ -40,6 +48,7 @@ class _UnderWay:
     blocked_s: float = 0.0
     ended_s: float | None = None
     told: bool = False
+    local: bool = False
 
     @property
     def step(self) -> int:
@@ -53,9 +62,16 @@ class Saver:
     Raises CheckpointError on every rank if any could not write; what was published before stays.
     """
 
-    def __init__(self, store: CheckpointStore, trainer: Trainer, asynchronous: bool = False, retries: int = 0) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        trainer: Trainer,
+        asynchronous: bool = False,
+        retries: int = 0,
+        local: LocalLevel | None = None,
+    ) -> None:
         self.store, self.trainer = store, trainer
-        self.asynchronous = asynchronous
+        self.asynchronous, self.local = asynchronous, local
         self._plan: Plan | None = None
         self._host: list[Tensor] = []
         self._under_way: _UnderWay | None = None
@@ -71,7 +87,7 @@ class Saver:
         """Plan who writes what, and where saving is asynchronous take the memory for the copies."""
         if self._plan is None:
             self._plan = plan_of(named_tensors(self.trainer))
-            if self.asynchronous:
+            if self.asynchronous or self.local is not None:
                 self._host = host_copy(self._plan, pinned=self.trainer.device.type == "cuda")
         return self._plan
 
@@ -96,11 +112,17 @@ class Saver:
             save.blocked_s = time.monotonic() - began_s
             self._took(save)
             return self.store.path_of(progress.step)
-        copies = self._copied(plan, tensors)
-        save.blocked_s = time.monotonic() - began_s
-        self._under_way = save
-        self._thread.begin(lambda: self._beside(save, plan, copies), lambda error: as_checkpoint_error(error, partial))
+        self._begin_beside(save, plan, tensors, self._beside, partial)
         return self.store.path_of(progress.step)
+
+    def save_locally(self, progress: Progress, data: DataRecord, run_toml: str) -> None:
+        """Save a checkpoint on the hosts, after the one before it; it is published once `settle` returns."""
+        assert self.local is not None
+        self.settle()
+        began_s = time.monotonic()
+        save = _UnderWay(self._head(progress, data, run_toml), run_toml, began_s, local=True)
+        partial = self.local.store.partial_of(progress.step)
+        self._begin_beside(save, self.prepare(), named_tensors(self.trainer), self._locally, partial)
 
     def settle(self) -> None:
         """Wait until the checkpoint that is under way, if any, is published."""
@@ -142,6 +164,30 @@ class Saver:
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize(self.trainer.device)
         return copies
+
+    def _begin_beside(
+        self,
+        save: _UnderWay,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        job: Callable[[_UnderWay, Plan, Mapping[Piece, Tensor]], None],
+        partial: Path,
+    ) -> None:
+        """Copy the pieces of this rank, and begin a job of the thread with the copies."""
+        copies = self._copied(plan, tensors)
+        save.blocked_s = time.monotonic() - save.began_s
+        self._under_way = save
+        self._thread.begin(lambda: job(save, plan, copies), lambda error: as_checkpoint_error(error, partial))
+
+    def _locally(self, save: _UnderWay, plan: Plan, copies: Mapping[Piece, Tensor]) -> None:
+        """The job of the thread: write the copies to this host, and have another keep them."""
+        assert self.local is not None
+
+        def rest(shards: Sequence[tuple[str, ShardRecord]]) -> list[str]:
+            return [dataclasses.replace(save.head, tensors=tensor_records(plan, shards)).text(), save.run_toml]
+
+        self.local.write(save.step, plan.pieces, copies.__getitem__, rest)
+        save.ended_s = time.monotonic()
 
     def _beside(self, save: _UnderWay, plan: Plan, copies: Mapping[Piece, Tensor]) -> None:
         """The job of the thread: write the copies, publish."""
@@ -193,7 +239,8 @@ class Saver:
         """Note what a checkpoint has cost, once."""
         if not save.told:
             took_s = (save.ended_s or time.monotonic()) - save.began_s
-            self._news.append(Saved(save.step, save.blocked_s, took_s, checkpoint_bytes(self.trainer), now()))
+            n_bytes = checkpoint_bytes(self.trainer)
+            self._news.append(Saved(save.step, save.blocked_s, took_s, n_bytes, now(), save.local))
             save.told = True
 
 

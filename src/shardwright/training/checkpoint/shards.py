@@ -10,11 +10,13 @@ So rank 0 can tell from the folder alone when a checkpoint is complete, and no c
 
 import json
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -35,6 +37,12 @@ _RECORDS = TypeAdapter(list[tuple[str, ShardRecord]])
 def file_name(rank: int) -> str:
     """The file of shards of a rank."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose file of shards this is; None of another file."""
+    found = re.fullmatch(r"rank-(\d{5,})\.safetensors", name)
+    return int(found[1]) if found else None
 
 
 def write_shards(folder: Path, rank: int, pieces: Sequence[Piece], take: Callable[[Piece], Tensor]) -> None:
@@ -80,10 +88,17 @@ def gathered(folder: Path, world_size: int, abandoned: Callable[[], bool]) -> li
                 return None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_MOST_S)
-    found: list[tuple[str, ShardRecord]] = []
-    for rank in range(world_size):
-        found += _RECORDS.validate_json((folder / WRITTEN / f"rank-{rank:05d}.json").read_bytes(), strict=True)
-    return found
+    return [each for rank in range(world_size) for each in records_of(folder, rank)]
+
+
+def records_of(folder: Path, rank: int) -> list[tuple[str, ShardRecord]]:
+    """The records of the shards that a rank has written."""
+    return _RECORDS.validate_json((folder / WRITTEN / f"rank-{rank:05d}.json").read_bytes(), strict=True)
+
+
+def records_from(told: Any) -> list[tuple[str, ShardRecord]]:
+    """Records that came from another rank as JSON."""
+    return _RECORDS.validate_json(json.dumps(told), strict=True)
 
 
 def tensor_records(plan: Plan, shards: Sequence[tuple[str, ShardRecord]]) -> dict[str, TensorRecord]:

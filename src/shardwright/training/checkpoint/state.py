@@ -125,6 +125,17 @@ def read_into(
     raise_first(refusal)
 
 
+def files_needed(folder: Path, manifest: Manifest, trainer: Trainer) -> set[str]:
+    """The files of a checkpoint that this rank reads when it loads it; none where it is of another model."""
+    tensors = named_tensors(trainer)
+    shapes = {name: record.shape for name, record in manifest.tensors.items()}
+    if any(shapes.get(name) != tuple(tensor.shape) for name, tensor in tensors.items()):
+        return set()
+    reader, planner = SafetensorsReader(folder, manifest, {}), IntoPlace()
+    planner.set_up_planner(dict(tensors), reader.metadata())
+    return reader.files_of(planner.create_local_plan())
+
+
 def _differences(
     manifest: Manifest, tensors: dict[str, Tensor], trainer: Trainer, data: DataRecord | None
 ) -> list[str]:

@@ -63,6 +63,11 @@ class SafetensorsReader:
             }
         )
 
+    def files_of(self, plan: LoadPlan) -> set[str]:
+        """The files that a plan reads."""
+        indices = (MetadataIndex(item.storage_index.fqn, item.storage_index.offset) for item in plan.items)
+        return {self._records[index].file for index in indices}
+
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fill the tensors of a plan."""
         wanted = defaultdict(list)

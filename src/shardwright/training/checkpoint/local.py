@@ -1,0 +1,277 @@
+"""Checkpoints in a folder of each host, `checkpoint.local`, on its disk or in its shared memory: every shard is on two
+hosts, so that one which is lost takes nothing with it.
+
+LOCAL/                         what the ranks of one host see
+  host.json                    by which they know that they share it; names the run that it is of
+  step-00000120/               there under this name when every rank has its shards on two hosts
+    manifest.json run.toml     as in OUT/checkpoints; equal on all hosts
+    rank-00002.safetensors     the shards of a rank of this host
+    rank-00005.safetensors     a copy of those of a rank of the host before
+
+The hosts are a ring, as in Gemini (Wang et al., SOSP '23). A thread of each rank writes and sends; what it needs of
+other ranks comes as messages of two ranks over a process group of its own (`messages`). When all shards have been
+written and copied, rank 0 has the records of all, and sends the manifest to all: with it each host publishes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.config import RunConfig
+from shardwright.errors import CheckpointError
+from shardwright.parallel.objects import gathered
+from shardwright.run_folder import RUN_FILE, published, step_of
+from shardwright.training.checkpoint.hosts import Hosts, transfers
+from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
+from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.messages import Messages
+from shardwright.training.checkpoint.plan import Piece
+from shardwright.training.checkpoint.shards import file_name, rank_of, records_from, records_of, write_shards
+from shardwright.training.checkpoint.state import files_needed, together
+from shardwright.training.checkpoint.store import WRITTEN, CheckpointStore
+from shardwright.training.ranks import COLLECTIVE_TIMEOUT_S
+from shardwright.training.step import Trainer
+
+KEPT = 2
+"""Checkpoints that a host keeps: when one host has published the newest and is lost before another has, the one before
+is on all others."""
+_HOST = "host.json"
+_REST = (MANIFEST, RUN_FILE)
+"""What a checkpoint has beside shards."""
+Records = Sequence[tuple[str, ShardRecord]]
+
+
+class LocalLevel:
+    """The local checkpoints of a run. Every rank calls each method, but for `write` at the same time."""
+
+    def __init__(self, folder: Path, out: Path, trainer: Trainer) -> None:
+        """Raises CheckpointError on every rank for a folder that cannot be used on any."""
+        self.folder, self.trainer, self.rank = folder, trainer, dist.get_rank()
+        together(lambda: claim(folder, out), self._failed)
+        found: list[str] = []
+        together(lambda: found.append(_name_of_host(folder, out)), self._failed)
+        self.hosts = Hosts.by_name(gathered(found[0], str))
+        self._first = self.hosts.is_first(self.rank)
+        self._kept_by = self.hosts.kept_by(self.rank)
+        self.store = CheckpointStore(folder, KEPT)
+        self._messages = Messages(COLLECTIVE_TIMEOUT_S)
+        self._read: dict[int, Manifest] = {}
+        """On the first rank of a host, the manifests of the checkpoints that are there."""
+        self._there: dict[int, dict[int, list[int]]] = {}
+        """Of each step that is whole, the hosts that have a part of it, and the ranks whose files are there."""
+        if self._first:
+            self.store.sweep()
+
+    @property
+    def remark(self) -> str | None:
+        """What there is to say of where copies are."""
+        if self.hosts.n == 1:
+            return f"all ranks see the same {self.folder}: local checkpoints have no copy on another host"
+        return None
+
+    def write(
+        self, step: int, pieces: Sequence[Piece], take: Callable[[Piece], Tensor], rest: Callable[[Records], list[str]]
+    ) -> None:
+        """Write a checkpoint, the part of this rank; a thread beside training does. `take` gives the tensor of a piece;
+        `rest`: on rank 0, the manifest, and the run file. Raises CheckpointError where any rank could not write."""
+        partial, problem = self.store.partial_of(step), ""
+        (partial / WRITTEN).mkdir(parents=True, exist_ok=True)
+        try:
+            write_shards(partial, self.rank, pieces, take)
+        except Exception as error:  # the others wait for what this rank sends
+            problem = self._in_words(error)
+        problem = self._exchanged(partial, problem) or problem
+        told = {"problem": problem, "records": [] if problem else _plain(records_of(partial, self.rank))}
+        verdict = self._judged(told, rest)
+        if verdict["problem"]:
+            if self._first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"writing {self.store.path_of(step)}: {verdict['problem']}")
+        if self._first:
+            for name, text in zip(_REST, verdict["rest"], strict=True):
+                (partial / name).write_text(text, encoding="utf-8")
+            self.store.publish(step)
+
+    def steps(self, remarks: list[str]) -> list[int]:
+        """The steps of checkpoints that are whole on the hosts together; what there is to say is added to `remarks`."""
+        mine = self._listed(remarks) if self._first else []
+        everyone = gathered(mine, list[Listed])
+        versions: dict[tuple[int, str], dict[int, list[int]]] = {}
+        for rank, each in ((rank, each) for rank, listed in enumerate(everyone) for each in listed):
+            versions.setdefault((each.step, each.sha256), {})[self.hosts.of[rank]] = list(each.ranks)
+        whole = [version for version, there in versions.items() if self._is_whole(version, there)]
+        # Of a host that went on without the others there may be two of a step: both are of this run.
+        agreed = sorted({version for those in gathered(whole, list[tuple[int, str]]) for version in those})
+        self._there = {step: versions[step, sha256] for step, sha256 in agreed}
+        for step in sorted({step for step, _ in versions} - self._there.keys()):
+            remarks.append(f"the local checkpoint after step {step} is not whole on the hosts that are here")
+        return sorted(self._there)
+
+    def brought(self, step: int) -> Path:
+        """One of `steps`, with the files that the ranks of this host read: what is missing comes from other hosts.
+        Raises CheckpointError on every rank."""
+        there = self._there[step]
+        final, here = self.store.path_of(step), self.hosts.of[self.rank] in there
+        folder = final if here else self.store.partial_of(step)
+        together(lambda: folder.mkdir(parents=True, exist_ok=True), self._failed)
+        self._bring_manifest(step, there)
+        needed: list[int] = []
+        together(lambda: needed.extend(self._needed(folder)), self._failed)
+        plan = transfers(self.hosts, there, gathered(needed, list[int]))
+
+        def act() -> None:
+            for each in plan:
+                if each.source == self.rank:
+                    path = final / file_name(each.of)
+                    self._messages.send_file(path if path.is_file() else None, each.target)
+            for each in plan:
+                if each.target == self.rank:
+                    self._messages.receive_file(folder / file_name(each.of), each.source)
+
+        together(act, self._failed)
+        self._messages.settle()
+        together(lambda: None if here or not self._first else self.store.put_in_place(step), self._failed)
+        return final
+
+    def clear(self, saved: int) -> None:
+        """Delete the folder of each host, of a run that has ended and saved the checkpoint after `saved` steps."""
+        if self._first and all(step_of(path) <= saved for path in self.store.published()):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _exchanged(self, partial: Path, problem: str) -> str:
+        """Send the shards of this rank to their keeper, and receive those that it keeps itself; what went wrong."""
+        keeper, failed = self.hosts.keeper(self.rank), ""
+        if keeper is not None:
+            self._messages.send_file(None if problem else partial / file_name(self.rank), keeper)
+        for other in self._kept_by:
+            try:
+                self._messages.receive_file(partial / file_name(other), other)
+            except (OSError, CheckpointError) as error:
+                failed = failed or self._in_words(error)
+        self._messages.settle()
+        return failed
+
+    def _judged(self, told: dict[str, Any], rest: Callable[[Records], list[str]]) -> Any:
+        """What rank 0 makes of what all ranks tell: the first problem, or `rest`."""
+        if self.rank != 0:
+            self._messages.send_text(told, 0)
+            self._messages.settle()
+            return self._messages.receive_text(0)
+        everyone = [told, *(self._messages.receive_text(rank) for rank in range(1, len(self.hosts.of)))]
+        problem = next((each["problem"] for each in everyone if each["problem"]), "")
+        verdict = {"problem": problem}
+        if not problem:
+            verdict["rest"] = rest([each for one in everyone for each in records_from(one["records"])])
+        for rank in range(1, len(self.hosts.of)):
+            self._messages.send_text(verdict, rank)
+        self._messages.settle()
+        return verdict
+
+    def _listed(self, remarks: list[str]) -> "list[Listed]":
+        """The checkpoints of this host, whose manifests are as they were written."""
+        found, self._read = [], {}
+        for path in self.store.published():
+            try:
+                self._read[step_of(path)] = read_manifest(path)
+                content = (path / MANIFEST).read_bytes()
+            except (CheckpointError, OSError) as error:
+                remarks.append(str(error))
+                continue
+            ranks = tuple(rank for each in path.iterdir() if (rank := rank_of(each.name)) is not None)
+            found.append(Listed(step_of(path), hashlib.sha256(content).hexdigest(), ranks))
+        return found
+
+    def _is_whole(self, version: tuple[int, str], there: Mapping[int, Sequence[int]]) -> bool:
+        """Whether the hosts have all files of a checkpoint that this one has a part of."""
+        if not self._first or self.hosts.of[self.rank] not in there:
+            return False
+        manifest = self._read[version[0]]
+        files = {shard.file for tensor in manifest.tensors.values() for shard in tensor.shards}
+        return {rank_of(name) for name in files} <= {rank for ranks in there.values() for rank in ranks}
+
+    def _bring_manifest(self, step: int, there: Mapping[int, Sequence[int]]) -> None:
+        """The first rank of each host without a checkpoint gets manifest and run file."""
+        source = self.hosts.ranks[min(there)][0]
+        targets = [ranks[0] for host, ranks in enumerate(self.hosts.ranks) if host not in there]
+
+        def act() -> None:
+            for target in targets if self.rank == source else ():
+                for name in _REST:
+                    self._messages.send_file(self.store.path_of(step) / name, target)
+            if self.rank in targets:
+                for name in _REST:
+                    self._messages.receive_file(self.store.partial_of(step) / name, source)
+
+        together(act, self._failed)
+        self._messages.settle()
+
+    def _needed(self, folder: Path) -> list[int]:
+        """The ranks whose files this one reads."""
+        names = files_needed(folder, read_manifest(folder), self.trainer)
+        return sorted(rank for name in names if (rank := rank_of(name)) is not None)
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"checkpoint.local={str(self.folder)!r}: {self._in_words(error)}")
+
+    def _in_words(self, error: Exception) -> str:
+        what = str(error) if isinstance(error, OSError | CheckpointError) else f"{type(error).__name__}: {error}"
+        full = "; free some of it, or choose another checkpoint.local" if "No space left" in what else ""
+        return f"rank {self.rank} on {os.uname().nodename}: {what}{full}"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint on a host: the sha256 of its manifest, and the ranks whose files are there."""
+
+    step: int
+    sha256: str
+    ranks: tuple[int, ...]
+
+
+def local_level(config: RunConfig, trainer: Trainer) -> LocalLevel | None:
+    """That of a run file, if it has one."""
+    local = config.checkpoint.local
+    return None if local is None else LocalLevel(Path(local), Path(config.out), trainer)
+
+
+def claim(folder: Path, out: Path) -> None:
+    """Make a folder of local checkpoints for the run in `out`. Raises CheckpointError where it holds those of a run in
+    another, and OSError where it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, run = folder / _HOST, str(out.absolute())
+    with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+        other = json.loads(path.read_text(encoding="utf-8"))["out"]
+        if other != run and published(folder):
+            raise CheckpointError(
+                f"{folder} holds checkpoints of the run in {other}, and this one is in {run}; name another folder, or "
+                f"delete it"
+            )
+        if other == run:
+            return
+    path.unlink(missing_ok=True)
+
+
+def _name_of_host(folder: Path, out: Path) -> str:
+    """A name that those who see the same folder, which all have claimed before, agree on."""
+    path, fresh = folder / _HOST, folder / f"{_HOST}.{uuid.uuid4().hex}.tmp"
+    try:
+        fresh.write_text(json.dumps({"host": uuid.uuid4().hex, "out": str(out.absolute())}), encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(fresh, path)  # that of the first of the ranks
+    finally:
+        fresh.unlink(missing_ok=True)
+    return str(json.loads(path.read_text(encoding="utf-8"))["host"])
+
+
+def _plain(records: Records) -> list[Any]:
+    return [(name, asdict(record)) for name, record in records]

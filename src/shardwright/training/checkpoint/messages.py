@@ -1,0 +1,102 @@
+"""Files and texts from one rank to another, over a process group of their own: a thread beside training may use it, and
+the order of training's collectives does not change. Messages between two ranks alone, which wait for no third."""
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import CheckpointError
+from shardwright.units import MiB
+
+_CHUNK_BYTES = 16 * MiB
+_NONE = -1
+"""The size that is sent in the place of a file that cannot be read."""
+
+
+class Messages:
+    """What this rank sends and receives. Both sides have to use it in the same order, pair by pair of ranks."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Every rank of the world calls this. `timeout_s`: that a part of a message is waited for."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._sent: list[tuple[Any, Tensor]] = []
+        """What is under way, with the memory it is sent from."""
+
+    def send_file(self, path: Path | None, to: int) -> None:
+        """Begin to send a file, from where it is mapped into memory; None: there is none to send."""
+        n = _NONE if path is None else path.stat().st_size
+        self._send(torch.tensor(n), to)
+        if path is not None and n:
+            content = torch.from_file(str(path), shared=False, size=n, dtype=torch.uint8)
+            self._send_parts(content, to)
+
+    def send_text(self, value: Any, to: int) -> None:
+        """Begin to send what JSON knows."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        self._send(torch.tensor(len(text)), to)
+        self._send_parts(text, to)
+
+    def receive_text(self, source: int) -> Any:
+        """What a rank has sent with `send_text`."""
+        text = torch.empty(self._size(source), dtype=torch.uint8)
+        for part in _parts(text):
+            dist.recv(part, source, group=self._group)
+        return json.loads(text.numpy().tobytes())
+
+    def receive_file(self, path: Path, source: int) -> None:
+        """Write what a rank has sent with `send_file`. All of it is received, whatever goes wrong with it here. Raises
+        OSError, and CheckpointError where that rank had none to send."""
+        n = self._size(source)
+        failed: OSError | None = None
+        if n == _NONE:
+            raise CheckpointError(f"rank {source} had no {path.name} to send")
+        file: BinaryIO | None = None
+        fresh, part = path.with_name(f"{path.name}.tmp"), torch.empty(min(n, _CHUNK_BYTES), dtype=torch.uint8)
+        try:
+            file = fresh.open("wb")
+        except OSError as error:
+            failed = error
+        for begin in range(0, n, _CHUNK_BYTES):
+            here = part[: min(_CHUNK_BYTES, n - begin)]
+            dist.recv(here, source, group=self._group)
+            try:
+                if file is not None and failed is None:
+                    file.write(here.numpy().data)
+            except OSError as error:
+                failed = error
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            failed = failed or error
+        if failed is not None:
+            raise failed
+        fresh.rename(path)
+
+    def settle(self) -> None:
+        """Wait until all that was sent has been received."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            work.wait()
+
+    def _size(self, source: int) -> int:
+        size = torch.zeros((), dtype=torch.int64)
+        dist.recv(size, source, group=self._group)
+        return int(size)
+
+    def _send_parts(self, content: Tensor, to: int) -> None:
+        for part in _parts(content):
+            self._send(part, to)
+
+    def _send(self, content: Tensor, to: int) -> None:
+        self._sent.append((dist.isend(content, to, group=self._group), content))
+
+
+def _parts(content: Tensor) -> Sequence[Tensor]:
+    return content.split(_CHUNK_BYTES)
