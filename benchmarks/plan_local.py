@@ -1,20 +1,21 @@
 """What `plan --hardware` predicts for this machine beside steps of the training program that it runs.
 
-    shardwright measure --out mine.toml
     python benchmarks/plan_local.py mine.toml [--layouts 20] [--models 3] [--rounds 3] [--steps 4] [--write]
 
-Each round runs every layout of every model, interleaved, as a world of fresh processes, and notes the median step of
-the rank that takes longest, in the clock of the file, and the most resident memory of any rank. What a run has measured
-is kept in --results, so that a benchmark that was ended goes on where it was. With CPU-seconds, in which a rank that
-waits takes none, the prediction is without the idle time of pipelines, and layouts of more ranks than cores are left
-out. Printed is every layout as it was measured, the mean absolute error of the step time and of the peak memory, and
-Spearman's rank correlation of the step times of each model.
+A hardware file that is not there is measured first, by `shardwright measure --out mine.toml`. Each round runs every
+layout of every model, interleaved, as a world of fresh processes, and notes the median step of the rank that takes
+longest, in the clock of the file, and the most resident memory of any rank. What a run has measured is kept in
+--results, so that a benchmark that was ended goes on where it was. With CPU-seconds, in which a rank that waits takes
+none, the prediction is without the idle time of pipelines, and layouts of more ranks than cores are left out. Printed
+is every layout as it was measured, the mean absolute error of the step time and of the peak memory, and Spearman's rank
+correlation of the step times of each model.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 from dataclasses import asdict
 from datetime import date
@@ -156,7 +157,7 @@ def spearman(pairs: list[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("hardware", type=Path, help="what shardwright measure has written")
+    parser.add_argument("hardware", type=Path, help="FILE.toml of shardwright measure")
     parser.add_argument("--layouts", type=int, default=20)
     parser.add_argument("--models", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
@@ -165,6 +166,8 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="run nothing; print what --results has")
     parser.add_argument("--write", action="store_true", help="put the report into benchmarks/results/")
     options = parser.parse_args()
+    if not options.hardware.exists():
+        subprocess.run([sys.executable, "-m", "shardwright", "measure", "--out", str(options.hardware)], check=True)
     kept = options.results or options.hardware.with_suffix(".runs.json")
     clock = parse_toml(options.hardware.read_text())["measured"]["clock"]
     results: dict[str, list[list[dict[str, Any]]]] = json.loads(kept.read_text()) if kept.exists() else {}

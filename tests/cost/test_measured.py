@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardwright.cost import memory
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
@@ -21,6 +22,7 @@ KERNELS = "norm_bytes = 8.0, rmsnorm_bytes = 20.0, residual_bytes = 6.0, heads_b
 RATES = f"""
 memory_gib = {{memory}}
 process_gib = 0.25
+holes = 0.3
 tflops = {{{{ fp32 = {{tflops}} }}}}
 memory_gb_per_s = 8.0
 ramp_k = 32.0
@@ -136,6 +138,27 @@ def test_launches_and_messages_of_a_host_add_to_its_work(mine: Path):
 
 def test_a_process_is_counted_before_any_of_a_model(mine: Path):
     assert job("mine:2", mine).stack.workspace_bytes == 0.25 * GiB
+
+
+def test_holes_of_the_c_library_grow_with_tensors_of_less_than_2_mib(mine: Path):
+    """A layer of 4 d^2 and 3 d f parameters: with d = 512 and f = 1536 a matrix of attention has 1 MiB in fp32, and one
+    of the network 3 MiB; tp 2 halves both. With 256 tokens in a micro-batch no activation has 2 MiB, nor have the
+    logits of 1024 words, whose matrices have 2 MiB."""
+    sizes = {"n_layers": 2, "d_model": 512, "d_ffn": 1536, "n_heads": 8, "n_kv_heads": 8, "head_dim": 64}
+    model = replace(resolve("debug"), **sizes, vocab_size=1024)
+    of = replace(job("mine:2", mine), model=model, seq_len=256)
+    d, f, t, v = 512, 1536, 256, 1024
+    always = 2 * 4 * (2 * d) + 4 * d  # norms: weights, gradients, two states
+    activations = 2 * t * (4 * d + 4 * d + 4 * f) + 2 * t * v
+    attention, network, ends = 2 * 4 * 4 * d * d, 2 * 4 * 3 * d * f, 4 * 2 * v * d
+    small = always + activations + attention
+    share = small / (small + network + ends)
+    found = memory.of(of, Candidates.of(Layout(dp_replicate=2), 1))
+    tensors = found.rank_bytes - 0.25 * GiB
+    assert found.lost_bytes == pytest.approx(0.3 * share * tensors)
+    assert memory.reserved_bytes(of, Candidates.of(Layout(dp_replicate=2), 1)) == pytest.approx(found.reserved_bytes)
+    halved = memory.of(of, Candidates.of(Layout(tp=2), 1))
+    assert halved.lost_bytes == pytest.approx(0.3 * (halved.rank_bytes - 0.25 * GiB))
 
 
 def test_a_job_on_a_packaged_accelerator_stays_as_it_is():

@@ -58,6 +58,17 @@ def test_each_stage_of_zero_shares_out_what_its_paper_says(n: int):
     assert zero == pytest.approx([16 * p, 4 * p + 12 * p / n, 2 * p + 14 * p / n, 16 * p / n])
 
 
+def test_in_fp32_shards_stand_beside_the_weights_that_zero_1_and_2_gather_from_them():
+    p = resolve("llama-3.1-8b").n_parameters
+    for zero, n_bytes in ((0, 0), (1, 4 * p / 8), (2, 4 * p / 8), (3, 0)):
+        layout = {"dp_shard": 8} if zero else {"dp_replicate": 8}
+        of = job(seq_len=8192, precision="fp32")
+        kinds = memory.of(of, one(1, "selective", zero=zero, **layout)).kinds
+        assert kinds["weights"][0, 0] == pytest.approx(4 * p / (8 if zero == 3 else 1))
+        assert kinds["master"][0, 0] == pytest.approx(n_bytes)
+    assert memory.of(of, one(8, zero=1)).kinds["master"][0, 0] == 0  # a single rank gathers nothing
+
+
 def test_ranks_of_cp_share_states_and_replicas_do_not():
     p = resolve("llama-3.1-8b").n_parameters
     assert states(one(2, dp_replicate=4, dp_shard=2, cp=4, zero=3)) == pytest.approx(16 * p / 8)

@@ -67,7 +67,7 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
     `name`: that in the ledger, by default the kind's."""
     name = name or block.name
     with ledger.section(f"Kept of a microbatch by {name}"):
-        formulas = Formulas(_symbols(job, candidates) | _features(job, candidates, block), "B")
+        formulas = Formulas(_symbols(job, candidates) | features(job, candidates, block), "B")
         _attention(job, formulas)
         _networks(job, formulas)
         parts = ["attention", "networks"]
@@ -182,7 +182,7 @@ def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
     }
 
 
-def _features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
+def features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
     """Features and counts of one layer on a rank."""
     model, latent, moe, stack = job.model, job.model.latent_attention, job.model.moe, job.stack
     heads = model.n_heads / candidates.tp

@@ -78,6 +78,9 @@ class RatesTable(Table):
 
     memory_gib: Positive = Field(description="GiB that a rank can have")
     process_gib: NotNegative = Field(description="GiB that a rank holds before any of a model")
+    holes: NotNegative = Field(
+        0.0, description="bytes that the C library keeps for each byte of tensors of less than 2 MiB; cost/holes.py"
+    )
     tflops: ByPrecision = Field(description="best rate of a large matmul by precision, 1e12 FLOP/s")
     memory_gb_per_s: Positive = Field(description="bandwidth of a large copy, read and written, GB/s")
     ramp_k: NotNegative = Field(description="input features at which a matmul reaches half of that rate")
@@ -150,4 +153,6 @@ def on_machine(job: "Job") -> "Job":
             speed, in_step=messages, adds_launches=True, hides_dp=False, hides_tp_backward=False, message_s=0.0
         )
     stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
+    if chip.on_host:
+        stack = replace(stack, fragmentation=rates.holes, of_process=True)
     return replace(job, calibration=fitted, stack=stack)

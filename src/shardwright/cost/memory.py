@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost import activations, ledger, parameters, pipeline, states
+from shardwright.cost import activations, holes, ledger, parameters, pipeline, states
 from shardwright.cost.activations import Ends, Layer
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.parameters import Parameters
@@ -53,12 +53,13 @@ class Memory:
     """Bytes of each rank of pp at its peak.
 
     `kinds`: for each of `KINDS` an array (n, R). `moment`: (n, R), where in the step the peak is. `fragmentation`:
-    bytes that the allocator reserves beyond that, as a fraction.
+    (n,), bytes that the allocator reserves beyond that, as a fraction; `of_process`: of all but the workspace.
     """
 
     kinds: dict[str, Floats]
     moment: Ints
-    fragmentation: float
+    fragmentation: Floats
+    of_process: bool = False
 
     @property
     def rank_bytes(self) -> Floats:
@@ -71,9 +72,16 @@ class Memory:
         return np.max(self.rank_bytes, axis=1)
 
     @property
+    def lost_bytes(self) -> Floats:
+        """(n, R): what the allocator reserves beyond the tensors."""
+        found: Floats = self.fragmentation[:, None] * (self.rank_bytes - self.kinds["workspace"] * self.of_process)
+        return found
+
+    @property
     def reserved_bytes(self) -> Floats:
-        """(n,): with the allocator's fragmentation, comparable to `torch.cuda.max_memory_reserved`; this has to fit."""
-        return self.peak_bytes * (1 + self.fragmentation)
+        """(n,): with the allocator's fragmentation, comparable to `torch.cuda.max_memory_reserved`, or on a CPU to the
+        most resident memory of the process; this has to fit."""
+        return np.max(self.rank_bytes + self.lost_bytes, axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +116,7 @@ def of(job: Job, candidates: Candidates) -> Memory:
     last = step.at_update()
     update = np.sum(list(last.values()), axis=0) > np.sum(list(kinds.values()), axis=0)
     kinds = {kind: np.where(update, last[kind], kinds[kind]) for kind in KINDS}
-    return Memory(kinds, np.where(update, 3, moment), job.stack.fragmentation)
+    return Memory(kinds, np.where(update, 3, moment), _fragmentation(job, candidates), job.stack.of_process)
 
 
 def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
@@ -131,10 +139,12 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
         sums = {kind: ledger.total(kind, {f"{kind} kept": held[kind], f"{kind} now": now[kind]}, "B") for kind in both}
         held |= now | sums
         whole = ledger.total("all kinds", held, "B", "the allocator's peak of live tensors")
-        peak = whole * (1 + memory.fragmentation)
+        share, process = memory.fragmentation, held["workspace"] * memory.of_process
+        formula = "all_kinds + fragmentation * (all_kinds - workspace)"
         ledger.note(
-            "peak", "(1 + fragmentation) * all_kinds", peak, "B", "with what the allocator cannot use",
-            fragmentation=memory.fragmentation, all_kinds=whole,
+            "peak", formula if memory.of_process else "(1 + fragmentation) * all_kinds",
+            whole + share * (whole - process), "B", "with what the allocator cannot use",
+            fragmentation=share, all_kinds=whole, **({"workspace": process} if memory.of_process else {}),
         )  # fmt: skip
 
 
@@ -171,8 +181,15 @@ def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
     whole += moving[back]
     whole = np.maximum(whole, update[back_held], out=whole)
     whole += messages[back]
-    found: Floats = whole.max(1) * (1 + job.stack.fragmentation)
+    share, peak = _fragmentation(job, candidates), whole.max(1)
+    found: Floats = peak * (1 + share) - share * with_states.states["workspace"].max() * job.stack.of_process
     return found
+
+
+def _fragmentation(job: Job, candidates: Candidates) -> Floats:
+    """What the allocator reserves beyond the tensors, as a fraction, (n,)."""
+    found = np.full(len(candidates), job.stack.fragmentation)
+    return found * holes.small_share(job, candidates) if job.stack.of_process else found
 
 
 def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:

@@ -54,6 +54,7 @@ _SYMBOLS = (
     ("n_bytes reduced_bytes weight_gradient_bytes fp8_weight_bytes", "B", "for each parameter; cost/stack.py"),
     ("Q", "", "parameters in experts on a rank"),
     ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
+    ("beside experts_beside", "", "1 where shards of weights stand beside what is gathered from them; of experts"),
     ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "
      "stage is; messages on their way"),
     ("always always_two", "", "1 where gradients have memory for the whole step, where two layers are gathered in it"),

@@ -211,6 +211,14 @@ def _rows_and_columns(model: ModelSpec, row: Row, tp: Ints) -> tuple[Ints, Ints]
     return n_rows + none, math.prod(row.shape[1:]) // columns_over + none
 
 
+def elements(model: ModelSpec, row: Row, tp: Ints, ep: Ints) -> Ints:
+    """Elements of a parameter on rank 0 of tp and ep, (n,)."""
+    if row.split == "experts":
+        return np.asarray(row.numel // ep)
+    n_rows, n_columns = _rows_and_columns(model, row, tp)
+    return np.asarray(n_rows * n_columns)
+
+
 def in_blocks(job: Job, stages: Stages, tp: Ints, ep: Ints) -> Ints:
     """Of an optimizer whose states are `in_blocks`: elements whose states are codes, and scales of one state, on rank 0
     of tp, (4, n, S): of dense parameters both, and of experts both."""

@@ -11,6 +11,9 @@ m `state_bytes` for each optimizer state:
 | 2    | e P     | g P / N   | (w + m) P / N      |
 | 3    | e P / N | g P / N   | (w + m) P / N      |
 
+In fp32 there are no master weights, but a stack that gathers from shards (`Stack.gathers_master`) holds e P / N of them
+beside the gathered weights with zero 1 and 2 too.
+
 Where a stack keeps no buffer for gradients (`Stack.keeps_gradients`), those of a stage exist from its first backward
 pass of a step on; after its last one they are sharded with zero 1 too (`of_stages`).
 
@@ -58,7 +61,9 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     fp8 = " + (P + Q - ends) * fp8_weight_bytes" * (job.precision == "fp8")
     found = {
         "weights": spent("weights", sharded, job.element_bytes, f"{fp8}) * kept_weights"),
-        "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master),
+        "master": spent("master", candidates.zero >= 1, stack.master_bytes * has_master)
+        if has_master or not stack.gathers_master
+        else _shards_beside(candidates, formulas),
         "gradients": _with_errors(
             candidates,
             stages,
@@ -79,6 +84,19 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         found |= {"weights": nothing, "master": nothing}
         found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
+
+
+def _shards_beside(candidates: Candidates, formulas: ledger.Formulas) -> Floats:
+    """In fp32, the shards from which zero 1 and 2 gather the weights once a step. FSDP2 gathers them into tensors of
+    their own; one rank's shard is the weight itself."""
+    gathered = (candidates.zero == 1) | (candidates.zero == 2)
+    formulas.values |= {
+        "ranks": candidates.shards[:, None],
+        "expert_ranks": candidates.expert_shards[:, None],
+        "beside": (gathered & (candidates.shards > 1))[:, None] + 0,
+        "experts_beside": (gathered & (candidates.expert_shards > 1))[:, None] + 0,
+    }
+    return formulas("master", "e * (beside * P / ranks + experts_beside * Q / expert_ranks)", "FSDP2 gathers a copy")
 
 
 def _gathered(job: Job, candidates: Candidates, formulas: ledger.Formulas) -> Floats:

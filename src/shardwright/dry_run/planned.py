@@ -81,7 +81,7 @@ def planned(config: RunConfig, rank: int) -> Planned | str:
     return Planned(
         sum(groups.values()),
         kinds["workspace"],
-        memory.fragmentation,
+        float(memory.fragmentation[0]),
         groups,
         MOMENTS[int(memory.moment[0, pp_rank])],
         float(executed_flops(job, candidates).full[0]) * job.seq_len * job.global_batch / layout.world_size,

@@ -14,7 +14,7 @@ from shardwright.cost.hardware import packaged_accelerators
 from shardwright.cost.measured import VERSION
 from shardwright.measuring.fit import copy_bytes_per_s, fit_attention, fit_link, fit_matmuls, fit_weights, kernel_bytes
 from shardwright.measuring.points import Machine, RankPoints
-from shardwright.measuring.whole_steps import in_step
+from shardwright.measuring.whole_steps import holes, in_step
 from shardwright.units import GiB, MiB
 
 ASSUMED_GBIT = 10.0
@@ -24,11 +24,18 @@ ASSUMED_GBIT = 10.0
 def hardware_toml(machine: Machine, name: str, command: str) -> str:
     """A file with the accelerator `name`, its node and its network. `command`: how it was measured."""
     alone = "\n".join(_lines(machine, name, command, {}))
-    factors = {each.ranks: in_step(alone, name, each.steps, machine.clock) for each in machine.ranks if each.steps}
+    factors: dict[int, dict[str, object]] = {
+        each.ranks: {
+            "holes": holes(alone, name, each.steps),
+            "in_step": in_step(alone, name, each.steps, machine.clock),
+        }
+        for each in machine.ranks
+        if each.steps
+    }
     return "\n".join(_lines(machine, name, command, factors)) + "\n"
 
 
-def _lines(machine: Machine, name: str, command: str, factors: Mapping[int, dict[str, float]]) -> Iterator[str]:
+def _lines(machine: Machine, name: str, command: str, factors: Mapping[int, dict[str, object]]) -> Iterator[str]:
     most = machine.ranks[-1]
     fits = {each.ranks: rates(each, machine.on_host) for each in machine.ranks}
     yield f"# Written by `{command}`; docs/measure.md says what each figure is and how it was measured."
@@ -69,7 +76,7 @@ def _lines(machine: Machine, name: str, command: str, factors: Mapping[int, dict
     for ranks, (figures, errors) in fits.items():
         yield f"\n# Mean errors of the fits: {', '.join(f'{what} {error:.0%}' for what, error in errors.items())}."
         yield f"[accelerators.{name}.rates.{ranks}]"
-        yield from _pairs(**figures, **({"in_step": factors[ranks]} if factors.get(ranks) else {}))
+        yield from _pairs(**figures, **{key: found for key, found in factors.get(ranks, {}).items() if found != {}})
     yield f"\n[accelerators.{name}.sources]"
     yield from _pairs(all=f"measured on {machine.name}" + ("" if machine.across else "; the network is assumed"))
 

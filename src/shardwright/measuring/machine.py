@@ -20,7 +20,7 @@ from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Ove
 from shardwright.measuring.whole_steps import whole_steps
 from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes, threads_of_a_rank
-from shardwright.training.device import keep_freed_memory
+from shardwright.training.device import configure_malloc
 from shardwright.verification.ranks import run_ranks
 
 Say = Callable[[str], None]
@@ -109,7 +109,7 @@ def rank_points(
     consecutive. `grouped`: there are others in the world; every rank calls it."""
     where = torch.device(device) if device == "cpu" else torch.device(device, torch.cuda.current_device())
     clock = Clock(where, kind, budget_s)
-    keep_freed_memory()  # as the training program does
+    configure_malloc()  # as the training program does
     precisions = CPU_PRECISIONS if device == "cpu" else GPU_PRECISIONS
     wide = "fp32" if device == "cpu" else "bf16"
     dist.barrier()

@@ -99,12 +99,13 @@ class GenerationPoints:
 @dataclass(frozen=True)
 class WholeStep:
     """A step of `ranks` ranks of the training program (`measuring.whole_steps`). `layout`: its settings, as in a run
-    file."""
+    file; `peak_bytes`: the most that a rank's process held."""
 
     ranks: int
     layout: dict[str, Any]
     micro_batch: int
     seconds: float
+    peak_bytes: int
 
 
 @dataclass(frozen=True)

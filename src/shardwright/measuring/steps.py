@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwright.config import RunConfig, parse
 from shardwright.data.batches import Batch
 from shardwright.training.build import build_model, build_trainer
-from shardwright.training.device import keep_freed_memory
+from shardwright.training.device import configure_malloc
 from shardwright.training.step import Trainer
 
 
@@ -42,7 +42,7 @@ def run_file(model: dict[str, Any], batch: dict[str, int], layout: dict[str, Any
 
 def run_steps(table: dict[str, Any], steps: int, device: str = "cpu", warm_up: int = 1) -> Steps:
     """Take steps as this rank of the process group that is set up; collective."""
-    keep_freed_memory()
+    configure_malloc()
     where = torch.device(device)
     if where.type == "cpu":
         reset_peak()

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from shardwright.config import parse
-from shardwright.cost.estimate import estimate
+from shardwright.cost.estimate import Estimate, estimate
 from shardwright.cost.hardware import cluster
+from shardwright.cost.holes import small_share
 from shardwright.cost.job import Job
 from shardwright.cost.kinds import CONTEXT, DATA, TENSOR
 from shardwright.cost.measured import WORK, on_machine
@@ -63,19 +64,25 @@ def table_of(layout: dict[str, Any], ranks: int, micro_batch: int) -> dict[str, 
 
 
 def whole_steps(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> tuple[WholeStep, ...]:
-    """Seconds of a step of each layout of so many ranks, each of so many threads: medians over `ROUNDS` worlds.
+    """Seconds of a step of each layout of so many ranks, each of so many threads, and the most that a rank holds:
+    medians over `ROUNDS` worlds.
 
     The layouts of all numbers of ranks take turns, so that one is not measured on a faster machine than another where
     other programs or other guests of a virtual machine come and go.
     """
     cases = [(ranks, *case) for ranks in threads_of for case in cases_of(ranks)]
     seconds: list[list[float]] = [[] for _ in cases]
+    peaks: list[list[int]] = [[] for _ in cases]
     for _ in range(ROUNDS):
-        for of_case, (ranks, layout, micro_batch) in zip(seconds, cases, strict=True):
+        for of_case, held, (ranks, layout, micro_batch) in zip(seconds, peaks, cases, strict=True):
             threads, table = threads_of[ranks], table_of(layout, ranks, micro_batch)
             found = run_ranks(run_steps, ranks, table, STEPS, n_threads=threads)
             of_case.append(seconds_of(found, clock) / (threads if clock == "cpu" else 1))
-    return tuple(WholeStep(*case, statistics.median(each)) for case, each in zip(cases, seconds, strict=True))
+            held.append(max(each.peak_bytes for each in found))
+    return tuple(
+        WholeStep(*case, statistics.median(each), int(statistics.median(held)))
+        for case, each, held in zip(cases, seconds, peaks, strict=True)
+    )
 
 
 def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:
@@ -92,9 +99,31 @@ def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dic
     return {key: float(factor) for key, factor in zip(np.array(keys)[told], found, strict=True) if factor > 0}
 
 
+def holes(text: str, name: str, steps: Sequence[WholeStep]) -> float:
+    """Bytes that the C library keeps for each byte of small tensors: least squares of relative errors of the most that
+    these steps held, beside process and tensors as `text` predicts them, a hardware file with accelerator `name`."""
+    columns, rest = [], []
+    for step in steps:
+        found = _estimate(text, name, step)
+        memory, share = found.memory, small_share(found.job, found.candidates)[0]
+        tensors = float((memory.rank_bytes - memory.kinds["workspace"]).max())
+        columns.append([tensors * share / step.peak_bytes])
+        rest.append(1 - float(memory.peak_bytes[0]) / step.peak_bytes)
+    return float(not_negative(np.array(columns), np.array(rest))[0])
+
+
 def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, float]:
     """Seconds of a step by key of `InStep`, with "rest" for what is not fitted. A rank that waits for other stages
     takes no CPU-seconds."""
+    found: dict[str, float] = {"rest": 0.0}
+    for kind, seconds in _estimate(text, name, step).parts_s.items():
+        key = PARTS.get(kind, "rest" if kind in FIXED else WORK)
+        if (kind, clock) != ("pipeline", "cpu"):
+            found[key] = found.get(key, 0.0) + seconds
+    return found
+
+
+def _estimate(text: str, name: str, step: WholeStep) -> Estimate:
     config = parse(table_of(step.layout, step.ranks, step.micro_batch))
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
@@ -107,9 +136,4 @@ def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, f
         global_batch=config.batch.global_batch,
         precision="fp32",
     )
-    found: dict[str, float] = {"rest": 0.0}
-    for kind, seconds in estimate(on_machine(job), config.layout.layout(), step.micro_batch).parts_s.items():
-        key = PARTS.get(kind, "rest" if kind in FIXED else WORK)
-        if (kind, clock) != ("pipeline", "cpu"):
-            found[key] = found.get(key, 0.0) + seconds
-    return found
+    return estimate(on_machine(job), config.layout.layout(), step.micro_batch)

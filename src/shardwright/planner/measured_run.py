@@ -54,7 +54,7 @@ class Run:
         found = memory.of(self.job, self.candidates)
         ranks = found.rank_bytes[0]
         held = {"first": ranks[0], "last": ranks[-1]}.get(self.measured.peak_mem_rank, ranks.max())
-        share = 1 + found.fragmentation if self.measured.peak_mem_from == "reserved" else 1.0
+        share = 1 + float(found.fragmentation[0]) if self.measured.peak_mem_from == "reserved" else 1.0
         return float(held * share) / GiB
 
 

@@ -201,7 +201,7 @@ def _with_allocator(priced: Priced) -> dict[str, list[float]]:
     """Bytes of each rank by kind, with what the allocator cannot use."""
     memory = priced.memory
     found = {kind: np.asarray(held)[0].tolist() for kind, held in memory.kinds.items()}
-    found["allocator"] = (memory.rank_bytes[0] * memory.fragmentation).tolist()
+    found["allocator"] = memory.lost_bytes[0].tolist()
     return found
 
 

@@ -31,7 +31,7 @@ from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.state import checkpoint_bytes, load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.copies import differing_copies
-from shardwright.training.device import keep_freed_memory
+from shardwright.training.device import configure_malloc
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.loss_scale import skipped_in_words
@@ -62,7 +62,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
     layout.check_world(place.world_size)
     device = pick_device(config.device, place)
     if device.type == "cpu":
-        keep_freed_memory()
+        configure_malloc()
     record_collectives()
     owned = sole_owner(Path(config.out)) if place.rank == 0 else nullcontext()
     with owned, process_group(place, device):

@@ -1,0 +1,56 @@
+"""What the C library keeps of freed tensors on a CPU, where it is the allocator.
+
+Blocks of `MAPPED_BYTES` and more are mapped alone, and go back to the kernel. Of smaller ones glibc cannot use every
+hole again (`training/device.py:configure_malloc`). Of W bytes of tensors it keeps r s W more: r bytes for each byte of
+small tensors, which `shardwright measure` measures, and s their share of all tensors, here.
+"""
+
+import numpy as np
+
+from shardwright.cost import activations, parameters, pipeline
+from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.model.modules import Row, end_rows
+from shardwright.units import MiB
+
+MAPPED_BYTES = 2 * MiB
+"""A huge page of x86, below which mapping a block in each step costs more than it saves."""
+
+
+def small_share(job: Job, candidates: Candidates) -> Floats:
+    """The share of bytes in tensors of less than `MAPPED_BYTES`, (n,).
+
+    Counted are a weight and its gradient, of the size of the parameter on a rank of tp, its optimizer states, of which
+    ZeRO has shards, and the activations of a micro-batch. Ignored: shards of gradients, and buffers of messages.
+    """
+    small, whole = np.zeros(len(candidates)), np.zeros(len(candidates))
+    e, model, tp, ep = job.element_bytes, job.model, candidates.tp, candidates.ep
+    sharded = candidates.zero >= 1
+
+    def add(n_bytes: Floats, count: float) -> None:
+        nonlocal small, whole
+        small = small + np.where(n_bytes < MAPPED_BYTES, n_bytes, 0.0) * count
+        whole = whole + n_bytes * count
+
+    def add_parameter(row: Row, count: float) -> None:
+        n_bytes = np.asarray(e * parameters.elements(model, row, tp, ep), dtype=np.float64)
+        shards = candidates.expert_shards if row.split == "experts" else candidates.shards
+        add(n_bytes, 2 * count)
+        add(n_bytes / np.where(sharded, shards, 1), job.n_optimizer_states * count)
+
+    tokens = candidates.tokens(job.seq_len)
+    outside = tokens / candidates.token_shards
+    for block, of_stages in pipeline.stages(job, candidates).of_kind.items():
+        layers = float(np.sum(of_stages))
+        for row in block.rows:
+            add_parameter(row, layers)
+        features = activations.features(job, candidates, block)
+        made, *widths = (np.asarray(features[name], np.float64) for name in ("made", "q", "k", "v", "out"))
+        add(e * outside * model.d_model, layers * (block.norms + block.inputs))
+        for width in widths:
+            add(e * tokens * width, layers)
+        add(e * tokens * block.inner / tp, layers * (float(made) + 1) * (block.inner > 0))
+    for row in end_rows(model):
+        add_parameter(row, 1.0)
+    predicted = np.minimum(tokens, candidates.shared.loss_chunk_tokens or tokens)
+    add(e * predicted * parameters.vocabulary_rows(model, tp), 2.0)  # logits and their softmax
+    return small / whole

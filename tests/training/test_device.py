@@ -1,0 +1,35 @@
+"""What the C library keeps of freed tensors on a CPU: blocks below the size from which they are mapped alone."""
+
+import gc
+import sys
+
+import pytest
+import torch
+
+from shardwright.cost.holes import MAPPED_BYTES
+from shardwright.measuring.steps import resident_bytes
+from shardwright.training.device import configure_malloc
+from shardwright.units import MiB
+from tests.distributed import run_ranks
+
+
+def _kept_bytes(n_bytes: int, count: int) -> tuple[int, int]:
+    """Resident memory that tensors of so many bytes add while they live, and after they are freed."""
+    configure_malloc()
+    device = torch.device("cpu")
+    before = resident_bytes(device)
+    tensors = [torch.ones(n_bytes // 4) for _ in range(count)]
+    alive = resident_bytes(device) - before
+    del tensors
+    gc.collect()
+    return alive, resident_bytes(device) - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
+def test_large_blocks_go_back_to_the_kernel_and_small_ones_stay():
+    (large,) = run_ranks(_kept_bytes, 1, MAPPED_BYTES, 32)
+    (small,) = run_ranks(_kept_bytes, 1, MAPPED_BYTES // 4, 128)
+    for alive, _ in (large, small):
+        assert alive == pytest.approx(64 * MiB, rel=0.1)
+    assert large[1] < 4 * MiB
+    assert small[1] > 60 * MiB
