@@ -1,6 +1,10 @@
 """Fit what no data sheet says to measured runs, and write it to src/shardwright/cost/calibration.toml.
 
-    python benchmarks/calibrate.py [RUNS.csv] [--steps 4] [--again]     --again: start from the constants there are
+    python benchmarks/calibrate.py [RUNS.csv] [--steps 4] [--again] [--rows 30] [--families A,B,C] [--hold "NAME;NAME"]
+
+--again: start from the constants there are; --rows: of a source, at most, evenly over the table. --families: fit to
+those alone, as after a change that does not touch the others, with the constants --hold as they are in the file, for
+the families that are left out too.
 
 One number for each die and format, and for each kind of software, for all families of runs together: Gauss-Newton on
 the logarithm of predicted / measured, robust against rows that nothing explains. A family counts as much as its rows,
@@ -21,13 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from shardwright.cost.calibration import CALIBRATED, PACKAGED, Calibration
+from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, PACKAGED, Calibration
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
 from shardwright.planner.measured_run import Run
 from shardwright.planner.runs import read_runs
 
 Floats = NDArray[np.float64]
+OPTIONS = "--steps", "--rows", "--families", "--hold"
 MOST_ROWS = 20
 """Rows of a family that count; a longer one has each row count for less."""
 FITTED_ROWS = 30
@@ -117,9 +122,9 @@ def calibration(logarithms: Floats, interval: dict[str, float] | None = None) ->
     return Calibration(**document, interval=interval or {})
 
 
-def packaged() -> Floats:
+def packaged(there: Calibration = CALIBRATED) -> Floats:
     """The logarithms of the constants in calibration.toml, of the first place of each, inside the bounds."""
-    document = asdict(CALIBRATED)
+    document = asdict(there)
     found = []
     for constant in CONSTANTS.values():
         value: Any = document
@@ -132,8 +137,9 @@ def packaged() -> Floats:
 class Fit:
     """The runs that are fitted to, with the errors and derivatives at some constants."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], held: Sequence[str] = ()) -> None:
         self.runs = runs
+        self.fitted = np.array([name not in held for name in CONSTANTS])
         self.families = np.array([run.measured.family for run in runs])
         self.measured = np.log([run.measured.step_time_s for run in runs])
         counts = Counter(self.families)
@@ -148,6 +154,9 @@ class Fit:
         """(runs, constants): of the logarithm of each time by that of each constant, inside the bounds."""
         columns = []
         for column in range(len(at)):
+            if not self.fitted[column]:
+                columns.append(np.zeros(len(errors)))
+                continue
             step = -STEP if at[column] + STEP > HIGH[column] else STEP
             moved = at.copy()
             moved[column] += step
@@ -157,7 +166,7 @@ class Fit:
     def improved(self, at: Floats, errors: Floats, derivatives: Floats, kept: NDArray[np.bool_]) -> Floats:
         """The constants after one step of Gauss-Newton with the runs `kept`; those pulled out of a bound stay at it."""
         weights = kept * self.weights / (1 + np.abs(errors) / ROBUST)
-        free = np.ones(len(at), dtype=bool)
+        free = self.fitted.copy()
         for _ in range(len(at)):
             matrix = derivatives[:, free]
             prior = np.diag((PRIOR / SPREADS[free]) ** 2)
@@ -225,7 +234,9 @@ def described(values: Floats, touched: Sequence[Sequence[str]]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Fit, write, and print what changed."""
-    steps = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else 4
+    given = {name: arguments[arguments.index(name) + 1] for name in OPTIONS if name in arguments}
+    steps, rows = int(given.get("--steps", 4)), int(given.get("--rows", FITTED_ROWS))
+    families, held = given.get("--families", ""), given.get("--hold", "").split(";")
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else MEASURED_RUNS
     runs = [each for each in read_runs(path) if isinstance(each, Run) and each.measured.step_time_s is not None]
     counts = Counter(run.measured.source for run in runs)
@@ -233,10 +244,11 @@ def main(arguments: Sequence[str]) -> None:
     chosen = []
     for run in runs:
         source, n = run.measured.source, counts[run.measured.source]
-        if places[source] * FITTED_ROWS // n != (places[source] - 1) * FITTED_ROWS // n or n <= FITTED_ROWS:
+        wanted = not families or run.measured.family in families.split(",")
+        if wanted and (n <= rows or places[source] * rows // n != (places[source] - 1) * rows // n):
             chosen.append(run)
         places[source] += 1
-    fit, at = Fit(chosen), packaged() if "--again" in arguments else GUESSES.copy()
+    fit, at = Fit(chosen, held), packaged() if "--again" in arguments else GUESSES.copy()
     for step in range(steps):
         errors = fit.errors(at)
         derivatives = fit.derivatives(at, errors)
@@ -244,13 +256,17 @@ def main(arguments: Sequence[str]) -> None:
         print(f"step {step + 1}: mean absolute error {np.abs(errors).mean():.4f} of {len(chosen)} rows", flush=True)
     errors = fit.errors(at)
     touched = [sorted(set(fit.families[np.abs(column) > MATTERS])) for column in derivatives.T]
-    for name, value, families in zip(CONSTANTS, np.exp(at), touched, strict=True):
-        print(f"{name:<28} {value:<10.4g} {', '.join(families)}", flush=True)
-        if len(families) == 1:
-            print(f"{'':<28} error: serves {families[0]} alone")
+    for name, value, those in zip(CONSTANTS, np.exp(at), touched, strict=True):
+        print(f"{name:<28} {value:<10.4g} {', '.join(those)}", flush=True)
+        if len(those) == 1:
+            print(f"{'':<28} error: serves {those[0]} alone")
     left_out = {}
-    for family in dict.fromkeys(fit.families):
-        kept, there, now = fit.families != family, at, errors
+    for family in dict.fromkeys(run.measured.family for run in runs):
+        there, now = np.where(fit.fitted, at, packaged(LEFT_OUT.get(family, CALIBRATED))), errors
+        left_out[str(family)] = there
+        kept = fit.families != family
+        if kept.all():
+            continue
         for _ in range(LEFT_OUT_STEPS):
             there = fit.improved(there, now, derivatives, kept)
             now = fit.errors(there)

@@ -354,3 +354,28 @@ def test_the_list_of_verbs_tells_what_their_own_help_tells():
     for name, told in VERBS.items():
         own = (group.commands[name].help or "").strip().splitlines()[0]
         assert own == told
+
+
+def test_a_model_is_read_from_a_config_of_transformers(tmp_path: Path):
+    sizes = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sizes | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    written = tmp_path / "planned.toml"
+    options = ("--global-batch", 8, "--seq-len", 4096, "--explain", "dp_shard=8", "--write", written)
+    told = plan("--model", path, "--cluster", "h100:8", *options)
+    assert told.exit_code == 0, told.output
+    assert f'from = "{tmp_path}"' in written.read_text()
+    layer = 2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048
+    assert load(written).model.spec().n_parameters == 128256 * 2048 + 16 * layer + 2048

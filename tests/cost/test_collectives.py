@@ -242,3 +242,6 @@ def test_a_token_with_several_experts_on_a_node_crosses_to_it_once():
     assert float(ordinary) == pytest.approx(6.0)
     assert float(by_node) == pytest.approx(2.6997, rel=1e-4)
     assert float(all_to_all_by_node(slow, 8e9, 32, top_k=1)) == pytest.approx(float(ordinary))
+    # In one node of 8: the copies of a token are on 8 (1 - (7/8)^8) = 5.251 ranks, of which 7/8 are others.
+    inside = all_to_all_by_node(plain(8, 8, inside=1e9), 8e9, 8, top_k=8)
+    assert float(inside) == pytest.approx(5.251 * 7 / 8, rel=1e-4)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shardwright.cost.blocks import blocks
 from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.flops import executed_flops, model_flops
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.layer import layer
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.stack import STACKS
@@ -132,4 +133,47 @@ def test_casts_move_the_bytes_of_the_recipe():
         moved[precision] = float(np.ravel(passes.forward["element-wise"])[0])
     casts = {name: moved[name] - moved["bf16"] for name in moved}
     assert casts["fp8"] / casts["mxfp8"] == pytest.approx(5 / 4.06)
+    assert FORMATS["fp8"].casts(fused=True) == 4
     assert casts["nvfp4"] / casts["fp8"] == pytest.approx(5.13 / 5)
+
+
+def element_wise(stack: str, precision: str, **layout: int) -> float:
+    """Seconds of F of a layer's element-wise work on a GB200, by a stack."""
+    the_job = job(on="gb200:64", precision=precision, stack=STACKS[stack])
+    (block,) = blocks(the_job.model)
+    return float(np.ravel(layer(the_job, candidates(**layout), block).forward["element-wise"])[0])
+
+
+def test_weights_are_cast_once_a_step_where_the_casts_are_kept_and_inputs_before_they_are_gathered():
+    # Llama 8B: 4096 tokens, q k v 4096 to 6144, o 4096 to 4096, gate up 4096 to 28672, down 14336 to 4096. 256
+    # sequences on one data rank are 256 micro-batches. mxfp8: 4.06 bytes an element, at 0.9 of 8 TB/s.
+    inputs, weights = 4096 * (4096 + 4096 + 4096 + 14336), 4096 * (6144 + 4096 + 28672 + 14336)
+    of_core = element_wise("megatron-core", "mxfp8") - element_wise("megatron-core", "bf16")
+    assert of_core == pytest.approx(4.06 * (inputs + weights / 256) / 7.2e12 / CALIBRATED.memory_share)
+    # With tp 4 a rank casts a quarter of each: of the inputs of q k v, gate and up its token shard.
+    over_tp = element_wise("megatron-core", "mxfp8", tp=4) - element_wise("megatron-core", "bf16", tp=4)
+    assert over_tp == pytest.approx(of_core / 4)
+    # This system casts the weights of every micro-batch, and inputs after they are gathered.
+    ours = element_wise("shardwright", "mxfp8", tp=4) - element_wise("shardwright", "bf16", tp=4)
+    gathered = 4096 * (4096 + 4096) + 4096 * (4096 + 14336) / 4
+    assert ours == pytest.approx(4.06 * (gathered + weights / 4) / 7.2e12 / CALIBRATED.memory_share)
+
+
+def test_the_matmuls_of_experts_have_a_last_wave_each_unless_they_are_one_kernel():
+    # 1024 x 4096 tiles of 256 x 128: 4 x 32 = 128 on 148 processors are 0.865 of a wave, of 8 experts 6.92.
+    on = job(on="b200:8")
+    one_kernel, apart = (Matmul("experts", 1024, 7168, 4096, 8, apart=each) for each in (False, True))
+    w0, waves = CALIBRATED.partial_wave, 128 / 148
+    expected = ((waves + w0) / waves) / ((8 * waves + w0) / (8 * waves))
+    assert float(apart.seconds(on) / one_kernel.seconds(on)) == pytest.approx(expected)
+    assert apart.for_input.apart
+    assert apart.for_weight.apart
+
+
+@pytest.mark.parametrize(("stack", "precision"), [("shardwright", "fp32"), ("megatron-core", "bf16")])
+def test_the_router_is_in_fp32_where_its_input_is_copied_to_it(stack: str, precision: str):
+    the_job = job("qwen3-30b-a3b", stack=STACKS[stack])
+    (block,) = blocks(the_job.model)
+    of = candidates()
+    (router,) = (each for each in layer_matmuls(the_job, of, block, of.tokens(4096)) if "router" in each.name)
+    assert router.precision == precision

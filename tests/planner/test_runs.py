@@ -12,7 +12,7 @@ from shardwright.planner.evaluate import MEASURED_RUNS
 from shardwright.planner.measured_run import Run, Skipped
 from shardwright.planner.run_columns import columns
 from shardwright.planner.runs import read_runs
-from tests.planner.measured import DENSE, EXPERTS, PIPED, write
+from tests.planner.measured import DENSE, EXPERTS, PIPED, published, write
 
 
 def test_a_published_row_becomes_the_job_and_layout_that_it_describes():
@@ -134,7 +134,7 @@ def test_all_problems_of_a_file_are_named_at_once(tmp_path: Path):
     ("row", "change", "reason"),
     [
         (DENSE, {"usable": "no", "why_not": "two jobs on the machine"}, "two jobs on the machine"),
-        (DENSE, {"accelerator": "v100"}, "accelerator=v100 has no figures in hardware.toml"),
+        (DENSE, {"accelerator": "v100", "precision": "bf16"}, "no figures for bf16 on v100; valid: fp32, fp16"),
         (DENSE, {"precision": "nvfp4"}, "no figures for nvfp4 on a100-80gb; valid: "),
         (DENSE, {"precision": "fp8-tensor"}, "no figures for fp8 on a100-80gb; valid: "),
         (DENSE, {"recompute": "partial:4"}, "recompute=partial:4 has no price"),
@@ -217,3 +217,11 @@ def test_parts_that_megatron_recomputes_are_those_of_a_layout(tmp_path: Path):
     assert again.predicted_peak_gib() < plain.predicted_peak_gib()
     more = step_time(again.job, again.candidates).total_s / step_time(plain.job, plain.candidates).total_s
     assert 1 < more < 1.1
+
+
+def test_nanotron_deals_layers_by_their_weights(tmp_path: Path):
+    # 16 layers of 4 x 2048 x 2048 + 3 x 8192 x 2048 = 67.1M weights and a head of 131072 x 2048, as much as four: 20 in
+    # all. The eleventh layer exceeds ten, and is still in the first stage.
+    (run,) = read_runs(write(tmp_path / "runs.csv", published("playbook-ccd6b7")))
+    assert isinstance(run, Run)
+    assert run.candidates.shared.stage_layers == (11, 5)

@@ -41,7 +41,9 @@ class Options:
             help="evaluate only: a table of measured runs; those that come with shardwright if not given",
         ),
     ] = None
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b")] = None
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b, or config.json of transformers")
+    ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -157,6 +159,7 @@ def ask(options: Options) -> Asked:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
+    from shardwright.config.sections import spec_of_folder
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
@@ -180,7 +183,10 @@ def ask(options: Options) -> Asked:
         if config is not None:
             spec = config.model.spec()
         elif model is not None:
-            spec = resolve(model)
+            folder = Path(model).parent if model.endswith("config.json") else Path(model)
+            if folder.is_dir():
+                model = str(folder)
+            spec = spec_of_folder(folder) if folder.is_dir() else resolve(model)
     except ConfigError as error:
         wrong += error.problems
     try:

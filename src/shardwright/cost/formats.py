@@ -4,8 +4,9 @@ Tensors of fp32 are multiplied in fp32, outside tensor cores, or in tf32, with 1
 
 | format    | has a scale of its own   | cast: bytes moved for each element                                          |
 | --------- | ------------------------ | --------------------------------------------------------------------------- |
-| fp8       | a tensor                 | 5: read for the maximum (2), read again (2), written (1)                    |
-| fp8-row   | a row                    | 6: a row's maximum and its cast are one pass (2 + 1), once along each dim   |
+| fp8       | a tensor                 | 5: read for the maximum (2), read again (2), written (1); 4 where kernels   |
+|           |                          | that write half of the tensors, such as norms, also take the maximum        |
+| fp8-row   | a row                    | 10: 2 + 2 + 1 along each dim, as a kernel's block holds no whole row        |
 | fp8-block | 128 elements, 128 x 128  | 6: the same                                                                 |
 | mxfp8     | 32 elements              | 4.06: one pass (2) writes it along both dims, each with a scale of 1 / 32   |
 | nvfp4     | 16 elements              | 5.13: read for the tensor's maximum (2), then one pass (2) that writes it   |
@@ -25,12 +26,20 @@ from dataclasses import dataclass
 class Format:
     """`peak`: the precision of `hardware.toml` at whose rate it runs; `rate`: fraction of that which its kernels reach,
     relative to the best; `cast_bytes`: moved to cast an element from 16 bits, 0 for formats that need no cast; `wide`:
-    the format of matmuls that stay out of it, such as those of attention and the logits."""
+    the format of matmuls that stay out of it, such as those of attention and the logits; `gathered_bytes`: of an
+    element that is gathered over tp after its cast, with its share of a scale. The scale of a row needs no other
+    rank either, but torchao's recipe gathers before it casts."""
 
     peak: str
     rate: float = 1.0
     cast_bytes: float = 0.0
     wide: str = ""
+    gathered_bytes: float = 2.0
+    fused_cast_bytes: float = 0.0
+
+    def casts(self, fused: bool) -> float:
+        """Bytes moved to cast an element, by a stack that fuses that with other kernels or not."""
+        return self.fused_cast_bytes if fused and self.fused_cast_bytes else self.cast_bytes
 
     @property
     def narrow(self) -> bool:
@@ -43,11 +52,11 @@ FORMATS = {
     "tf32": Format("tf32"),
     "bf16": Format("bf16"),
     "fp16": Format("fp16"),
-    "fp8": Format("fp8", 1.0, 5.0, "bf16"),
-    "fp8-row": Format("fp8", 0.79, 6.0, "bf16"),
-    "fp8-block": Format("fp8", 0.76, 6.0, "bf16"),
-    "mxfp8": Format("mxfp8", 1.0, 4.06, "bf16"),
-    "nvfp4": Format("nvfp4", 1.0, 5.13, "bf16"),
+    "fp8": Format("fp8", 1.0, 5.0, "bf16", 1.0, fused_cast_bytes=4.0),
+    "fp8-row": Format("fp8", 0.79, 10.0, "bf16"),
+    "fp8-block": Format("fp8", 0.76, 6.0, "bf16", 1.03),
+    "mxfp8": Format("mxfp8", 1.0, 4.06, "bf16", 1.03),
+    "nvfp4": Format("nvfp4", 1.0, 5.13, "bf16", 0.56),
 }
 TRAINED: dict[str, dict[str, str | bool]] = {
     "fp32": {"compute": "fp32"},

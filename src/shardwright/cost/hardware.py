@@ -62,10 +62,10 @@ class Accelerator:
 
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
-    processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die.
-    `sources`: the source of each figure, by its key in the file. `rates`: those measured on this machine
-    (`cost.measured`), with a share `core_share` of the cores; `on_host`: it is the processor that also runs Python, and
-    sends messages itself.
+    processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die;
+    `lasting`: how much more of its rate lasts in training. `sources`: the source of each figure, by its key in the
+    file. `rates`: those measured on this machine (`cost.measured`), with a share `core_share` of the cores; `on_host`:
+    it is the processor that also runs Python, and sends messages itself.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Accelerator:
     memory_share: float
     multiprocessors: int
     die: str
+    lasting: float = 1.0
     host_bytes_per_s: float = 0.0
     disk_bytes_per_s: float = 0.0
     rates: RatesTable | None = field(default=None, hash=False, repr=False)
@@ -155,12 +156,14 @@ class AcceleratorTable(Table):
     matmul_share: dict[Peak, Share] = Field(
         description="of the peak, by precision, the most that a large matmul reaches"
     )
+    lasting: Positive | None = Field(
+        None, description="how much more of it lasts in training than with that of its die"
+    )
     node_size: Count = Field(description="accelerators of a node")
     network: str = Field(description="kind of network between nodes, a name of [networks]")
-    gbit_per_s: Positive = Field(description="line rate of the network for each accelerator, Gbit/s")
+    gbit_per_s: Positive = Field(description="line rate of it for each accelerator, Gbit/s")
     part_of_node: bool | None = Field(
-        None,
-        description="whether a cluster may use a part of its nodes, such as of a rack of 72; equally many of each",
+        None, description="whether a cluster may use a part of its nodes, such as of a rack; equally many of each"
     )
     host_gb_per_s: Positive | None = Field(
         None, description="link to the memory of the host, each direction, GB/s; none if it is the same memory"
@@ -169,9 +172,7 @@ class AcceleratorTable(Table):
         None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
     )
     host_memory_gb_per_s: Positive | None = Field(
-        None,
-        description="its equal part of the memory bandwidth that an update on the host reaches, GB/s; without it none "
-        "is priced",
+        None, description="its part of the memory bandwidth of an update on the host, GB/s; without it none is priced"
     )
     inside: InsideTable = Field(description="links in a node")
     cores: Count | None = Field(
@@ -296,6 +297,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
         memory_share=table.memory_share,
         multiprocessors=table.multiprocessors,
         die=table.die or name,
+        lasting=table.lasting or 1.0,
         host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
         disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         host_memory_bytes_per_s=(table.host_memory_gb_per_s or 0) * 1e9,

@@ -29,7 +29,7 @@ def layer(job: Job, candidates: Candidates, block: Block, name: str | None = Non
     passes = Passes(name or block.name)
     with ledger.section(f"{passes.of[0].upper()}{passes.of[1:]}, one microbatch"):
         tokens = candidates.tokens(job.seq_len)
-        _multiply(passes, job, layer_matmuls(job, candidates, block, tokens))
+        _multiply(passes, job, candidates, layer_matmuls(job, candidates, block, tokens))
         _attend(passes, job, candidates, tokens)
         _elementwise(passes, job, candidates, block, tokens)
         tensor(passes, job, candidates, block, tokens)
@@ -65,7 +65,7 @@ def head(job: Job, candidates: Candidates) -> Passes:
     passes = Passes("the head")
     with ledger.section("Head, one microbatch"):
         tokens, spec = candidates.tokens(job.seq_len), job.model
-        _multiply(passes, job, [head_matmul(job, candidates, tokens)])
+        _multiply(passes, job, candidates, [head_matmul(job, candidates, tokens)])
         moved = [
             ledger.compute(
                 f"{ELEMENTWISE}, {name}", "loss_bytes * (T * V / tp) / 2 / element_rate", "s", "cost/speed.py",
@@ -140,9 +140,10 @@ def embedding(job: Job, candidates: Candidates) -> Passes:
     return passes
 
 
-def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
+def _multiply(passes: Passes, job: Job, candidates: Candidates, matmuls: Iterable[Matmul]) -> None:
     """Matmuls with weights, forward and for both gradients. In formats of fewer than 16 bits their inputs are cast
-    first."""
+    first: those that are gathered over tp before that, if the format and the stack allow it, and weights once a step
+    where the casts are kept."""
     those = list(matmuls)
     in_each_pass = (those, [each.for_input for each in those], [each.for_weight for each in those])
     seconds = (
@@ -150,17 +151,27 @@ def _multiply(passes: Passes, job: Job, matmuls: Iterable[Matmul]) -> None:
         for name, inside in zip("FIW", in_each_pass, strict=True)
     )
     passes.add(MATMULS, *seconds)
-    cast_bytes = FORMATS[job.precision].cast_bytes
-    cast = [each for each in those if not each.precision] if cast_bytes else []
+    weights = sum((np.asarray(each.batch * each.k * each.n) for each in those), np.zeros(1))
+    if sum_bytes := job.stack.speed.sum_bytes:
+        summed = ledger.compute(
+            f"{ELEMENTWISE}, W", "sum_bytes * elements / element_rate", "s", "sums of gradients in fp32",
+            sum_bytes=sum_bytes, elements=weights, element_rate=reached_bytes_per_s(job),
+        )  # fmt: skip
+        passes.add(ELEMENTWISE, 0.0, 0.0, summed)
+    form = FORMATS[job.precision]
+    cast = [each for each in those if not each.precision] if form.narrow else []
     if cast:
-        elements = (
-            sum(each.batch * each.k * (each.m + each.n) for each in cast),
-            sum(each.batch * each.m * (each.k + each.n) for each in cast),
-        )
+        early = job.stack.speed.gathers_narrow and form.gathered_bytes < job.element_bytes
+        inputs = sum(each.batch * each.m * each.k / (each.input_shards if early else 1) for each in cast)
+        of_results = sum(each.batch * each.m * each.n / (each.output_shards if early else 1) for each in cast)
+        of_weights = sum(each.batch * each.k * each.n for each in cast)
+        again = sum(each.batch * each.m * each.k for each in cast)
+        times = candidates.microbatches(job.global_batch) if job.stack.keeps_casts else 1
+        elements = (inputs + of_weights / times, again + of_results)
         moved = [
             ledger.compute(
                 f"{CASTS}, {name}", "cast_bytes * elements / element_rate", "s", "cost/formats.py",
-                cast_bytes=cast_bytes, elements=n, element_rate=reached_bytes_per_s(job),
+                cast_bytes=form.casts(job.stack.speed.fuses_casts), elements=n, element_rate=reached_bytes_per_s(job),
             ) for name, n in zip("FI", elements, strict=True)
         ]  # fmt: skip
         passes.add(ELEMENTWISE, *moved)
@@ -307,7 +318,10 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> N
     for name, part in passes.parts.items():
         ledger.total(f"work of {name}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
     left_F, left_I = (" - work_of_F", " - work_of_I - work_of_W") if not speed.adds_launches else ("", "")
-    forward = ledger.compute("launch, F", f"max(launch_s * kernels{left_F}, 0)", **inputs)
+    waits = bool(block.experts) and speed.waits_for_counts
+    forward = ledger.compute(
+        "launch, F", "launch_s * kernels" if waits else f"max(launch_s * kernels{left_F}, 0)", **inputs
+    )
     backward = ledger.compute(
         "launch, I",
         f"max(launch_s * kernels * launch_backward + again * (launch_s * kernels){left_I}, 0)",

@@ -13,7 +13,7 @@ import numpy as np
 from shardwright.cost import ledger
 from shardwright.cost.blocks import Block, Group
 from shardwright.cost.formats import FORMATS
-from shardwright.cost.job import Candidates, Floats, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.parameters import tp_shards
 
 TILE_ROWS, TILE_COLUMNS = 256, 128
@@ -23,7 +23,9 @@ matmuls."""
 
 @dataclass(frozen=True)
 class Matmul:
-    """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default that of the job."""
+    """m, k, n, batch: arrays of shape (n,) or numbers. `precision`: of its inputs; by default that of the job.
+    `input_shards`, `output_shards`: ranks over which its input, and the gradient of its output, are token shards before
+    they are gathered. `apart`: those of the batch are kernels of their own, each with its last wave."""
 
     name: str
     m: Floats | float
@@ -31,6 +33,9 @@ class Matmul:
     n: Floats | float
     batch: Floats | float = 1.0
     precision: str = ""
+    input_shards: Ints | int = 1
+    output_shards: Ints | int = 1
+    apart: bool = False
 
     @property
     def flops(self) -> Floats:
@@ -40,12 +45,16 @@ class Matmul:
     @property
     def for_input(self) -> "Matmul":
         """The matmul that gives the gradient of the input."""
-        return Matmul(f"{self.name}, gradient of input", self.m, self.n, self.k, self.batch, self.precision)
+        return Matmul(
+            f"{self.name}, gradient of input", self.m, self.n, self.k, self.batch, self.precision, apart=self.apart
+        )
 
     @property
     def for_weight(self) -> "Matmul":
         """The matmul that gives the gradient of the weights."""
-        return Matmul(f"{self.name}, gradient of weight", self.k, self.m, self.n, self.batch, self.precision)
+        return Matmul(
+            f"{self.name}, gradient of weight", self.k, self.m, self.n, self.batch, self.precision, apart=self.apart
+        )
 
     def seconds(self, job: Job) -> Floats:
         """time = max(flops / (peak share q), bytes / bandwidth)
@@ -60,7 +69,8 @@ class Matmul:
         """
         chip, fitted = job.cluster.accelerator, job.calibration
         return ledger.compute(
-            self.name, _FORMULA, "s", "tile and wave quantisation, NVIDIA's Matrix Multiplication Background",
+            self.name, _APART if self.apart else _FORMULA, "s",
+            "tile and wave quantisation, NVIDIA's Matrix Multiplication Background",
             M=self.m, K=self.k, N=self.n, batch=self.batch, multiprocessors=chip.multiprocessors,
             w0=fitted.partial_wave, k0=fitted.ramp_k, rate=reached_flops_per_s(job, self.precision or job.precision),
             e=job.element_bytes, bandwidth=chip.memory_bytes_per_s,
@@ -73,12 +83,14 @@ _FORMULA = (
     "max(2 * M * K * N * batch / (rate * q), e * ((M * K + K * N + M * N) * batch) / bandwidth)"
 )
 
+_APART = _FORMULA.replace(" * batch / multiprocessors", " / multiprocessors", 1)
+
 
 def reached_flops_per_s(job: Job, precision: str) -> float:
     """The rate that matmuls of the best shapes reach in training: the peak of the format, of which microbenchmarks
     reach a share, of which a share lasts in training, by die and format; times the effect of the software."""
     chip, form, gain = job.cluster.accelerator, FORMATS[precision], job.stack.speed.matmul_gain
-    lasting = job.calibration.matmuls(chip.die, form.peak)
+    lasting = job.calibration.matmuls(chip.die, form.peak) * chip.lasting
     peak, share = chip.flops_per_s[form.peak], chip.matmul_share[form.peak]
     rate = peak * share * lasting * (form.rate * gain)
     if ledger.recording():
@@ -102,14 +114,19 @@ def layer_matmuls(job: Job, candidates: Candidates, block: Block, tokens: Floats
             assert job.model.moe is not None
             experts = first.shape[0] / candidates.ep
             rows = tokens / candidates.tp * job.model.moe.top_k / experts
-            yield Matmul(group.name, rows, first.shape[-1], n_out, experts)
+            yield Matmul(group.name, rows, first.shape[-1], n_out, experts, apart=not job.stack.speed.groups_matmuls)
         elif first.kind == "router":
-            yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision="fp32")
+            wide = "fp32" if job.stack.wide_router else job.wide_precision
+            yield Matmul(group.name, tokens / candidates.tp, first.shape[-1], n_out, precision=wide)
         else:
             n_in = first.shape[-1] / candidates.tp if first.split == "row" else first.shape[-1]
             # With a replicated matrix each rank of tp computes the tokens that it holds.
             rows = tokens / candidates.token_shards if first.split == "replicated" else tokens
-            yield Matmul(group.name, rows, n_in, n_out)
+            yield Matmul(
+                group.name, rows, n_in, n_out,
+                input_shards=candidates.token_shards if first.split in ("column", "kv_column") else 1,
+                output_shards=candidates.token_shards if first.split == "row" else 1,
+            )  # fmt: skip
 
 
 def _outputs(job: Job, candidates: Candidates, group: Group) -> Floats | float:

@@ -15,6 +15,7 @@ from shardwright.cost.collectives import (
     point_to_point,
     reduce_scatter,
 )
+from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.kinds import CONTEXT, EXPERT, MATMULS, TENSOR
 from shardwright.cost.message import Collective, Message, named
@@ -44,7 +45,7 @@ def tensor(passes: Passes, job: Job, candidates: Candidates, block: Block, token
     regions = _OverTp(passes, job, candidates)
     for region in block.regions:
         regions.add(MESSAGES_OF_F, result, result_of(region), reduce_scatter, all_reduce)
-        regions.add(OF_RESULTS, result, f"gradient of the result of {region.name}", all_gather, None)
+        regions.add(OF_RESULTS, result * regions.narrowed, f"gradient of the result of {region.name}", all_gather, None)
         for number, features in enumerate((*region.inputs, *region.every_head)):
             what = f"input of {region.name}" + (f" {number + 1}" if number else "")
             regions.input(tokens * features * job.element_bytes, what, again=number < len(region.inputs))
@@ -84,12 +85,20 @@ class _OverTp:
         forward = TENSOR if when == MESSAGES_OF_F else ""
         self.terms[when] |= over_tp(self.passes, self.job, self.candidates, n_bytes, what, on_shards, whole, forward)
 
-    def input(self, n_bytes: Floats, what: str, again: bool = True) -> None:
-        """The input of column-parallel matmuls. `again`: it is not kept as gathered."""
-        self.add(MESSAGES_OF_F, n_bytes, what, all_gather, None)
+    def input(self, n_bytes: Floats, what: str, again: bool = True, narrow: bool = True) -> None:
+        """The input of column-parallel matmuls. `again`: it is not kept as gathered. `narrow`: it is gathered in the
+        format of the matmuls."""
+        gathered = n_bytes * self.narrowed if narrow else n_bytes
+        self.add(MESSAGES_OF_F, gathered, what, all_gather, None)
         self.add(OF_INPUTS, n_bytes, f"gradient of the {what}", reduce_scatter, all_reduce)
         if again and not self.job.stack.keeps_gathered:
-            self.add(AGAIN, n_bytes, f"{what}, again", all_gather, None)
+            self.add(AGAIN, gathered, f"{what}, again", all_gather, None)
+
+    @property
+    def narrowed(self) -> float:
+        """Bytes that a gather of what matmuls read sends, relative to elements of 16 bits."""
+        form = FORMATS[self.job.precision]
+        return form.gathered_bytes / 2 if self.job.stack.speed.gathers_narrow and form.narrow else 1.0
 
     def price(self) -> None:
         """Add the exposed seconds to the passes, whose matmuls have been added before."""
@@ -125,7 +134,7 @@ def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Float
     maximum of the logits, then the sum of exponentials and the target's logit, in fp32 (Shoeybi et al., arXiv
     1909.08053, section 3)."""
     over = _OverTp(passes, job, candidates)
-    over.input(tokens * job.model.d_model * job.element_bytes, "input")
+    over.input(tokens * job.model.d_model * job.element_bytes, "input", narrow=False)
     over.terms[MESSAGES_OF_F] |= loss_sums(passes, job, candidates, tokens, np.ones(len(candidates)))
     over.price()
 
@@ -214,6 +223,13 @@ def context(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) ->
         gathered = send("keys and values, all-gather", all_gather, kv * candidates.cp * e, CONTEXT)
         again = send("keys and values again, all-gather", all_gather, kv * candidates.cp * e)
         again |= send("gradients of keys and values, all-to-all", all_to_all, kv * candidates.cp * e)
+        if merge_bytes := job.stack.speed.merge_bytes:
+            for found, name, moved in ((gathered, "merging", merge_bytes), (again, "gradients merged", MERGE_BYTES)):
+                found[name] = ledger.compute(
+                    name, "(cp - 1) * merge_bytes * T * heads * c / tp / element_rate", cp=candidates.cp,
+                    merge_bytes=moved, T=tokens, heads=spec.n_heads, c=spec.head_dim, tp=candidates.tp,
+                    element_rate=reached_bytes_per_s(job),
+                )  # fmt: skip
         passes.add(CONTEXT, ledger.total(f"{CONTEXT}, F", gathered), ledger.total(f"{CONTEXT}, I", again))
         return
     _ring(passes, job, candidates, tokens, kv)

@@ -32,7 +32,7 @@ _SYMBOLS = (
     ("in_step", "", "measured time of messages in a step, relative to the same alone"),
     ("relative", "", "measured time of this kind of message, relative to the formula of all kinds"),
     ("norm_bytes residual_bytes dropout_bytes heads_bytes rope_bytes activation_bytes permute_bytes loss_bytes "
-     "merge_bytes cast_bytes score_bytes score_bytes_I", "B", "moved for each element; cost/speed.py"),
+     "merge_bytes cast_bytes sum_bytes score_bytes score_bytes_I", "B", "moved for each element; cost/speed.py"),
     ("elements", "", "of inputs of matmuls"),
     ("S n g k", "B", "bytes of a message's buffer, ranks of its group, of them in one node, nodes of the group"),
     ("start_s latency_in_s latency_across_s message_s", "s", "of a collective, a message in a node, across, a stage's"),

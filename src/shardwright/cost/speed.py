@@ -27,7 +27,20 @@ class Speed:
     and backward passes; `interference`: slowdown of the computation, as a fraction of the time of the communication
     that overlaps with it; `blocking_sends`: a rank of `pp` waits for its messages, each of which takes `message_s` in
     addition to the transfer; `scatters_messages`: each rank of tp sends a part of an activation that all of them have;
-    `copies_by_node`: tokens of experts cross to a node once (DeepEP, HybridEP).
+    `copies_by_node`: tokens of experts cross to a node once, and go to a rank once (DeepEP, HybridEP).
+    `gathers_narrow`: what matmuls of fewer than 16 bits read is cast before it is gathered over tp, if the format has a
+    scale that all ranks can compute (Transformer Engine; torchtitan with one scale a tensor). `fuses_casts`: casts move
+    `Format.fused_cast_bytes`.
+
+    Experts: `groups_matmuls`: those of all experts are one kernel (torch._grouped_mm), and not one each (Transformer
+    Engine's GroupedLinear); `waits_for_counts`: the host reads how many tokens each expert has, and launches the rest
+    of the layer after that, beside no work.
+
+    `merge_bytes`: moved for each element of attention's output and rank of cp but one, where keys and values that were
+    gathered are read block by block, and results merged by their log-sum-exp: by PyTorch in fp32, a cast (6), a
+    difference (12), a product (8) and a difference (12).
+
+    `sum_bytes`: moved for each element of a weight's gradient when it is added to a sum in fp32, for each micro-batch.
 
     `matmul_gain`: rate of matmuls relative to PyTorch's of the same die and format (Transformer Engine and hand-tuned
     settings choose kernels by trial). `kernel_share`: bandwidth of the stack's element-wise kernels as a fraction of
@@ -67,6 +80,12 @@ class Speed:
     scatters_messages: bool = False
     message_s: float = 20e-6
     copies_by_node: bool = False
+    gathers_narrow: bool = False
+    fuses_casts: bool = False
+    groups_matmuls: bool = True
+    waits_for_counts: bool = False
+    sum_bytes: float = 0.0
+    merge_bytes: float = 0.0
     flash_gain: float = 1.0
     kernel_share: float = 1.0
     matmul_gain: float = 1.0
@@ -97,13 +116,39 @@ MEGATRON = Speed(
     kind="megatron", hides_dp=False, blocking_sends=True, scatters_messages=True, loss_bytes=30.0, bucket_elements=inf
 ).calibrated(CALIBRATED)
 MEGATRON_CORE = Speed(
-    kind="megatron-core", hides_tp_backward=True, hides_tp=True, flash_gain=1.7, reduce_bytes=4.0, bucket_elements=4e7
+    kind="megatron-core",
+    hides_tp_backward=True,
+    hides_tp=True,
+    flash_gain=1.7,
+    reduce_bytes=4.0,
+    bucket_elements=4e7,
+    gathers_narrow=True,
+    fuses_casts=True,
+    groups_matmuls=False,
+    waits_for_counts=True,
+    sum_bytes=8.0,
 ).calibrated(CALIBRATED)
 FSDP = Speed(
-    kind="fsdp", rmsnorm_bytes=20.0, rope_bytes=20.0, gated_bytes=10.0, loss_bytes=36.0, reduce_bytes=4.0
+    kind="fsdp",
+    rmsnorm_bytes=20.0,
+    rope_bytes=20.0,
+    gated_bytes=10.0,
+    loss_bytes=36.0,
+    reduce_bytes=4.0,
+    merge_bytes=38.0,
 ).calibrated(CALIBRATED)
-NANOTRON = replace(FSDP, kind="nanotron", flash_gain=FLASH_2, hides_dp=False, blocking_sends=True)
-COMPILED = Speed(kind="fsdp-compiled", flash_gain=FLASH_2, reduce_bytes=4.0).calibrated(CALIBRATED)
+NANOTRON = replace(
+    FSDP, kind="nanotron", rmsnorm_bytes=4.0, rope_bytes=4.0, flash_gain=FLASH_2, hides_dp=False, blocking_sends=True
+)
+"""Its norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding)."""
+COMPILED = Speed(
+    kind="fsdp-compiled",
+    flash_gain=FLASH_2,
+    reduce_bytes=4.0,
+    gathers_narrow=True,
+    fuses_casts=True,
+    merge_bytes=38.0,
+).calibrated(CALIBRATED)
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0
 ).calibrated(CALIBRATED)

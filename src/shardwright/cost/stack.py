@@ -40,7 +40,8 @@ class Stack:
     inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
     them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
     heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a matmul in fp8;
-    `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all micro-batches.
+    `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all micro-batches;
+    `keeps_casts`: weights are cast once a step, and that is kept.
     `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
     between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp. `logits_together`: the loss
     overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum; 0: not.
@@ -82,6 +83,7 @@ class Stack:
     pads_values: bool = False
     fp8_input_bytes: float = 2.0
     fp8_weight_bytes: float = 0.0
+    keeps_casts: bool = False
     logit_kept_bytes: float = 4.0
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
@@ -133,6 +135,7 @@ MEGATRON_CORE = Stack(
     about="Megatron-LM since 2023: fused attention, distributed optimizer, overlapped data-parallel communication",
     fp8_input_bytes=1.0,
     fp8_weight_bytes=2.0,
+    keeps_casts=True,
     vocabulary_multiple=128,
     workspace_bytes=96 * MiB,
     expert_workspace_bytes=128 * MiB,

@@ -17,7 +17,7 @@ from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.planner.run_columns import NO_FIGURES, Measured
+from shardwright.planner.run_columns import Measured
 from shardwright.schedule.registry import find
 from shardwright.split import rules, stages
 from shardwright.units import GiB
@@ -36,6 +36,12 @@ RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 """Places in `cost.job.RECOMPUTE`."""
 PARTS = {"mla_up_proj": "mla_up"}
 """Modules that Megatron-Core recomputes, as the parts of `layout.recompute_modules`."""
+FLEX_SINCE = "2026"
+"""From when on recipes of Megatron-Core dispatch by DeepEP or HybridEP, where a row does not say (Megatron-Bridge,
+scripts/performance/configs)."""
+PERMUTED_BY_RANK = 8.0
+"""`Speed.permute_bytes` of these: tokens are copied for their experts once they are there, and summed before they go
+back; there is no sorting on the side of the sender."""
 ELEMENT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 
 
@@ -95,8 +101,6 @@ def prepared(line: int, row: Measured) -> Run | Skipped:
 
 def _not_priced(row: Measured) -> Iterator[str]:
     """What the row says that the cost model has no figures or formulas for."""
-    if row.accelerator in NO_FIGURES:
-        yield f"accelerator={row.accelerator} has no figures in hardware.toml"
     if row.recompute not in RECOMPUTE and not _core_attention(row) and not _parts(row):
         yield f"recompute={row.recompute} has no price; priced: {', '.join(RECOMPUTE)}"
     if row.offload != "none":
@@ -123,6 +127,10 @@ def _parts(row: Measured) -> tuple[str, ...]:
 def _assumed(row: Measured) -> Iterator[str]:
     if row.note:
         yield row.note
+    if row.stack == "nanotron" and row.pp > 1:
+        yield "layers dealt by weights, as nanotron does"
+    if row.moe_dispatch is None and _copies_by_node(row):
+        yield "tokens of experts cross to a node once, as in recipes of that year"
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
 
@@ -188,9 +196,23 @@ def _stack(row: Measured) -> Stack:
         speed = replace(speed, hides_dp=row.overlap_dp)
     if _parts(row):
         stack = replace(stack, selective="parts")
-    if row.moe_dispatch in ("deepep", "hybridep"):
-        speed = replace(speed, copies_by_node=True)
+    if _replays(row):
+        speed = replace(speed, waits_for_counts=False)
+    if _copies_by_node(row):
+        speed = replace(speed, copies_by_node=True, permute_bytes=PERMUTED_BY_RANK)
     return replace(stack, speed=speed)
+
+
+def _replays(row: Measured) -> bool:
+    """Whether launches of routers and experts are replayed as CUDA graphs, as recipes for racks do."""
+    return row.stack == "megatron-core" and bool(row.experts) and (row.per_domain or 0) > 8
+
+
+def _copies_by_node(row: Measured) -> bool:
+    """Whether a token of experts crosses to a node once: where the row says so, or by the date of the software."""
+    if row.moe_dispatch is not None or not row.experts:
+        return row.moe_dispatch in ("deepep", "hybridep")
+    return row.stack == "megatron-core" and (row.date or "") >= FLEX_SINCE
 
 
 def _cluster(row: Measured) -> Cluster:
@@ -229,7 +251,11 @@ def _candidates(row: Measured, piped: Layout) -> Candidates:
 
 def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
     """Layers of each stage; None where they are balanced by cost."""
-    if row.pp == 1 or row.layer_split == "uneven":
+    if row.pp == 1:
+        return None
+    if row.stack == "nanotron":
+        return _by_weights(row, n_stages)
+    if row.layer_split == "uneven":
         return None
     ends = 1 if row.layer_split == "ends" else 0
     each, rest = divmod(row.layers + 2 * ends, n_stages)
@@ -238,6 +264,20 @@ def _stage_layers(row: Measured, n_stages: int) -> tuple[int, ...] | None:
             f"layer_split={row.layer_split}: {row.layers} layers do not fill {n_stages} stages; valid: uneven"
         )
     return each - ends, *(each,) * (n_stages - 2), each - ends
+
+
+def _by_weights(row: Measured, n_stages: int) -> tuple[int, ...]:
+    """Layers of each stage as nanotron deals them, whatever their number: a stage is full with the layer at which the
+    weights of all layers so far exceed its share of those of layers and head (`nanotron.models.base.build_model`)."""
+    layer = (4 * row.heads * row.head_dim + 3 * row.d_ffn) * row.d_model
+    whole = row.layers * layer + row.vocab * row.d_model
+    counts = [0] * n_stages
+    stage = 0
+    for number in range(1, row.layers + 1):
+        counts[stage] += 1
+        if number * layer > whole * (stage + 1) / n_stages:
+            stage = min(stage + 1, n_stages - 1)
+    return tuple(counts)
 
 
 def _problems(job: Job, candidates: Candidates, piped: Layout) -> Iterator[str]:

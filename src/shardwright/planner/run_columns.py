@@ -15,8 +15,6 @@ from shardwright.cost.hardware import accelerator
 from shardwright.schedule import registry
 from shardwright.schedule.named import ONE_F_ONE_B
 
-NO_FIGURES = ("b300", "gb300", "v100")
-"""Accelerators that a table may name and that hardware.toml has no figures for."""
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
 """Modules that `recompute` may list, by Megatron's names."""
 
@@ -86,8 +84,7 @@ def _flag(help: str, needed: str = "", empty: bool | None = None) -> Any:
 
 
 def _accelerator(help: str) -> Any:
-    rule = f"a name of hardware.toml, or one of {', '.join(NO_FIGURES)}, whose rows are skipped"
-    return _column(help, rule, len, lambda cell: cell if cell in NO_FIGURES else accelerator(cell).name, None, "usable")
+    return _column(help, "a name of hardware.toml", len, lambda cell: accelerator(cell).name, None, "usable")
 
 
 @dataclass(frozen=True, kw_only=True)

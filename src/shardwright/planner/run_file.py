@@ -29,8 +29,8 @@ def untrained(precision: str) -> list[str]:
 def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
     """The text of a run file.
 
-    `name`: the preset that the model is; `command`: what found the layout, for the first line; `budget_tokens`: how
-    long the run is to be. Raises InputError for a job that `train` cannot run.
+    `name`: the preset that the model is, or its folder; `command`: what found the layout, for the first line;
+    `budget_tokens`: how long the run is to be. Raises InputError for a job that `train` cannot run.
     """
     if wrong := untrained(job.precision):
         raise InputError(*wrong)
@@ -39,7 +39,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     layout = choice.settings()
     micro_batch = layout.pop("micro_batch")
     sections: dict[str, dict[str, Any]] = {
-        "model": {"preset": name} | _changes(job, name),
+        "model": {"preset": name} | _changes(job, name) if name in PRESETS else {"from": name},
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
         "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
         "layout": layout,
