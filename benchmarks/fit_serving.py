@@ -1,16 +1,23 @@
 """Fit the constants of serving to published measurements, and write src/shardwright/serving/rates.toml.
 
     python benchmarks/fit_serving.py [TABLE.csv] [--left-out] [--out FILE.toml]
+    python benchmarks/fit_serving.py [TABLE.csv] --hold-out table|model|accelerator
 
-Least squares on the logarithm of predicted / measured, robust against rows that nothing explains. A constant of an
-engine's generation stays near the mean of all engines, and a factor of an accelerator near 1, unless rows speak
-against it; where there are no rows, that mean is what it gets ("others"). A source counts as much as its rows, up to
-MOST_ROWS. Of closed loops, which are simulated, every ninth counts. With --left-out every source is left out once, too.
+Least squares on the logarithm of predicted / measured, robust against rows that nothing explains, from the packaged
+constants on. A constant of an
+engine's generation stays near that of the generation which it is `like`, back to "others", and a factor of an
+accelerator's die near 1, unless rows speak against it; a generation without rows has the constants of what it is like.
+A source counts as much as its rows, up to MOST_ROWS. Of closed loops, which are simulated, every eleventh counts. With
+--left-out every source is left out once, too, and the constants that the others give, to first order from those of all,
+are written beside them.
+--hold-out leaves out each table, model or accelerator instead, prints the errors of what was left out, and writes
+nothing.
 """
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,151 +25,192 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.serving import forms
+from shardwright.serving import evaluate, forms
 from shardwright.serving.engines import ENGINES
 from shardwright.serving.evaluate import MEASUREMENTS, full_batch, loop_key, of_loop
 from shardwright.serving.measured import FULL, LOOP, Case, cases, read
 from shardwright.serving.rates import OTHERS, PACKAGED, RATES, Fitted, Rates
+from shardwright.serving.rates import fitted as packaged
 from shardwright.serving.setting import Serving, Settings
 
 Floats = NDArray[np.float64]
 GUESSES = {
-    "matmul_share": (0.75, 0.25),
-    "memory_share": (0.75, 0.2),
-    "cache_share": (0.6, 0.3),
-    "flash_share": (0.45, 0.3),
-    "cached_share": (0.08, 1.0),
-    "expert_share": (0.6, 0.4),
-    "layer_s": (30e-6, 0.7),
-    "pass_s": (1e-3, 1.0),
-    "prefill_s": (3e-3, 1.0),
-    "launch_s": (0.5e-3, 1.2),
-    "expert_launch_s": (0.5e-3, 0.7),
-    "arrive_s": (10e-3, 1.5),
-    "request_s": (10e-6, 1.0),
-    "reduce_s": (10e-6, 0.5),
-    "exchange_s": (30e-6, 0.7),
-    "link_share": (0.8, 0.3),
+    "matmul_share": (0.95, 0.12),
+    "memory_share": (0.9, 0.1),
+    "cache_share": (0.85, 0.2),
+    "flash_share": (0.45, 0.2),
+    "cached_share": (0.05, 1.2),
+    "expert_share": (0.8, 0.25),
+    "layer_s": (25e-6, 0.8),
+    "pass_s": (0.5e-3, 0.7),
+    "prefill_s": (1.5e-3, 0.7),
+    "launch_s": (0.2e-3, 0.7),
+    "expert_launch_s": (0.4e-3, 0.7),
+    "arrive_s": (30e-3, 1.5),
+    "request_s": (8e-6, 0.7),
+    "reduce_s": (15e-6, 0.6),
+    "exchange_s": (25e-6, 0.5),
+    "link_share": (0.8, 0.2),
 }
-"""The mean of all engines that a fit starts from, and the spread of engines around it, of the logarithm."""
+"""What "others" is near to unless rows speak against it, and the spread of the logarithm of an engine's around that of
+the one that it is like; "others" has twice that spread."""
 FACTORS = ("matmul_share", "memory_share", "flash_share", "reduce_s", "link_share")
-"""Constants that an accelerator has a factor on; with their spread."""
-FACTOR_SPREAD = 0.15
+"""Constants that a die has a factor on; with their spread."""
+FACTOR_SPREAD = 0.08
 STEP = 0.05
 """Of a difference, in the logarithm: a simulation goes from pass to pass, so what changes little changes nothing."""
-PRIOR = 0.15
-"""What a constant one spread away from its mean counts, in the logarithm of one row."""
+PRIOR = 0.3
+"""What a constant one spread away from its prior counts, in the logarithm of one row."""
 MOST_ROWS = 150
-LOOPS = 9
-ROUNDS, LEFT_OUT_ROUNDS = 25, 2
+LOOPS = 11
+ROUNDS, LINEAR_ROUNDS = 15, 10
+ENOUGH = 2e-3
+"""A round that makes the sum of squares less by a smaller share is the last one."""
 ROBUST = 0.15
+NAMES = (OTHERS, *(each.name for each in ENGINES))
+EXPERTS, RANKS = ("expert_share", "expert_launch_s", "exchange_s"), ("reduce_s", "link_share")
 
 
 class Problem:
-    """The rows of a fit, grouped so that those of one model, machine and precision are evaluated at once."""
+    """The rows of a fit, grouped so that those of one model, machine and precision are evaluated at once.
+
+    A point has the logarithms of the constants of "others" over `GUESSES`, of each generation over those that it is
+    like, and of the factors of each die.
+    """
 
     def __init__(self, rows: Sequence[Case]) -> None:
         self.rows = list(rows)
-        self.engines = [each.name for each in ENGINES if any(row.engine is each for row in self.rows)]
-        self.chips = list(dict.fromkeys(row.cluster.accelerator.name for row in self.rows))
+        self.chips = sorted({row.cluster.accelerator.die for row in cases(read(MEASUREMENTS))})
         self.groups = groups(self.rows)
         counts = Counter(row.line.source_id for row in self.rows)
         self.weight = np.sqrt([
             min(counts[row.line.source_id], MOST_ROWS) / counts[row.line.source_id] for row in self.rows
         ])  # fmt: skip
         self.measured = np.array([row.measured for row in self.rows])
-        self.spreads = np.array([spread for _, spread in GUESSES.values()])
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Numbers of means, of engines' deviations, of accelerators' factors."""
-        return len(RATES), len(RATES) * len(self.engines), len(FACTORS) * len(self.chips)
+        spreads = np.array([spread for _, spread in GUESSES.values()])
+        self.spreads = np.concatenate(
+            [2 * spreads, *[spreads] * len(ENGINES), np.full(len(FACTORS) * len(self.chips), FACTOR_SPREAD)]
+        )
+        self.engine = np.array([NAMES.index(row.engine.name) for row in self.rows])
+        self.chip = np.array([self.chips.index(row.cluster.accelerator.die) for row in self.rows])
 
     def fitted(self, x: Floats) -> Fitted:
         """The constants of a point."""
-        n_mean, n_engine, _ = self.sizes
-        mean = np.log([guess for guess, _ in GUESSES.values()]) + x[:n_mean]
-        each = x[n_mean : n_mean + n_engine].reshape(len(self.engines), -1)
-        factors = x[n_mean + n_engine :].reshape(len(self.chips), -1)
-        named = {OTHERS: mean} | {name: mean + each[at] for at, name in enumerate(self.engines)}
+        n, at = len(RATES), len(RATES) * len(NAMES)
+        constants = np.log([guess for guess, _ in GUESSES.values()]) + LINEAGE @ x[:at].reshape(-1, n)
+        factors = x[at:].reshape(len(self.chips), -1)
         return Fitted(
-            {name: dict(zip(RATES, map(float, np.exp(values)), strict=True)) for name, values in named.items()},
+            {name: _named(RATES, row) for name, row in zip(NAMES, constants, strict=True)},
             {OTHERS: dict.fromkeys(FACTORS, 1.0)}
-            | {
-                name: dict(zip(FACTORS, map(float, np.exp(factors[at])), strict=True))
-                for at, name in enumerate(self.chips)
-            },
+            | {name: _named(FACTORS, row) for name, row in zip(self.chips, factors, strict=True)},
         )
 
-    def predicted(self, fitted: Fitted) -> Floats:
-        """By row."""
-        found = np.empty(len(self.rows))
+    def predicted(self, fitted: Fitted, moved: str | None = None) -> Floats:
+        """By row; nan where a constant that was `moved` changes nothing."""
+        found = np.full(len(self.rows), np.nan)
         for places in self.groups:
-            found[places] = predict([self.rows[at] for at in places], fitted)
+            rows = [self.rows[at] for at in places]
+            if moved is None or _counts(moved, rows[0]):
+                found[places] = predict(rows, fitted)
         return found
 
-    def residuals(self, x: Floats) -> Floats:
-        """Of the rows, and of the constants from their means."""
-        errors = np.log(self.predicted(self.fitted(x)) / self.measured)
-        softened = errors / np.sqrt(1 + np.abs(errors) / ROBUST)
-        n_mean, n_engine, _ = self.sizes
-        each = x[n_mean : n_mean + n_engine].reshape(len(self.engines), -1) / self.spreads
-        prior = np.concatenate([x[:n_mean] / self.spreads / 2, each.ravel(), x[n_mean + n_engine :] / FACTOR_SPREAD])
-        return np.concatenate([self.weight * softened, PRIOR * prior])
+    def errors(self, x: Floats) -> Floats:
+        """Logarithms of predicted / measured, by row."""
+        return np.asarray(np.log(self.predicted(self.fitted(x)) / self.measured))
 
-    def jacobian(self, x: Floats) -> Floats:
-        """By differences. A constant of all engines is changed at once, since each row has one engine, and so are the
-        factors of all accelerators; a mean changes each engine's."""
-        n_mean, n_engine, n_factor = self.sizes
-        n_rows, step = len(self.rows), STEP
-        at = self.residuals(x)
-        found = np.zeros((len(at), len(x)))
-        engine = np.array([self.engines.index(row.engine.name) for row in self.rows])
-        chip = np.array([self.chips.index(row.cluster.accelerator.name) for row in self.rows])
-        rows = np.arange(n_rows)
-        for first, size, width, of_row in (
-            (n_mean, n_engine, n_mean, engine),
-            (sum(self.sizes[:2]), n_factor, len(FACTORS), chip),
-        ):
-            for constant in range(width):
-                moved = x.copy()
-                moved[first + constant : first + size : width] += step
-                slope = ((self.residuals(moved) - at) / step)[:n_rows]
-                found[rows, first + constant + width * of_row] = slope
-                if first == n_mean:
-                    found[rows, constant] = slope
-        priors = np.concatenate([
-            1 / self.spreads / 2, np.tile(1 / self.spreads, len(self.engines)), np.full(n_factor, 1 / FACTOR_SPREAD)
-        ])  # fmt: skip
-        found[n_rows + np.arange(len(x)), np.arange(len(x))] = PRIOR * priors
+    def slopes(self, x: Floats, errors: Floats) -> Floats:
+        """(rows, constants of a point) of the errors, by differences. A constant of all engines is moved at once: a row
+        has the sum of what leads to its engine, and of the factor of its die."""
+        n, n_rows = len(RATES), len(self.rows)
+        found = np.zeros((n_rows, len(x)))
+        for place, name in enumerate(RATES):
+            moved = x.copy()
+            moved[place] += STEP
+            after = np.log(self.predicted(self.fitted(moved), name) / self.measured)
+            slope = np.nan_to_num((after - errors) / STEP)
+            found[:, place : n * len(NAMES) : n] = slope[:, None] * LINEAGE[self.engine]
+            if name in FACTORS:
+                columns = n * len(NAMES) + len(FACTORS) * self.chip + FACTORS.index(name)
+                found[np.arange(n_rows), columns] = slope
         return found
 
-    def solve(self, start: Floats | None, rounds: int) -> Floats:
-        """The point that suits the rows best, by Levenberg and Marquardt's method."""
-        x = np.zeros(sum(self.sizes)) if start is None else start
-        residuals, damping = self.residuals(x), 1e-2
-        for _ in range(rounds):
-            slopes = self.jacobian(x)
-            normal, gradient = slopes.T @ slopes, slopes.T @ residuals
+    def loss(self, x: Floats, errors: Floats) -> float:
+        """Sum of squares that a fit makes least: of softened errors, and of constants from what they are near to."""
+        softened = self.weight * errors / np.sqrt(1 + np.abs(errors) / ROBUST)
+        return float(softened @ softened + ((PRIOR * x / self.spreads) ** 2).sum())
+
+    def step(self, x: Floats, errors: Floats, slopes: Floats, damping: float) -> Floats:
+        """Of Levenberg and Marquardt's method."""
+        large = np.abs(errors) / ROBUST
+        softened = self.weight * errors / np.sqrt(1 + large)
+        steep = (self.weight * (1 + large / 2) * (1 + large) ** -1.5)[:, None] * slopes
+        prior = (PRIOR / self.spreads) ** 2
+        normal = steep.T @ steep + np.diag(prior)
+        return np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -(steep.T @ softened + prior * x))
+
+    def point(self, fitted: Fitted) -> Floats:
+        """The point of constants."""
+        guesses = np.log([guess for guess, _ in GUESSES.values()])
+        named = [np.log([fitted.engines[name][each] for each in RATES]) - guesses for name in NAMES]
+        ones = fitted.accelerators[OTHERS]
+        factors = [[fitted.accelerators.get(chip, ones)[each] for each in FACTORS] for chip in self.chips]
+        return np.concatenate([np.linalg.solve(LINEAGE, np.array(named)).ravel(), np.log(factors).ravel()])
+
+    def solve(self, x: Floats) -> Floats:
+        """The point that suits the rows best, from one near to it."""
+        errors, damping = self.errors(x), 1e-2
+        for number in range(ROUNDS):
+            slopes, loss = self.slopes(x, errors), self.loss(x, errors)
             for _ in range(6):
-                step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
-                tried = self.residuals(x + step)
-                if tried @ tried < residuals @ residuals:
-                    x, residuals, damping = x + step, tried, damping / 5
+                tried = x + self.step(x, errors, slopes, damping)
+                left = self.errors(tried)
+                if self.loss(tried, left) < loss:
                     break
                 damping *= 6
             else:
                 break
+            x, errors, damping = tried, left, damping / 5
+            print(f"round {number + 1}: {self.loss(x, errors):.4f}", flush=True)
+            if self.loss(x, errors) > (1 - ENOUGH) * loss:
+                break
         return x
 
-    def taken_from(self, other: "Problem", x: Floats) -> Floats:
-        """The point of a problem with more rows, as one of this: without engines and accelerators that are not here."""
-        n_mean, n_engine, _ = other.sizes
-        each = x[n_mean : n_mean + n_engine].reshape(len(other.engines), -1)
-        factors = x[n_mean + n_engine :].reshape(len(other.chips), -1)
-        engines = [other.engines.index(name) for name in self.engines]
-        chips = [other.chips.index(name) for name in self.chips]
-        return np.concatenate([x[:n_mean], each[engines].ravel(), factors[chips].ravel()])
+    def without(self, left_out: NDArray[np.bool_], x: Floats, errors: Floats, slopes: Floats) -> Fitted:
+        """The constants that the other rows give, by the slopes of the errors at the point of all rows."""
+        rest = copy(self)
+        rest.weight = np.where(left_out, 0.0, self.weight)
+        at = x.copy()
+        for _ in range(LINEAR_ROUNDS):
+            at = at + rest.step(at, errors + slopes @ (at - x), slopes, 0.0)
+        return self.fitted(at)
+
+
+def _lineage() -> Floats:
+    """(names, names): 1 where the column is the engine of the row, or one that it is like, directly or not."""
+    found = np.eye(len(NAMES))
+    for each in ENGINES:
+        place, above = NAMES.index(each.name), each.like
+        while above != OTHERS:
+            found[place, NAMES.index(above)] = 1.0
+            above = next(other.like for other in ENGINES if other.name == above)
+        found[place, 0] = 1.0
+    return found
+
+
+LINEAGE = _lineage()
+
+
+def _named(names: Sequence[str], logarithms: Floats) -> dict[str, float]:
+    return dict(zip(names, map(float, np.exp(logarithms)), strict=True))
+
+
+def _counts(name: str, row: Case) -> bool:
+    """Whether a constant changes anything for rows like this one."""
+    if name in EXPERTS:
+        return row.model.moe is not None
+    if name in RANKS:
+        return row.degrees.size > 1
+    return name != "arrive_s" or row.regime == LOOP
 
 
 def thinned(rows: Sequence[Case], every: int = LOOPS) -> list[Case]:
@@ -185,7 +233,7 @@ def groups(rows: Sequence[Case]) -> list[list[int]]:
 def predict(rows: Sequence[Case], fitted: Fitted) -> Floats:
     """The closed forms for rows of one group."""
     first = rows[0]
-    each = [fitted.rates(row.engine.name, row.cluster.accelerator.name) for row in rows]
+    each = [fitted.rates(row.engine.name, row.cluster.accelerator.die) for row in rows]
     rates = Rates(**{name: np.array([getattr(one, name) for one in each]) for name in RATES})
     serving = Serving(
         model=first.model, cluster=first.cluster, rates=rates, precision=first.precision,
@@ -224,23 +272,29 @@ def written(best: Fitted, left_out: Mapping[str, Fitted]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(problem: Problem, fitted: Fitted) -> None:
-    """Print the mean absolute error by source and metric."""
+def summary(rows: Sequence[Case], predicted: Floats) -> None:
+    """Print the mean absolute error and the bias by source, engine and metric."""
     errors: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for row, ratio in zip(problem.rows, problem.predicted(fitted) / problem.measured, strict=True):
-        errors[(row.line.source_id, row.engine.name, row.line.metric)].append(float(ratio) - 1)
+    for row, found in zip(rows, predicted, strict=True):
+        errors[(row.line.source_id, row.regime, row.line.metric)].append(float(found) / row.measured - 1)
     for key, values in errors.items():
         print(f"{np.mean(np.abs(values)):7.1%} {np.mean(values):+7.1%} {len(values):5d}  {', '.join(key)}")
 
 
-def without_each(rows: Sequence[Case], problem: Problem, x: Floats) -> dict[str, Fitted]:
-    """For each source the constants that the others give, from those of all."""
-    found = {}
-    for source in dict.fromkeys(row.line.source_id for row in rows):
-        rest = Problem([row for row in thinned(rows, 4 * LOOPS) if row.line.source_id != source])
-        found[source] = rest.fitted(rest.solve(rest.taken_from(problem, x), LEFT_OUT_ROUNDS))
-        print(f"without {source}", flush=True)
-    return found
+def without_each(problem: Problem, x: Floats, of_row: Callable[[Case], str]) -> dict[str, Fitted]:
+    """For each value of `of_row` the constants that the other rows give."""
+    errors = problem.errors(x)
+    slopes = problem.slopes(x, errors)
+    names = np.array([of_row(row) for row in problem.rows])
+    return {name: problem.without(names == name, x, errors, slopes) for name in dict.fromkeys(names.tolist())}
+
+
+HOLD_OUT: dict[str, Callable[[Case], str]] = {
+    "source": lambda row: row.line.source_id,
+    "table": lambda row: f"{row.line.source_id}, {row.model_name}",
+    "model": lambda row: row.model_name,
+    "accelerator": lambda row: row.cluster.accelerator.die,
+}
 
 
 def main() -> None:
@@ -248,14 +302,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, nargs="?", default=MEASUREMENTS, help="by default the packaged one")
     parser.add_argument("--left-out", action="store_true", help="fit without each source, too")
+    parser.add_argument("--hold-out", choices=HOLD_OUT, help="only print the errors of what was left out")
     parser.add_argument("--out", type=Path, default=PACKAGED, help="by default the packaged file")
     options = parser.parse_args()
     rows = cases(read(options.table))
     problem = Problem(thinned(rows))
-    x = problem.solve(None, ROUNDS)
+    x = problem.solve(problem.point(packaged()[0]))
     best = problem.fitted(x)
-    summary(problem, best)
-    left_out = without_each(rows, problem, x) if options.left_out else {}
+    summary(problem.rows, problem.predicted(best))
+    if options.hold_out:
+        of_row = HOLD_OUT[options.hold_out]
+        others = without_each(problem, x, of_row)
+        summary(rows, np.array([evaluate.predict(row, others[of_row(row)]) for row in rows]))
+        return
+    left_out = without_each(problem, x, HOLD_OUT["source"]) if options.left_out else {}
     options.out.write_text(written(best, left_out), encoding="utf-8")
 
 

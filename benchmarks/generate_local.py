@@ -3,6 +3,9 @@
     shardwright measure --out mine.toml
     python benchmarks/generate_local.py mine.toml [--rounds 3] [--prompt 32] [--new 33] [--write]
 
+On a machine that other programs load, both with OMP_NUM_THREADS=1, and `--clock cpu` for the first: CPU-seconds of two
+threads say little of passes that one of them starts.
+
 The model is that of the quickstart with random weights, in fp32. For each number of sequences and each tp, prefill is
 the generation of one token of each sequence, and a decode pass what each further token takes, in the clock of the
 file; tokens are drawn as `generate` draws them. Rounds are interleaved, and the medians over them count. Printed are

@@ -40,7 +40,7 @@ kernels = {{{{ {KERNELS}, gated_bytes = 12.0, gelu_bytes = 9.0, loss_bytes = 40.
 """
 MINE = f"""
 [measured]
-version = 1
+version = 2
 date = "2026-11-23"
 shardwright = "0"
 torch = "2.13.0"
@@ -184,8 +184,8 @@ def test_many_layouts_are_priced_at_once_as_each_alone(mine: Path):
     ("change", "problem"),
     [
         (
-            ("version = 1", "version = 2"),
-            r"measured.version=2, and this shardwright reads version 1; measure the machine",
+            ("version = 2", "version = 1"),
+            r"measured.version=1, and this shardwright reads version 2; measure the machine",
         ),
         (('clock = "wall"', 'clock = "sun"'), "measured.clock='sun'"),
         (("ramp_k = 32.0", "ramp_kk = 32.0"), r"rates.1.ramp_kk: there is no such key; .*ramp_k"),

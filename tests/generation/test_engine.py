@@ -1,5 +1,9 @@
 """Proves that generation with a cache gives the tokens of the full forward pass without one, on every layout."""
 
+import resource
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +29,7 @@ from tests.generation.models import (
     without_cache,
 )
 from tests.marks import prove, rest_prove
+from tests.mutation import Mutation, mutated
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -73,6 +78,26 @@ def test_keys_of_another_rank_are_seen():
     arguments = (Layout(tp=2, sequence_parallel=False), GROUPED, (GREEDY,), (torch.float64,), 3)
     (found,) = [merged(case) for case in zip(*run_ranks(on_layout, 2, *arguments, (OTHER_RANK,)), strict=True)]
     assert found != without_cache(whole_model(GROUPED), PROMPTS, GREEDY)
+
+
+def _page_faults(mutations: tuple[Mutation, ...]) -> int:
+    """Of a pass that reads prompts, after two like it."""
+    spec = replace(GROUPED, n_layers=2, d_model=256, d_ffn=704, max_seq_len=130)
+    prompts = {index: [(index + at) % 31 for at in range(128)] for index in range(8)}
+    with mutated(*mutations):
+        batcher = Batcher(WholeEngine(whole_model(spec, torch.float32), 8, 130), GREEDY, 130)
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            batcher.complete(prompts, 1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc gives memory back, other libraries do not")
+def test_a_pass_keeps_the_memory_of_the_one_before():
+    from tests.training.bugs.generation import GIVEN_BACK
+
+    (kept,), (faulted,) = (run_ranks(_page_faults, 1, mutations) for mutations in ((), (GIVEN_BACK,)))
+    assert kept < 200 < faulted / 5, (kept, faulted)
 
 
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])

@@ -1,11 +1,14 @@
 """A machine whose rates are known, as points that `measure` would have measured on it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardwright.cost.collectives import all_gather, all_reduce, point_to_point
 from shardwright.cost.hardware import Cluster, Link, cluster
 from shardwright.measuring.points import (
     AttentionPoint,
+    CachedPoint,
     CopyPoint,
     KernelPoint,
     Machine,
@@ -41,6 +44,17 @@ def weights_points() -> tuple[MatmulPoint, ...]:
     return tuple(points)
 
 
+CACHED_HEAD_S, CACHED_RATE = 0.3e-6, 4e9
+
+
+def cached_points() -> tuple[CachedPoint, ...]:
+    """Of the attention of decode passes."""
+    shapes = [CachedPoint(32, 8, positions, width, 0.0) for positions, width in ((16, 32), (64, 32), (64, 64))]
+    return tuple(
+        replace(each, seconds=each.sequences * each.heads * CACHED_HEAD_S + each.flops / CACHED_RATE) for each in shapes
+    )
+
+
 def attention_points(rate: float = RATE) -> tuple[AttentionPoint, ...]:
     points = []
     for length in (64, 256, 1024):
@@ -56,8 +70,6 @@ LINK = Link(name="inside", bytes_per_s=2e9, latency_s=100e-6, half_bytes=0.0, st
 
 def linked() -> Cluster:
     """Four ranks of a node with `LINK`."""
-    from dataclasses import replace
-
     return replace(cluster("h100:4/4"), inside=LINK)
 
 

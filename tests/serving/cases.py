@@ -20,7 +20,7 @@ IDEAL = Rates(
 def serving(model: str = "llama-3.1-8b", machine: str = "h100:1/1", rates: Rates | None = None, **more: Any) -> Serving:
     """A model on a machine with the usual engine's constants."""
     there = cluster(machine)
-    usual = fitted()[0].rates("trtllm-1", there.accelerator.name)
+    usual = fitted()[0].rates("trtllm-1", there.accelerator.die)
     return Serving(model=named(model)[1], cluster=there, rates=rates or usual, **more)
 
 

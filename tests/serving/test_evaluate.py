@@ -7,10 +7,11 @@ from statistics import fmean, median
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.serving.engines import engine_of
+from shardwright.serving.engines import ENGINES, UNNAMED, engine_of
 from shardwright.serving.evaluate import MEASUREMENTS, Evaluation, Row, evaluate
 from shardwright.serving.measured import COLUMNS, FULL, LOOP, STATIC, Case, Skipped, read
 from shardwright.serving.models import named
+from shardwright.serving.rates import OTHERS, fitted
 from tests.marks import prove
 
 GOOD = {
@@ -105,7 +106,7 @@ def test_sources_that_the_constants_have_not_seen(published: Evaluation):
 def test_rows_that_are_skipped_say_why(published: Evaluation):
     assert len(published.skipped) == 23
     assert {each.reason.partition(",")[0] for each in published.skipped} == {
-        "the engine is not named",
+        "the engine Megatron has no constants; fastertransformer",
         "the lengths of prompts and answers are not stated",
     }
 
@@ -151,13 +152,30 @@ def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path):
         ({"precision_weights": "int4"}, "precision_weights 'int4' has no price"),
         ({"metric": "itl"}, "metric 'itl' is not predicted"),
         ({"input_len": ""}, "the lengths of prompts and answers are not stated"),
-        ({"source_id": "mine", "source": "mine"}, "the engine is not named"),
+        ({"notes": "static batch; ENGINE: Megatron (not FasterTransformer)"}, "the engine Megatron has no constants"),
     ],
 )
 def test_what_cannot_be_priced_is_skipped(tmp_path: Path, changed: dict[str, str], reason: str):
     found = case(tmp_path, **changed)
     assert isinstance(found, Skipped)
     assert reason in found.reason
+
+
+def test_a_row_that_names_no_engine_has_what_those_of_today_share(tmp_path: Path):
+    found = case(tmp_path, source_id="mine", source="mine")
+    assert isinstance(found, Case)
+    assert found.engine is UNNAMED
+    assert any("no engine is named" in text for text in found.assumed)
+    rates = fitted()[0]
+    assert rates.rates(found.engine.name, "h100") == rates.rates("an engine that nobody has measured", "h100")
+
+
+def test_engines_are_like_one_another_down_to_those_of_today():
+    for each in ENGINES:
+        seen = [each.name]
+        while seen[-1] != OTHERS:
+            seen.append(next(other.like for other in ENGINES if other.name == seen[-1]))
+            assert len(seen) == len(set(seen)), seen
 
 
 def test_how_requests_arrive_is_read_from_what_the_row_says(tmp_path: Path):
@@ -213,6 +231,12 @@ def test_names_of_models_in_tables(text: str, name: str):
         ("mixtral-8x22b", 140.6),
         ("qwen2.5-72b", 72.7),
         ("falcon-180b", 179),
+        ("internlm-20b", 20.1),
+        ("yi-34b", 34.4),
+        ("qwen-72b", 72.3),
+        ("mistral-nemo-12b", 12.25),
+        ("mistral-small-24b", 23.6),
+        ("llama-4-scout", 107.8),
     ],
 )
 def test_sizes_of_served_models_are_the_published_ones(name: str, billions: float):

@@ -19,12 +19,21 @@ from shardwright.serving.host import rates_of
 from shardwright.serving.setting import Degrees, Serving, Settings
 from shardwright.serving.simulate import PassTable, Scheduler, closed_loop, run
 from shardwright.serving.space import layouts
-from tests.measuring.machines import PARTIAL, RAMP, RATE, machine, weights_points
+from tests.measuring.machines import (
+    CACHED_HEAD_S,
+    CACHED_RATE,
+    PARTIAL,
+    RAMP,
+    RATE,
+    cached_points,
+    machine,
+    weights_points,
+)
 
 ONE, TWO = Settings.of([Degrees(1)]), Settings.of([Degrees(2)])
 PASSES = GenerationPoints(
-    layer_s=500e-6, pass_s=600e-6, request_s=30e-6, head_s=1e-6, prompt_s=60e-6, split_layer_s=1300e-6,
-    split_pass_s=2000e-6, matmuls=weights_points(),
+    layer_s=500e-6, pass_s=600e-6, request_s=30e-6, sequence_s=4e-6, prompt_s=60e-6, split_layer_s=1300e-6,
+    split_pass_s=2000e-6, matmuls=weights_points(), cached=cached_points(),
 )  # fmt: skip
 ROW, WEIGHTS = 8e9, 5e9
 
@@ -69,7 +78,11 @@ def test_a_token_takes_the_launches_the_weights_and_the_operations():
     there = served()
     model = there.model
     weights = 4 * (model.n_matmul_parameters) / ROW
-    launches = model.n_layers * (PASSES.layer_s + model.n_heads * PASSES.head_s) + PASSES.pass_s + PASSES.request_s
+    launches = (
+        model.n_layers * (PASSES.layer_s + PASSES.sequence_s + model.n_heads * CACHED_HEAD_S)
+        + PASSES.pass_s
+        + PASSES.request_s
+    )
     operations = decode(there, 1.0) - weights - launches
     # Norms were measured as 20 bytes an element of 16 bits, at 8 GB/s; the others are those of the stack.
     of_layer = model.d_model * 2 * (20 + SHARDWRIGHT.residual_bytes) + model.d_ffn * SHARDWRIGHT.gated_bytes
@@ -86,11 +99,11 @@ def test_many_tokens_read_the_weights_together():
     assert found[16] == pytest.approx(4 * k * n / WEIGHTS + 16 * 2 * k * n / (RATE * share), rel=0.1)
 
 
-def test_the_cache_is_read_at_the_bandwidth_of_memory():
+def test_attention_to_the_cache_has_its_measured_rate():
     there = served()
     model = there.model
-    n_bytes = 8 * 100 * model.n_layers * 2 * model.n_kv_heads * model.head_dim * 4
-    assert decode(there, 8.0, 1100.0) - decode(there, 8.0, 1000.0) == pytest.approx(n_bytes / 8e9, rel=0.3)
+    flops = 8 * 100 * model.n_layers * 4 * model.n_heads * model.head_dim
+    assert decode(there, 8.0, 1100.0) - decode(there, 8.0, 1000.0) == pytest.approx(flops / CACHED_RATE, rel=0.02)
 
 
 def test_each_prompt_is_attended_by_itself():
@@ -180,11 +193,12 @@ def test_experts_of_generate_are_whole():
 
 
 def test_rates_of_few_tokens_are_found_again():
-    from shardwright.measuring.fit import fit_matmuls, fit_weights
+    from shardwright.measuring.fit import fit_cached, fit_matmuls, fit_weights
 
     large = fit_matmuls(machine().ranks[0].matmuls)
     row, weights, error = fit_weights(weights_points(), large)
     assert (row, weights) == pytest.approx((ROW, WEIGHTS), rel=0.1)
     assert error < 0.05
     faster = tuple(replace(each, seconds=1e-9) if each.m > 1 else each for each in weights_points())
+    assert fit_cached(cached_points()) == pytest.approx((CACHED_HEAD_S, CACHED_RATE, 0.0), rel=1e-6, abs=1e-9)
     assert fit_weights(faster, large)[1] > 0  # a machine on which it takes no time to lay out the weights

@@ -219,7 +219,7 @@ def _rates(engine: "Engine", machine: "Cluster") -> "Rates":
 
     if engine is GENERATE and machine.accelerator.rates is not None:
         return rates_of(machine.accelerator.rates)
-    return fitted()[0].rates(engine.name, machine.accelerator.name)
+    return fitted()[0].rates(engine.name, machine.accelerator.die)
 
 
 def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]":

@@ -19,7 +19,7 @@ from shardwright.units import GiB
 if TYPE_CHECKING:
     from shardwright.cost.job import Job
 
-VERSION = 1
+VERSION = 2
 """Of the tables below; a file of another version was written by another version of shardwright."""
 Kernel = Literal[
     "norm_bytes", "rmsnorm_bytes", "residual_bytes", "heads_bytes", "rope_bytes", "gated_bytes", "gelu_bytes",
@@ -46,6 +46,12 @@ class GenerationTable(Table):
     layer_us: NotNegative = Field(description="of a layer in each pass, microseconds")
     pass_us: NotNegative = Field(description="of each pass: embedding, head, and choosing the batch, microseconds")
     request_us: NotNegative = Field(description="of each sequence in each pass, microseconds")
+    sequence_us: NotNegative = Field(
+        description="of each sequence in a layer of a decode pass, beside its heads, microseconds"
+    )
+    cached_share: Positive = Field(
+        description="of the rate of matmuls in fp32, in attention of one token of each sequence to the cache"
+    )
     head_us: NotNegative = Field(description="of each head of each sequence in a layer of a decode pass, microseconds")
     prompt_us: NotNegative = Field(description="of each prompt in each layer of the pass that reads it, microseconds")
     split_layer_us: NotNegative = Field(

@@ -29,6 +29,7 @@ from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
 from shardwright.split.tensor import vocabulary_rows
+from shardwright.training.device import NONE_MAPPED, configure_malloc
 
 
 class Engine(Protocol):
@@ -60,6 +61,8 @@ class WholeEngine:
     def __init__(self, model: Transformer, n_slots: int, n_positions: int) -> None:
         self.model = model.eval()
         self.cache = Cache(n_slots, n_positions)
+        if model.embedding.weight.device.type == "cpu":
+            configure_malloc(NONE_MAPPED)
         _attach(model, self.cache, lambda x: x, lambda x: x)
 
     @torch.inference_mode()
@@ -92,6 +95,8 @@ class LayoutEngine:
     def __init__(self, model: ParallelModel, device: torch.device, n_slots: int, n_positions: int) -> None:
         self.model, self.device, self.layout = model, device, model.layout
         self.cache = Cache(n_slots, n_positions)
+        if device.type == "cpu":
+            configure_malloc(NONE_MAPPED)
         layout, rank = self.layout, dist.get_rank()
         self.n_batches, self.one_prompt, self.in_step = layout.pp, layout.cp > 1, layout.data_ranks > 1
         # Ranks of one replica run the same sequences; one of those with the head chooses their tokens.

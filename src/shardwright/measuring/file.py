@@ -12,7 +12,15 @@ import torch
 import shardwright
 from shardwright.cost.hardware import packaged_accelerators
 from shardwright.cost.measured import VERSION
-from shardwright.measuring.fit import copy_bytes_per_s, fit_attention, fit_link, fit_matmuls, fit_weights, kernel_bytes
+from shardwright.measuring.fit import (
+    copy_bytes_per_s,
+    fit_attention,
+    fit_cached,
+    fit_link,
+    fit_matmuls,
+    fit_weights,
+    kernel_bytes,
+)
 from shardwright.measuring.points import Machine, RankPoints
 from shardwright.measuring.whole_steps import holes, in_step
 from shardwright.units import GiB, MiB
@@ -111,11 +119,14 @@ def rates(points: RankPoints, on_host: bool) -> tuple[dict[str, object], dict[st
     if points.generation is not None:
         passes = points.generation
         row, weights, errors["matmuls of few tokens"] = fit_weights(passes.matmuls, matmuls)
+        head_s, cached, errors["attention to the cache"] = fit_cached(passes.cached)
         figures["generation"] = {
             "layer_us": passes.layer_s * 1e6,
             "pass_us": passes.pass_s * 1e6,
             "request_us": passes.request_s * 1e6,
-            "head_us": passes.head_s * 1e6,
+            "sequence_us": passes.sequence_s * 1e6,
+            "head_us": head_s * 1e6,
+            "cached_share": cached / matmuls.flops_per_s["fp32"],
             "prompt_us": passes.prompt_s * 1e6,
             "split_layer_us": passes.split_layer_s * 1e6,
             "split_pass_us": passes.split_pass_s * 1e6,

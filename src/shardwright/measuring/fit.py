@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shardwright.cost.collectives import SATURATION
 from shardwright.cost.matmuls import TILE_COLUMNS, TILE_ROWS
-from shardwright.measuring.points import AttentionPoint, CopyPoint, KernelPoint, MatmulPoint, MessagePoint
+from shardwright.measuring.points import AttentionPoint, CachedPoint, CopyPoint, KernelPoint, MatmulPoint, MessagePoint
 from shardwright.units import MiB
 
 Floats = NDArray[np.float64]
@@ -76,6 +76,17 @@ def fit_weights(points: Sequence[MatmulPoint], large: MatmulFit) -> tuple[float,
         per_byte = 1e-6 / row
     error = _error(n_bytes[~alone] * per_byte + multiplying[~alone], seconds[~alone])
     return row, 1 / per_byte, error
+
+
+def fit_cached(points: Sequence[CachedPoint]) -> tuple[float, float, float]:
+    """Seconds of a head of a sequence, and FLOP/s with which it then attends to the cache; and the mean of the absolute
+    relative errors."""
+    seconds = np.array([each.seconds for each in points])
+    heads = np.array([float(each.sequences * each.heads) for each in points])
+    columns = np.stack([heads, np.array([each.flops for each in points])], axis=1)
+    head_s, per_flop = not_negative(columns / seconds[:, None], np.ones_like(seconds))
+    per_flop = max(float(per_flop), 1e-15)  # a machine on which it takes no time beside its start
+    return float(head_s), 1 / per_flop, _error(columns @ np.array([head_s, per_flop]), seconds)
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.config import parse
+from shardwright.generation.batch import RaggedBatch, Segment
+from shardwright.generation.cache import Cache, LayerCache
 from shardwright.generation.continuous import Batcher
 from shardwright.generation.engine import LayoutEngine, WholeEngine
 from shardwright.generation.generate import without_training
 from shardwright.generation.sampling import Sampling
 from shardwright.layout import Layout
 from shardwright.measuring.clock import Clock, Kind, worst
-from shardwright.measuring.overheads import FEW, MANY, SMALL_HEADS, small_model
-from shardwright.measuring.points import GenerationPoints, MatmulPoint, MessagePoint
+from shardwright.measuring.fit import fit_cached
+from shardwright.measuring.overheads import FEW, MANY, SMALL_HEADS, SMALL_WIDTH, small_model
+from shardwright.measuring.points import CachedPoint, GenerationPoints, MatmulPoint, MessagePoint
 from shardwright.measuring.steps import run_file
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
@@ -32,6 +35,10 @@ DRAWN = Sampling(temperature=0.8, top_k=40)
 """As `generate` draws when nothing else is said."""
 TOKENS = (1, 8, 16, 32)
 SHAPES = ((256, 256), (256, 768), (768, 256), (512, 512))
+CACHED = ((16, 32), (64, 32), (256, 32), (64, 64))
+"""Cached tokens of each sequence, and widths of a head."""
+HEADS, KV_HEADS, LAYERS = 8, 4, 6
+"""Of the attention to the cache that is measured, whose layers have a cache each."""
 WEIGHT_BYTES = 2**24
 """Of the matrices of one shape: more than the caches nearest to a core hold, as the weights of a model are."""
 RunRanks = Callable[..., list[Any]]
@@ -87,6 +94,27 @@ def small_matmuls(kind: Kind, budget_s: float) -> tuple[MatmulPoint, ...]:
 
 
 @torch.inference_mode()
+def cached_attention(kind: Kind, budget_s: float) -> tuple[CachedPoint, ...]:
+    """One new token of each sequence to what the caches of some layers hold, one layer after another."""
+    clock, found = Clock(torch.device("cpu"), kind, budget_s), []
+    for positions, width in CACHED:
+        layers = [Cache(SEQUENCES, positions + NEW).layer() for _ in range(LAYERS)]
+        segments = [Segment(slot, positions - 1, 1) for slot in range(SEQUENCES)]
+        batch = RaggedBatch(segments, [0] * SEQUENCES)
+        for layer in layers:
+            layer.cache.begin(batch, clock.device)
+            layer.write(*(torch.randn(SEQUENCES, KV_HEADS, width) for _ in range(2)))
+        seconds = clock.seconds(partial(_attended, layers, torch.randn(SEQUENCES, HEADS, width)))
+        found.append(CachedPoint(SEQUENCES, HEADS, positions, width, seconds / LAYERS))
+    return tuple(found)
+
+
+def _attended(layers: Sequence[LayerCache], q_NHC: Tensor) -> None:
+    for layer in layers:
+        layer.attend(q_NHC)
+
+
+@torch.inference_mode()
 def _one_after_another(x: Tensor, weights: Sequence[Tensor]) -> None:
     for weight in weights:
         F.linear(x, weight)
@@ -96,27 +124,38 @@ def generation_points(
     run_ranks: RunRanks, kind: Kind, budget_s: float, threads: int, inside: Sequence[MessagePoint]
 ) -> GenerationPoints:
     """From differences of passes: of more layers, of more sequences, and sharded over two ranks of tp, where messages
-    between ranks were measured. `run_ranks`: as `verification.ranks.run_ranks`."""
+    between ranks were measured. `run_ranks`: as `verification.ranks.run_ranks`.
+
+    Small models run on one thread, as those of `overheads`: what several threads take to start is part of the matmuls
+    and of attention, which run on `threads`.
+    """
     cases = [(layers, sequences) for layers in (FEW, MANY) for sequences in (1, SEQUENCES)]
-    found = _fastest(
-        [run_ranks(small_passes, 1, kind, cases, 1, timeout_s=600, n_threads=threads) for _ in range(ROUNDS)]
-    )
+    found = _fastest([run_ranks(small_passes, 1, kind, cases, 1, timeout_s=600, n_threads=1) for _ in range(ROUNDS)])
     (read_one, one), (read_few, few), (read_one_deep, deep), (read_deep, most) = found
     more, others = MANY - FEW, SEQUENCES - 1
     layer_s = max(deep - one, 0.0) / more
     sequence_layer_s = max(most - deep - (few - one), 0.0) / (others * more)
     (matmuls,) = run_ranks(small_matmuls, 1, kind, budget_s, timeout_s=600, n_threads=threads)
-    split_layer_s, split_pass_s = _split(run_ranks, kind, threads, inside) if inside else (0.0, 0.0)
+    (cached,) = run_ranks(cached_attention, 1, kind, budget_s, timeout_s=600, n_threads=threads)
+    split_layer_s, split_pass_s = _split(run_ranks, kind, inside) if inside else (0.0, 0.0)
     return GenerationPoints(
         layer_s=layer_s,
         pass_s=max(one - FEW * layer_s, 0.0),
         request_s=max((few - one) / others - FEW * sequence_layer_s, 0.0),
-        head_s=sequence_layer_s / SMALL_HEADS,
+        sequence_s=max(sequence_layer_s - _small_heads_s(cached, threads), 0.0),
         prompt_s=max(read_deep - read_one_deep - (read_few - read_one), 0.0) / (others * more),
         split_layer_s=split_layer_s,
         split_pass_s=split_pass_s,
         matmuls=matmuls,
+        cached=cached,
     )
+
+
+def _small_heads_s(points: Sequence[CachedPoint], threads: int) -> float:
+    """What the heads of a sequence take in a layer of a decode pass of the small model, on one thread."""
+    head_s, flops_per_s, _ = fit_cached(points)
+    flops = CachedPoint(1, 1, PROMPT + NEW // 2, SMALL_WIDTH, 0.0).flops
+    return threads * SMALL_HEADS * (head_s + flops / flops_per_s)
 
 
 def _fastest(runs: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> list[tuple[float, float]]:
@@ -134,11 +173,11 @@ def _fastest(runs: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> list[tu
     ]
 
 
-def _split(run_ranks: RunRanks, kind: Kind, threads: int, inside: Sequence[MessagePoint]) -> tuple[float, float]:
+def _split(run_ranks: RunRanks, kind: Kind, inside: Sequence[MessagePoint]) -> tuple[float, float]:
     """Of a layer and of a pass on two ranks of tp, without two all-reduces a layer, one of the embedding and the
     all-gather of the logits."""
     cases = [(FEW, 1), (MANY, 1)]
-    runs = [run_ranks(small_passes, 2, kind, cases, 2, timeout_s=600, n_threads=threads) for _ in range(ROUNDS)]
+    runs = [run_ranks(small_passes, 2, kind, cases, 2, timeout_s=600, n_threads=1) for _ in range(ROUNDS)]
     (_, few), (_, deep) = _fastest(runs)
     # Messages of a ring of n ranks take n - 1 times as long as those of two.
     reduce_s, gather_s = (

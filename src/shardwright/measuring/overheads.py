@@ -22,7 +22,8 @@ FEW, MANY = 2, 8
 """Layers of two models; micro-batches of two steps."""
 STEPS, ROUNDS = 8, 3
 """Steps of a run, and runs, of which the fastest counts: what other programs take only adds."""
-SMALL_HEADS = 2
+SMALL_HEADS, SMALL_WIDTH = 2, 16
+"""Heads of the small models, and their width."""
 RunRanks = Callable[..., list[Any]]
 
 
@@ -62,8 +63,8 @@ def overheads(run_ranks: RunRanks, clock: Kind, device: str, message_s: float | 
 
 def small_model(layers: int) -> dict[str, Any]:
     """A model that computes next to nothing, as a section of a run file."""
-    heads = {"n_heads": SMALL_HEADS, "n_kv_heads": SMALL_HEADS, "head_dim": 32 // SMALL_HEADS}
-    sizes = {"n_layers": layers, "d_model": 32, "d_ffn": 64, **heads}
+    heads = {"n_heads": SMALL_HEADS, "n_kv_heads": SMALL_HEADS, "head_dim": SMALL_WIDTH}
+    sizes = {"n_layers": layers, "d_model": SMALL_HEADS * SMALL_WIDTH, "d_ffn": 64, **heads}
     return {"preset": "debug", **sizes, "vocab_size": 64, "max_seq_len": 64}
 
 

@@ -80,20 +80,37 @@ class Overheads:
 
 
 @dataclass(frozen=True)
+class CachedPoint:
+    """Attention of one new token of each of `sequences` to `positions` cached tokens, with `heads` heads of `width`."""
+
+    sequences: int
+    heads: int
+    positions: int
+    width: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Scores and weighted sums."""
+        return 4.0 * self.sequences * self.heads * self.positions * self.width
+
+
+@dataclass(frozen=True)
 class GenerationPoints:
     """Seconds of passes of `shardwright generate` beside their work: of a layer; of a pass; of each sequence in a pass,
-    and of each of its heads in a layer of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: of
-    two ranks of tp, without the collectives. `matmuls`: of few tokens, each with weights that no matmul before it has
-    read."""
+    and in a layer of a decode pass; of each prompt in a layer. `split_layer_s`, `split_pass_s`: of two ranks of tp,
+    without the collectives. `matmuls`: of few tokens, each with weights that no matmul before it has read. `cached`:
+    attention of decode passes."""
 
     layer_s: float
     pass_s: float
     request_s: float
-    head_s: float
+    sequence_s: float
     prompt_s: float
     split_layer_s: float
     split_pass_s: float
     matmuls: tuple[MatmulPoint, ...]
+    cached: tuple[CachedPoint, ...]
 
 
 @dataclass(frozen=True)

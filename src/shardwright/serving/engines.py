@@ -3,11 +3,14 @@
 import re
 from dataclasses import dataclass
 
+from shardwright.serving.rates import OTHERS
+
 
 @dataclass(frozen=True)
 class Engine:
     """`name`: of the generation, with constants in rates.toml. `words`: a pattern for its name in sources. `since`: the
-    first version of the generation.
+    first version of the generation. `like`: the engine that it has the constants of where few rows say otherwise: the
+    next one in time, whose kernels and scheduler are nearest; "others" for those of today.
 
     `max_batch`: requests in a pass that its tables at maximum load are run with; `max_tokens`: tokens of a pass;
     `mixed`: whether prompts are read in the same pass as others decode, cut into chunks where they are longer than
@@ -21,19 +24,22 @@ class Engine:
     max_tokens: int = 8192
     mixed: bool = True
     kv_fp8: bool = False
+    like: str = OTHERS
 
 
 ENGINES = (
-    Engine("fastertransformer", r"fastertransformer|\bft-gpt|\bft\b", mixed=False),
-    Engine("trtllm-0.5", r"trt-?llm|tensorrt-?llm", (0, 0), 256, mixed=False, kv_fp8=True),
-    Engine("trtllm-0.8", r"trt-?llm|tensorrt-?llm", (0, 7), 1024, mixed=False, kv_fp8=True),
+    Engine("fastertransformer", r"fastertransformer|\bft-gpt|\bft\b", mixed=False, like="trtllm-0.5"),
+    Engine("trtllm-0.5", r"trt-?llm|tensorrt-?llm", (0, 0), 256, mixed=False, kv_fp8=True, like="trtllm-0.8"),
+    Engine("trtllm-0.8", r"trt-?llm|tensorrt-?llm", (0, 7), 1024, mixed=False, kv_fp8=True, like="trtllm-0.17"),
     Engine("trtllm-0.17", r"trt-?llm|tensorrt-?llm", (0, 10), 2048, kv_fp8=True),
     Engine("trtllm-1", r"trt-?llm|tensorrt-?llm", (1, 0), 2048, kv_fp8=True),
     Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True),
     Engine("sglang", r"sglang", (0, 0), 1024),
-    Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False),
+    Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False, like="trtllm-0.5"),
 )
 """By engine, generations from old to new."""
+UNNAMED = Engine(OTHERS, r"(?!)", max_batch=1024, kv_fp8=True)
+"""Of a table that names no engine: what those of today have in common."""
 GENERATE = Engine("generate", r"\bshardwright\b", max_batch=256, mixed=False)
 """`shardwright generate`, whose constants are those that `shardwright measure` has measured (`serving.host`), and which
 no published table names."""

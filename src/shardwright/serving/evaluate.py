@@ -127,7 +127,7 @@ def predict(case: Case, constants: Fitted) -> float:
     """What a row measures, predicted. Raises InputError if the weights or one request do not fit."""
     if case.regime == LOOP:
         return of_loop(case, constants)
-    serving = serving_of(case, constants.rates(case.engine.name, case.cluster.accelerator.name))
+    serving = serving_of(case, constants.rates(case.engine.name, case.cluster.accelerator.die))
     settings = Settings.of([case.degrees])
     if case.regime == FULL:
         requests = full_batch(case, serving, settings)
@@ -229,7 +229,7 @@ def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
 @lru_cache(maxsize=512)
 def _table(constants: _Constants, key: tuple[Any, ...], held: _Held) -> tuple[PassTable, float]:
     case = held.case
-    serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.name))
+    serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
     held_bytes = memory(serving, Settings.of([case.degrees]), case.engine.max_tokens)
     tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens

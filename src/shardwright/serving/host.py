@@ -33,10 +33,11 @@ TYPICAL = 256.0
 def rates_of(measured: RatesTable) -> Rates:
     """The constants of `generate` on a measured machine: its rates are in the figures of the accelerator, and what a
     pass takes beside its work is computed here. No server stands between a request and the batch."""
+    cached_share = measured.generation.cached_share if measured.generation is not None else 1.0
     return Rates(
-        matmul_share=1.0, memory_share=1.0, cache_share=1.0, flash_share=measured.attention_share, cached_share=1.0,
-        expert_share=1.0, layer_s=0.0, pass_s=0.0, prefill_s=0.0, launch_s=0.0, expert_launch_s=0.0, arrive_s=0.0,
-        request_s=0.0, reduce_s=0.0, exchange_s=0.0, link_share=1.0,
+        matmul_share=1.0, memory_share=1.0, cache_share=1.0, flash_share=measured.attention_share,
+        cached_share=cached_share, expert_share=1.0, layer_s=0.0, pass_s=0.0, prefill_s=0.0, launch_s=0.0,
+        expert_launch_s=0.0, arrive_s=0.0, request_s=0.0, reduce_s=0.0, exchange_s=0.0, link_share=1.0,
     )  # fmt: skip
 
 
@@ -75,12 +76,12 @@ def layer_s(serving: "Serving", settings: "Settings", batch: "Batch") -> Floats:
     """What a layer takes beside its work: its operations are started one by one, attention once for each prompt."""
     _, passes = measured_of(serving)
     return ledger.compute(
-        "waiting between kernels", "(layer_s + head_s * heads / tp * requests + prompt_s * prompts) / core_share", "s",
-        SOURCE,
+        "waiting between kernels",
+        "(layer_s + (sequence_s + head_s * heads / tp) * requests + prompt_s * prompts) / core_share", "s", SOURCE,
         layer_s=np.where(settings.tp > 1, passes.split_layer_us, passes.layer_us) * 1e-6,
-        head_s=passes.head_us * 1e-6, heads=serving.model.n_heads, tp=settings.tp, requests=batch.requests,
-        prompt_s=passes.prompt_us * 1e-6,
-        prompts=batch.prompts, core_share=serving.cluster.accelerator.core_share,
+        sequence_s=passes.sequence_us * 1e-6, head_s=passes.head_us * 1e-6, heads=serving.model.n_heads,
+        tp=settings.tp, requests=batch.requests, prompt_s=passes.prompt_us * 1e-6, prompts=batch.prompts,
+        core_share=serving.cluster.accelerator.core_share,
     )  # fmt: skip
 
 

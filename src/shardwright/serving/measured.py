@@ -13,7 +13,7 @@ from shardwright.cost.hardware import Cluster, accelerator, cluster
 from shardwright.errors import InputError, nearest
 from shardwright.files import read_csv, reason
 from shardwright.model.spec import ModelSpec
-from shardwright.serving.engines import ENGINES, Engine, engine_of
+from shardwright.serving.engines import ENGINES, UNNAMED, Engine, engine_of
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
 
@@ -22,6 +22,7 @@ METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_s", "tpot_s", "e2e
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 STATIC, LOOP, FULL = "static batch", "closed loop", "maximum load"
 _LONGEST = 60
+_KNOWN = ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES))
 
 
 @dataclass(frozen=True)
@@ -153,18 +154,13 @@ def _priced(line: Line) -> Case:
         raise InputError(f"metric {line.metric!r} is not predicted; {nearest(line.metric, METRICS)}")
     model_name, model = named(line.model)
     chip = accelerator(line.accelerator)
-    explicit = re.search(r"ENGINE: (\w+)", line.notes)
-    said = explicit[1] if explicit else f"{line.source_id} {line.notes} {line.source}"
-    engine = engine_of(line.notes.partition(";")[0]) if not explicit and line.notes else None
-    engine = engine or engine_of(said)
-    if engine is None:
-        raise InputError(
-            "the engine is not named, or is none of "
-            + ", ".join(dict.fromkeys(each.name.partition("-")[0] for each in ENGINES))
-        )
+    engine = _engine(line)
     if not line.input_len or not line.output_len:
         raise InputError("the lengths of prompts and answers are not stated")
     assumed: list[str] = []
+    if engine is None:
+        engine = UNNAMED
+        assumed.append(f"no engine is named: one of today, of which {_KNOWN} are the known ones")
     degrees = _degrees(line, model, assumed)
     precision = line.precision_weights or line.precision_compute
     if not precision:
@@ -179,6 +175,17 @@ def _priced(line: Line) -> Case:
         requests=int(line.batch_or_concurrency or 0), regime=_regime(line, engine),
         shortest=0.8 if "0.8 to 1.0" in line.notes else 1.0, measured=float(line.value), assumed=tuple(assumed),
     )  # fmt: skip
+
+
+def _engine(line: Line) -> Engine | None:
+    """The engine that a row names, None if it names none. `ENGINE: X` in the notes stands above all other words."""
+    explicit = re.search(r"ENGINE: (\w+)", line.notes)
+    if explicit:
+        found = engine_of(explicit[1])
+        if found is None:
+            raise InputError(f"the engine {explicit[1]} has no constants; {_KNOWN} have")
+        return found
+    return engine_of(line.notes.partition(";")[0]) or engine_of(f"{line.source_id} {line.notes} {line.source}")
 
 
 def _degrees(line: Line, model: ModelSpec, assumed: list[str]) -> Degrees:

@@ -1,7 +1,8 @@
-"""The constants of serving that no data sheet has: by engine and its generation, and by accelerator.
+"""The constants of serving that no data sheet has: by engine and its generation, and by the die of an
+accelerator.
 
 `benchmarks/fit_serving.py` fits them to published measurements and writes rates.toml. An engine without numbers of its
-own, or an accelerator without, has those called "others".
+own, or a die without, has those called "others".
 """
 
 import tomllib
@@ -53,15 +54,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Fitted:
-    """`engines`: `Rates` by engine; `accelerators`: factors on some of them by accelerator."""
+    """`engines`: `Rates` by engine; `accelerators`: factors on some of them by the die of an accelerator."""
 
     engines: Mapping[str, Mapping[str, float]] = field(hash=False)
     accelerators: Mapping[str, Mapping[str, float]] = field(hash=False)
 
-    def rates(self, engine: str, accelerator: str) -> Rates:
-        """The constants of an engine on an accelerator."""
+    def rates(self, engine: str, die: str) -> Rates:
+        """The constants of an engine on accelerators with that die."""
         values = dict(self.engines.get(engine, self.engines[OTHERS]))
-        for name, factor in self.accelerators.get(accelerator, self.accelerators[OTHERS]).items():
+        for name, factor in self.accelerators.get(die, self.accelerators[OTHERS]).items():
             values[name] *= factor
         return Rates(**values)
 

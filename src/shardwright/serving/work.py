@@ -24,6 +24,9 @@ SMOOTH = 4.0
 slower than alone. Infinite would be the larger of the two, 1 their sum."""
 LEAST_TILE_ROWS = 64
 """Rows that a matmul of fewer tokens computes."""
+SPLIT_K = 512.0
+"""Input features of a part where a matmul with fewer tiles than multiprocessors is split along its input features
+(split-K, stream-K: Osama et al., arXiv 2301.03598), as those of few tokens are."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def _shape(serving: Serving, settings: Settings, group: Group) -> tuple[Floats, 
 
 _MATMUL = (
     f"q = max(M, {LEAST_TILE_ROWS}) / {TILE_ROWS} * max(N / {TILE_COLUMNS}, 0.25) * batch / multiprocessors; "
+    f"q = max(q, min(1, q * K / {SPLIT_K:g})); "
     f"q = q / (q + {PARTIAL_WAVE}) * (K / (K + {RAMP_K:g})); "
     "computing = 2 * M * K * N * batch / (rate * q); "
     "reading = (e * K * N + e_input * M * (K + N)) * batch / bandwidth; "

@@ -19,6 +19,8 @@ OTHER_RANK = Mutation(
     ".chunk(2, 1)[1 - torch.distributed.get_rank()]",
 )
 
+GIVEN_BACK = Mutation("shardwright.generation.engine:WholeEngine.__init__", "configure_malloc(NONE_MAPPED)", "None")
+
 
 def _of_cache(function: str, before: str, after: str, spec: object = GROUPED, sampling: Sampling = GREEDY) -> UnitBug:
     return UnitBug(Mutation(function, before, after), _NO_TOKEN, given=(spec, sampling))
@@ -34,6 +36,13 @@ SCALE = {
     "every proposal of the draft model is accepted": UnitBug(
         Mutation(f"{SPECULATIVE}.check", "u_4[ACCEPTED] * q_V[token] >= p_V[token]", "False"), _DISTRIBUTION
     ),
+}
+SERVING = {
+    "a pass of generate faults in the memory that the one before gave back": UnitBug(
+        GIVEN_BACK,
+        "tests/generation/test_engine.py:test_a_pass_keeps_the_memory_of_the_one_before",
+        put_in_there=True,
+    )
 }
 SHARD = {"the cache has the kv heads of another rank of tp": UnitBug(OTHER_RANK, _ON_RANKS, put_in_there=True)}
 ORDER = {

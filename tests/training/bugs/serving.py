@@ -30,6 +30,14 @@ SERVING: dict[str, AnyBug] = {
         Mutation("shardwright.serving.work:host.matmul_s", "_MATMUL", "_MATMUL.replace('min(', 'max(')"),
         f"{_HOST}:test_many_tokens_read_the_weights_together",
     ),
+    "a sequence on a processor takes its own time once for each head": UnitBug(
+        Mutation(
+            "shardwright.serving.work:host.layer_s",
+            "'(layer_s + (sequence_s + head_s * heads / tp) * requests",
+            "'(layer_s + (sequence_s + head_s) * heads / tp * requests",
+        ),
+        f"{_HOST}:test_a_token_takes_the_launches_the_weights_and_the_operations",
+    ),
     "ranks beyond the cores of a processor do not share them": UnitBug(
         Mutation(
             "shardwright.serving.work:host.layer_s",
