@@ -372,7 +372,7 @@ def test_a_model_is_read_from_a_config_of_transformers(tmp_path: Path):
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(sizes | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    written = tmp_path / "planned.toml"
+    written = tmp_path / "run.toml"
     options = ("--global-batch", 8, "--seq-len", 4096, "--explain", "dp_shard=8", "--write", written)
     told = plan("--model", path, "--cluster", "h100:8", *options)
     assert told.exit_code == 0, told.output

@@ -159,7 +159,6 @@ def ask(options: Options) -> Asked:
         what = "precision.compute=" if config is not None and config.precision.planned == precision else "--precision "
         wrong.append(f"{what}{precision}: not one that is planned for; {nearest(precision, PRECISIONS)}")
 
-    from shardwright.config.sections import spec_of_folder
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
@@ -185,8 +184,11 @@ def ask(options: Options) -> Asked:
         elif model is not None:
             folder = Path(model).parent if model.endswith("config.json") else Path(model)
             if folder.is_dir():
-                model = str(folder)
-            spec = spec_of_folder(folder) if folder.is_dir() else resolve(model)
+                from shardwright.config.sections import spec_of_folder
+
+                model, spec = str(folder), spec_of_folder(folder)
+            else:
+                spec = resolve(model)
     except ConfigError as error:
         wrong += error.problems
     try:

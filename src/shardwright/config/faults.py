@@ -22,8 +22,8 @@ class FaultsSection(Section):
     spike: OnSpike = Field(
         "off",
         description="before weights change, loss and gradient norm of a step have to be finite and, once 64 steps are "
-        "known, not above mean + spike_sigma x standard deviation of the last 128; if they are: skip the update, go "
-        "back (rollback) to the last checkpoint and leave out the samples of the step, or stop; off: no check",
+        "known, not above mean + spike_sigma x standard deviation of the last 128; if they are not: skip the update, "
+        "go back (rollback) to the last checkpoint and leave out the samples of the step, or stop; off: no check",
     )
     spike_sigma: Annotated[float, Field(gt=0)] = Field(
         6.0, description="standard deviations above the mean from which on a loss or gradient norm is a spike"
@@ -31,8 +31,8 @@ class FaultsSection(Section):
     recheck: bool = Field(
         False,
         description="whether a step with a loss or gradient norm that is not finite is run again in place, with the "
-        "same samples, weights and random numbers, before `spike` decides: another result tells of a faulty device, "
-        "and the step is taken if it is finite; the same one of the data or the model",
+        "same samples, weights and random numbers, before `spike` decides: if the second result differs, a device is "
+        "faulty, and the step is taken if that result is finite; if it is the same, the data or the model is the cause",
     )
     hang_after: Annotated[float, Field(ge=0)] = Field(
         60.0,
@@ -42,9 +42,10 @@ class FaultsSection(Section):
     )
     min_ranks: Positive | None = Field(
         None,
-        description="fewest ranks to go on with where some are lost: dp_replicate and dp_shard fall, other degrees, "
-        "the global batch and the order of samples stay; with --max-restarts a rank is lost where two faults in a row "
-        "were those of the same place (GPU), under torchrun where it starts fewer ranks; if not given, all are needed",
+        description="fewest ranks with which a run goes on after ranks are lost: dp_replicate and dp_shard are "
+        "reduced, other degrees, the global batch and the order of samples stay; with --max-restarts a rank counts as "
+        "lost after two faults in a row on the same GPU, under torchrun when it starts fewer ranks; if not given, all "
+        "are needed",
     )
     grow_after: Annotated[float, Field(ge=0)] = Field(
         3600.0,

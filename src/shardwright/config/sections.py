@@ -171,6 +171,9 @@ def spec_of_folder(path: Path) -> ModelSpec:
         if (path / name).is_file():
             try:
                 table = parse_toml(read_text(path / name))
+                source = table.get("model", {}).get("from")
+                if isinstance(source, str) and Path(source).resolve() == path.resolve():
+                    continue  # a run file beside the config.json of the model that it trains
                 if problems := extensions.load_named(table, path):
                     raise ConfigError(*problems)
                 return ModelSection.model_validate(table.get("model", {})).spec()
@@ -178,6 +181,10 @@ def spec_of_folder(path: Path) -> ModelSpec:
                 if isinstance(error, ConfigError):
                     raise
                 raise ConfigError(f"{path / name} is damaged, or of another version: {error}") from None
+            except RecursionError:
+                raise ConfigError(
+                    f"{path / name}: model.from leads back to this file; name a folder with a model"
+                ) from None
     if is_folder_of_transformers(path):
         return read_folder(path).spec
     what = "holds no model" if path.is_dir() else "is no folder"
@@ -312,7 +319,7 @@ class CheckpointSection(Section):
         "event; the last checkpoint of a run always has to be written",
     )
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
-        2, description="times that a rank tries again to write or copy its shards, after 1 s, 2 s, 4 s, ..."
+        2, description="times that a rank tries again to write or copy its shards, after 1 s, 2 s, 4 s and so on"
     )
     local: Annotated[str, Field(min_length=1)] | None = Field(
         None,

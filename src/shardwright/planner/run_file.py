@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from shardwright import extensions
@@ -56,7 +57,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         f"# Written by `{command}`.",
         f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer options are defaults.",
         "",
-        _line("out", f"runs/{name}", remarks["out"]),
+        _line("out", f"runs/{Path(name).resolve().name}", remarks["out"]),
         _line("steps", steps, remarks["steps"]),
     ]
     if loaded := extensions.loaded():
