@@ -168,8 +168,8 @@ BUGS = {
         ("dense", Layout(tp=2)),
         Mutation(
             "shardwright.cost.layer:head_over_tp",
-            "over.input(tokens * job.model.d_model * job.element_bytes, 'input')",
-            "over.input(tokens * job.model.d_model * job.element_bytes, 'input', again=False)",
+            "over.input(tokens * job.model.d_model * job.element_bytes, 'input', narrow=False)",
+            "over.input(tokens * job.model.d_model * job.element_bytes, 'input', again=False, narrow=False)",
         ),
     ),
     "the loss sums nothing over tp": (

@@ -28,6 +28,7 @@ def config(out: object = "o", **changes: Any) -> RunConfig:
         "data": {"path": "d"},
         "batch": {"seq_len": 128, "global_batch": 64, "micro_batch": 16},
         "layout": {"recompute": "auto", "dp_shard": 2},
+        "model": {"n_layers": 8},
     }
     return parse(table | changes)
 

@@ -33,8 +33,8 @@ SERVING: dict[str, AnyBug] = {
     "a sequence on a processor takes its own time once for each head": UnitBug(
         Mutation(
             "shardwright.serving.work:host.layer_s",
-            "'(layer_s + (sequence_s + head_s * heads / tp) * requests",
-            "'(layer_s + (sequence_s + head_s) * heads / tp * requests",
+            "'(layer_s + (sequence_s + head_s * heads / tp) * requests + prompt_s * prompts) / core_share'",
+            "'(layer_s + (sequence_s + head_s) * heads / tp * requests + prompt_s * prompts) / core_share'",
         ),
         f"{_HOST}:test_a_token_takes_the_launches_the_weights_and_the_operations",
     ),
