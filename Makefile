@@ -10,7 +10,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
 	@echo "make test         install with the test tools and run the tests; 6 minutes on 2 cores"
-	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 45 minutes"
+	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 40 minutes"
 	@echo "make commands     every command of README and docs, run as typed; about 15 minutes"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
@@ -39,7 +39,7 @@ test: .venv/.dev
 	$(PYTEST) -m "not prove and not commands"
 
 prove: .venv/.dev
-	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 45 minutes on 2 cores"
+	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 40 minutes on 2 cores"
 	$(PYTEST) -m prove
 
 commands: .venv/.dev

@@ -1,5 +1,5 @@
-"""Proves of random layouts what has to hold for all of them: longer sequences need no less memory, and faster chips no
-more time. Stages are fixed, since the split of the layers depends on the length."""
+"""Proves of random layouts what has to hold for all of them: longer sequences need no less memory. Stages are fixed,
+since the split of the layers depends on the length."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from shardwright.cost import memory
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
-from shardwright.cost.step import step_time
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
@@ -38,7 +37,7 @@ LAYOUTS = st.fixed_dictionaries(
     }
 )
 MODELS = st.sampled_from(["llama-3.1-8b", "gpt-7.5b", "mixtral-8x7b", "qwen3-30b-a3b"])
-MANY = settings(max_examples=1000, deadline=None)
+MANY = settings(max_examples=500, deadline=None)
 
 
 def drawn(model: str, keys: dict[str, Any]) -> Candidates:
@@ -73,21 +72,3 @@ def test_memory_does_not_fall_as_sequences_grow(model: str, keys: dict[str, Any]
     candidates = drawn(model, keys)
     short, long = (memory.of(job_of(model, candidates, each * seq_len), candidates).rank_bytes for each in (1, 2))
     assert (long >= short).all()
-
-
-@pytest.mark.prove
-@MANY
-@given(MODELS, LAYOUTS, st.sampled_from(["compute", "memory", "inside", "across"]))
-def test_a_faster_machine_is_not_slower(model: str, keys: dict[str, Any], what: str):
-    candidates = drawn(model, keys)
-    job = job_of(model, candidates, SHORTEST)
-    slow, chip = job.cluster, job.cluster.accelerator
-    faster = {
-        "compute": {"accelerator": replace(chip, flops_per_s={name: 2 * f for name, f in chip.flops_per_s.items()})},
-        "memory": {"accelerator": replace(chip, memory_bytes_per_s=2 * chip.memory_bytes_per_s)},
-        "inside": {"inside": replace(slow.inside, bytes_per_s=2 * slow.inside.bytes_per_s)},
-        "across": {"across": replace(slow.across, bytes_per_s=2 * slow.across.bytes_per_s)},
-    }[what]
-    before = step_time(job, candidates).total_s
-    after = step_time(replace(job, cluster=replace(slow, **faster)), candidates).total_s
-    assert (after <= before * (1 + 1e-9)).all()

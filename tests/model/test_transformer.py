@@ -284,13 +284,13 @@ def test_bf16_parameters_give_the_logits_to_bf16_rounding(spec: ModelSpec) -> No
 def test_every_block_compiles_once_without_graph_breaks() -> None:
     torch._dynamo.reset()
     spec = replace(LLAMA, n_layers=10, dropout=0.1)  # more layers than the compiler allows recompilations
-    model, tokens_BT = random_model(spec, torch.float32), random_tokens(spec)
+    model, tokens_BT = random_model(spec, torch.float64), random_tokens(spec)
     keys_B = random.sample_keys(0, 0, torch.arange(2))
     expected_BTV = model(tokens_BT, None, keys_B)
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.layers.values():
         block.compile(fullgraph=True, backend=counter)
-    assert torch.allclose(model(tokens_BT, None, keys_B), expected_BTV, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(model(tokens_BT, None, keys_B), expected_BTV, rtol=1e-10, atol=1e-10)
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
