@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cost.hardware import _packaged as packaged
 from shardwright.cost.hardware import accelerator, cluster
+from shardwright.cost.hardware_file import packaged
 from shardwright.errors import InputError
 from shardwright.units import GiB
 

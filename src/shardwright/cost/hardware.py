@@ -11,21 +11,23 @@ FLOPs and seconds. A figure belongs to an accelerator or to a network, never to 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
-
-from shardwright.cost.measured import VERSION, MeasuredTable, RatesTable, of_ranks
-from shardwright.cost.table import ByPrecision, CollectiveName, Count, NotNegative, Peak, Positive, Share, Table
+from shardwright.cost.hardware_file import (
+    AcceleratorTable,
+    ClusterTable,
+    InsideTable,
+    NetworkTable,
+    find,
+    known_tables,
+    packaged,
+)
+from shardwright.cost.measured import RatesTable, of_ranks
 from shardwright.errors import InputError, nearest
-from shardwright.files import parse_toml, read_text
 from shardwright.units import GiB, MiB
 
-PACKAGED = Path(__file__).with_name("hardware.toml")
 LARGEST = 1_000_000
 """Maximum accelerators of a cluster; ten times the largest one in existence."""
 FORM = "NAME:COUNT, then if needed /NODE_SIZE and @GBIT_PER_S_PER_NODE, such as h100:64, h100:64/4 or h100:64@1600Gb"
@@ -63,9 +65,10 @@ class Accelerator:
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
     processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die;
-    `lasting`: how much more of its rate lasts in training. `sources`: the source of each figure, by its key in the
-    file. `rates`: those measured on this machine (`cost.measured`), with a share `core_share` of the cores; `on_host`:
-    it is the processor that also runs Python, and sends messages itself.
+    `lasting`: the fraction of its best matmul rate that is kept up in training, relative to that of that accelerator.
+    `sources`: the source of each figure, by its key in the file. `rates`: those measured on this machine
+    (`cost.measured`), with a share `core_share` of the cores; `on_host`: it is the processor that also runs Python, and
+    sends messages itself.
     """
 
     name: str
@@ -114,94 +117,9 @@ class Cluster:
 
     def on(self, network: str, extra: str | Path | None = None) -> "Cluster":
         """The same nodes and line rate on another kind of network. Raises InputError for one that is in no file."""
-        if network not in (known := _known(extra).networks):
+        if network not in (known := known_tables(extra).networks):
             raise InputError(f"network {network!r} is not known; {nearest(network, known)}")
         return replace(self, across=_across(network, known[network], self.node_bytes_per_s / self.node_size * 8 / 1e9))
-
-
-class InsideTable(Table):
-    """Links between the accelerators of a node."""
-
-    bus_gb_per_s: Positive = Field(description="bus bandwidth of a ring all-reduce of a large buffer, GB/s")
-    switch_gb_per_s: Positive | None = Field(None, description="buffer GB/s of an all-reduce in the switches")
-    peer_gb_per_s: Positive | None = Field(None, description="GB/s of a pair, where each pair has its own wire")
-    start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
-    latency_us: Positive = Field(description="of one message, microseconds")
-    half_mib: NotNegative = Field(description="MiB sent at which half the bandwidth is reached")
-    relative: dict[CollectiveName, Positive] | None = Field(
-        None, description="measured time of a kind of collective relative to these figures"
-    )
-
-
-class NetworkTable(Table):
-    """A kind of network between nodes."""
-
-    share: Share = Field(description="of the line rate that a large collective reaches")
-    start_us: NotNegative = Field(description="of any collective before its first message, microseconds")
-    latency_us: Positive = Field(description="of one message, microseconds")
-    half_mib: NotNegative = Field(description="MiB sent by an accelerator at which half the bandwidth is reached")
-    sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
-
-
-class AcceleratorTable(Table):
-    """An accelerator and the usual node with it."""
-
-    aliases: list[str] = Field(default_factory=list, description="other names people type")
-    memory_gib: Positive = Field(description="GiB that a program can have")
-    memory_gb_per_s: Positive = Field(description="bandwidth of its memory, GB/s")
-    memory_share: Share = Field(description="of that bandwidth, reached by a large copy")
-    multiprocessors: Count = Field(description="processors over which a kernel's blocks are distributed")
-    die: str | None = Field(None, description="the accelerator with the same die, on which rates in training depend")
-    tflops: ByPrecision = Field(description="peak of matmuls by precision, dense, 1e12 FLOP/s")
-    matmul_share: dict[Peak, Share] = Field(
-        description="of the peak, by precision, the most that a large matmul reaches"
-    )
-    lasting: Positive | None = Field(
-        None, description="how much more of it lasts in training than with that of its die"
-    )
-    node_size: Count = Field(description="accelerators of a node")
-    network: str = Field(description="kind of network between nodes, a name of [networks]")
-    gbit_per_s: Positive = Field(description="line rate of it for each accelerator, Gbit/s")
-    part_of_node: bool | None = Field(
-        None, description="whether a cluster may use a part of its nodes, such as of a rack; equally many of each"
-    )
-    host_gb_per_s: Positive | None = Field(
-        None, description="link to the memory of the host, each direction, GB/s; none if it is the same memory"
-    )
-    disk_gb_per_s: Positive | None = Field(
-        None, description="its equal part of the disks of a node, read or written, GB/s; without it none is priced"
-    )
-    host_memory_gb_per_s: Positive | None = Field(
-        None, description="its part of the memory bandwidth of an update on the host, GB/s; without it none is priced"
-    )
-    inside: InsideTable = Field(description="links in a node")
-    cores: Count | None = Field(
-        None, description="cores of a node, if its ranks are processes that share them: a CPU as an accelerator"
-    )
-    rates: dict[str, RatesTable] | None = Field(
-        None, description="what shardwright measure has measured, by the ranks of a node"
-    )
-    sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
-
-
-class ClusterTable(Table):
-    """A kind of cluster whose nodes differ from the usual ones of an accelerator."""
-
-    aliases: list[str] = Field(default_factory=list, description="other names people type")
-    accelerator: str = Field(description="a name of [accelerators]")
-    node_size: Count = Field(description="accelerators of a node")
-    network: str = Field(description="kind of network between nodes, a name of [networks]")
-    gbit_per_s_per_node: Positive = Field(description="line rate of a node's network, Gbit/s")
-    sources: dict[str, str] = Field(default_factory=dict, description="where each figure stands")
-
-
-class HardwareFile(Table):
-    """A whole file."""
-
-    networks: dict[str, NetworkTable] = Field(default_factory=dict, description="kinds of network between nodes")
-    accelerators: dict[str, AcceleratorTable] = Field(default_factory=dict, description="accelerators by name")
-    clusters: dict[str, ClusterTable] = Field(default_factory=dict, description="kinds of cluster by name")
-    measured: MeasuredTable | None = Field(None, description="how a file of shardwright measure was made")
 
 
 def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
@@ -209,18 +127,18 @@ def accelerator(name: str, extra: str | Path | None = None) -> Accelerator:
 
     Raises InputError for a name that is in no file.
     """
-    known = _known(extra)
-    return _accelerator(*_find("accelerator", name, known.accelerators))
+    known = known_tables(extra)
+    return _accelerator(*find("accelerator", name, known.accelerators))
 
 
 def node_size(name: str, extra: str | Path | None = None) -> int:
     """Accelerators of the usual node of an accelerator. Raises InputError for a name that is in no file."""
-    return _find("accelerator", name, _known(extra).accelerators)[1].node_size
+    return find("accelerator", name, known_tables(extra).accelerators)[1].node_size
 
 
 def packaged_accelerators() -> list[Accelerator]:
     """Every accelerator that comes with the package."""
-    return [_accelerator(name, table) for name, table in _packaged().accelerators.items()]
+    return [_accelerator(name, table) for name, table in packaged().accelerators.items()]
 
 
 def cluster(text: str, extra: str | Path | None = None) -> Cluster:
@@ -230,13 +148,13 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     Raises InputError for another form, an unknown name, a count smaller than a node, or one that does not fill its
     nodes.
     """
-    known = _known(extra)
+    known = known_tables(extra)
     form = re.fullmatch(r"(.+?):(\d+)(?:/(\d+))?(?:@(\d+(?:\.\d+)?)(?:g\w*(?:/s)?)?)?", text.replace(" ", ""), re.I)
     if form is None:
         raise InputError(f"cluster {text!r}: write {FORM}")
     named, size = form[1], int(form[2])
     tables: dict[str, AcceleratorTable | ClusterTable] = {**known.accelerators, **known.clusters}
-    name, table = _find("cluster", named, tables)
+    name, table = find("cluster", named, tables)
     node_size = int(form[3] or table.node_size)
     if form[3] is None and isinstance(table, AcceleratorTable) and table.part_of_node and size:
         node_size = evenly(size, node_size)
@@ -245,7 +163,7 @@ def cluster(text: str, extra: str | Path | None = None) -> Cluster:
     if form[4] and not 0 < float(form[4]) < 1e6:
         raise InputError(f"cluster {text!r}: {form[4]} Gbit/s a node; valid: more than 0, such as 1600")
     if isinstance(table, ClusterTable):
-        kind, usual = _find("accelerator", table.accelerator, known.accelerators)
+        kind, usual = find("accelerator", table.accelerator, known.accelerators)
         gbit_per_s = table.gbit_per_s_per_node / table.node_size
     else:
         kind, usual = name, table
@@ -344,109 +262,3 @@ def _across(name: str, table: NetworkTable, gbit_per_s: float) -> Link:
         half_bytes=table.half_mib * MiB,
         start_s=table.start_us * 1e-6,
     )
-
-
-def _letters(name: str) -> str:
-    """A name in a normal form, without optional words and punctuation."""
-    return re.sub(r"nvidia|amd|geforce|instinct|gpu|[^a-z0-9]", "", name.lower())
-
-
-_Named = TypeVar("_Named", bound=AcceleratorTable | ClusterTable)
-
-
-def _find(kind: str, name: str, tables: Mapping[str, _Named]) -> tuple[str, _Named]:
-    """The table of that name or alias; that of the last file read takes precedence."""
-    for known, table in reversed(list(tables.items())):
-        if _letters(name) in map(_letters, (known, *table.aliases)):
-            return known, table
-    raise InputError(f"{kind} {name!r} is not known; {nearest(name.lower(), tables)}")
-
-
-def _known(extra: str | Path | None) -> HardwareFile:
-    """The packaged tables, with those that a user's file adds or replaces."""
-    packaged = _packaged()
-    return packaged if extra is None else _read(Path(extra), packaged)
-
-
-@lru_cache(maxsize=1)
-def _packaged() -> HardwareFile:
-    return _read(PACKAGED, HardwareFile())
-
-
-def _read(path: Path, below: HardwareFile) -> HardwareFile:
-    """A file merged into another. Raises InputError with all its problems at once."""
-    try:
-        table = parse_toml(read_text(path))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from None
-    version = table["measured"].get("version", VERSION) if isinstance(table.get("measured"), dict) else VERSION
-    if version != VERSION:
-        raise InputError(
-            f"{path}: measured.version={version!r}, and this shardwright reads version {VERSION}; measure the machine "
-            f"again: shardwright measure --out {path} --overwrite"
-        )
-    try:
-        file = HardwareFile.model_validate(table)
-    except ValidationError as error:
-        raise InputError(*(f"{path}: {_sentence(entry)}" for entry in error.errors())) from None
-    both = HardwareFile(
-        networks={**below.networks, **file.networks},
-        accelerators={**below.accelerators, **file.accelerators},
-        clusters={**below.clusters, **file.clusters},
-        measured=file.measured,
-    )
-    if problems := [f"{path}: {problem}" for problem in _problems(file, both)]:
-        raise InputError(*problems)
-    return both
-
-
-def _problems(file: HardwareFile, both: HardwareFile) -> Iterable[str]:
-    """Every rule between tables that a file breaks, one sentence each."""
-    for name, table in file.accelerators.items():
-        for precision in table.tflops.keys() ^ table.matmul_share.keys():
-            has, lacks = ("tflops", "matmul_share") if precision in table.tflops else ("matmul_share", "tflops")
-            yield f"accelerators.{name}: {precision} stands in {has} and not in {lacks}; give both"
-        if table.network not in both.networks:
-            hint = nearest(table.network, both.networks)
-            yield f"accelerators.{name}.network={table.network!r}: no such network; {hint}"
-        for ranks, rates in (table.rates or {}).items():
-            if not ranks.isdecimal() or int(ranks) < 1:
-                yield f"accelerators.{name}.rates.{ranks}: the ranks of a node are needed, a number of 1 or more"
-            if only_one := rates.tflops.keys() ^ table.tflops.keys():
-                yield (
-                    f"accelerators.{name}.rates.{ranks}.tflops: has to have the precisions of "
-                    f"accelerators.{name}.tflops; only one has {', '.join(sorted(only_one))}"
-                )
-    for name, nodes in file.clusters.items():
-        if nodes.network not in both.networks:
-            hint = nearest(nodes.network, both.networks)
-            yield f"clusters.{name}.network={nodes.network!r}: no such network; {hint}"
-        try:
-            _find("accelerator", nodes.accelerator, both.accelerators)
-        except InputError as error:
-            yield f"clusters.{name}.accelerator: {error}"
-
-
-_TABLES: dict[str, type[Table]] = {"networks": NetworkTable, "accelerators": AcceleratorTable, "clusters": ClusterTable}
-
-
-def _sentence(entry: Any) -> str:
-    """One of pydantic's errors as a sentence with the valid choices."""
-    path = [str(part) for part in entry["loc"] if part != "[key]"]
-    owner: type[Table] = HardwareFile
-    if path[0] == "measured" and len(path) > 1:
-        owner = MeasuredTable
-    elif len(path) > 4 and path[2] == "rates":
-        owner = RatesTable
-    elif len(path) > 2:
-        owner = InsideTable if path[2] == "inside" and len(path) > 3 else _TABLES[path[0]]
-    key = ".".join(path)
-    if entry["type"] == "extra_forbidden":
-        return f"{key}: there is no such key; {nearest(path[-1], owner.model_fields)}"
-    if entry["type"] == "missing":
-        return f"{key}: missing, and there is no default; it is: {owner.model_fields[path[-1]].description}"
-    if entry["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{key}={entry['input']!r}: this is a table, written [{key}]"
-    return f"{key}={entry['input']!r}: {entry['msg'][0].lower() + entry['msg'][1:]}"

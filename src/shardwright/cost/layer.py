@@ -317,20 +317,25 @@ def _launch(passes: Passes, job: Job, candidates: Candidates, block: Block) -> N
     }  # fmt: skip
     for name, part in passes.parts.items():
         ledger.total(f"work of {name}", {f"{kind}, {name}": seconds for kind, seconds in part.items()})
-    parts = ("I", "W") if candidates.kind.splits_backward and not speed.adds_launches else ("I",)
-    inputs["launch_backward"] = speed.launch_backward / len(parts)
-    left_F, left_I = (" - work_of_F", " - work_of_I - work_of_W") if not speed.adds_launches else ("", "")
+    in_two = candidates.kind.splits_backward and not speed.adds_launches
+    if in_two:
+        inputs["launch_backward"] = speed.launch_backward / 2
+    left_F, left_I = (" - work_of_F", " - work_of_I" if in_two else " - work_of_I - work_of_W")
+    if speed.adds_launches:
+        left_F = left_I = ""
     waits = bool(block.experts) and speed.waits_for_counts
     forward = ledger.compute(
         "launch, F", "launch_s * kernels" if waits else f"max(launch_s * kernels{left_F}, 0)", **inputs
     )
-    again, left = "again * (launch_s * kernels)", left_I if len(parts) == 1 else " - work_of_I"
-    backward = ledger.compute("launch, I", f"max(launch_s * kernels * launch_backward + {again}{left}, 0)", **inputs)
-    in_w = [
-        ledger.compute("launch, W", f"max(launch_s * kernels * launch_backward - work_of_{name}, 0)", **inputs)
-        for name in parts[1:]
-    ]
-    passes.add("launch", forward, backward, *in_w)
+    backward = ledger.compute(
+        "launch, I",
+        f"max(launch_s * kernels * launch_backward + again * (launch_s * kernels){left_I}, 0)",
+        **inputs,
+    )
+    weight = np.zeros(1)
+    if in_two:
+        weight = ledger.compute("launch, W", "max(launch_s * kernels * launch_backward - work_of_W, 0)", **inputs)
+    passes.add("launch", forward, backward, weight)
 
 
 def _launch_ends(passes: Passes, job: Job) -> None:

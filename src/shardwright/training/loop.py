@@ -327,7 +327,7 @@ class _Run:
         """Compare copies of weights, if that is due or they are saved next: no checkpoint is to hold a wrong one.
         Raises CopiesError, on every rank, where they differ."""
         every = self.config.faults.check_copies_every
-        if not (due(step, every) or (every and saves)):
+        if step == self.checked_at or not (due(step, every) or (every and saves)):
             return
         if found := differing_copies(self.trainer.model):
             self._happened("fault", step, f"after step {step} {found.text}", found.rank)
