@@ -85,7 +85,7 @@ class RatesTable(Table):
     memory_gib: Positive = Field(description="GiB that a rank can have")
     process_gib: NotNegative = Field(description="GiB that a rank holds before any of a model")
     holes: NotNegative = Field(
-        0.0, description="bytes that the C library keeps for each byte of tensors of less than 2 MiB; cost/holes.py"
+        0.0, description="bytes that the C library keeps for each byte of tensors of less than 32 MiB; cost/holes.py"
     )
     tflops: ByPrecision = Field(description="best rate of a large matmul by precision, 1e12 FLOP/s")
     memory_gb_per_s: Positive = Field(description="bandwidth of a large copy, read and written, GB/s")

@@ -29,7 +29,7 @@ from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
 from shardwright.split.tensor import vocabulary_rows
-from shardwright.training.device import NONE_MAPPED, configure_malloc
+from shardwright.training.device import configure_malloc
 
 
 class Engine(Protocol):
@@ -62,7 +62,7 @@ class WholeEngine:
         self.model = model.eval()
         self.cache = Cache(n_slots, n_positions)
         if model.embedding.weight.device.type == "cpu":
-            configure_malloc(NONE_MAPPED)
+            configure_malloc()
         _attach(model, self.cache, lambda x: x, lambda x: x)
 
     @torch.inference_mode()
@@ -96,7 +96,7 @@ class LayoutEngine:
         self.model, self.device, self.layout = model, device, model.layout
         self.cache = Cache(n_slots, n_positions)
         if device.type == "cpu":
-            configure_malloc(NONE_MAPPED)
+            configure_malloc()
         layout, rank = self.layout, dist.get_rank()
         self.n_batches, self.one_prompt, self.in_step = layout.pp, layout.cp > 1, layout.data_ranks > 1
         # Ranks of one replica run the same sequences; one of those with the head chooses their tokens.

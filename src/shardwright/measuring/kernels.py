@@ -6,12 +6,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from shardwright.data.samples import IGNORE
 from shardwright.measuring.clock import Clock
 from shardwright.measuring.points import AttentionPoint, CopyPoint, KernelPoint, MatmulPoint
 from shardwright.model.attention import causal_attention
 from shardwright.model.feed_forward import gated, gelu
+from shardwright.model.norm import RMSNorm
 from shardwright.model.rotary import rotate
 from shardwright.parallel.loss import bound, loss_sum
 from shardwright.training.build import DTYPES
@@ -88,10 +90,10 @@ def _operations(clock: Clock, tokens: int, features: int, precision: str) -> dic
     logits = _random(clock, 1, tokens, VOCABULARY * features, precision=precision)
     targets = torch.randint(0, VOCABULARY * features, (1, tokens), device=clock.device)
     cross_entropy = bound(range(VOCABULARY * features), IGNORE, None, compiled=False)
-    shape = (features,)
+    shape, rms_norm = (features,), RMSNorm(features, eps=1e-5)
     return {
         "norm_bytes": (lambda x, w, b: F.layer_norm(x, shape, w, b), (x, weight, bias)),
-        "rmsnorm_bytes": (lambda x, w: F.rms_norm(x, shape, w), (x, weight)),
+        "rmsnorm_bytes": (lambda x, w: functional_call(rms_norm, {"weight": w}, x), (x, weight)),
         "residual_bytes": (lambda x, y: x + y, (x, other)),
         "rope_bytes": (lambda x: rotate(x, table), (heads,)),
         "gated_bytes": (gated, (x, other)),

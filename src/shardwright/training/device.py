@@ -1,20 +1,15 @@
 """What is known of the device a rank runs on: its peak rate, for MFU, and the memory in use."""
 
 import ctypes
-import os
 import re
 import resource
 import sys
-from pathlib import Path
 
 import torch
 
 from shardwright.cost.hardware import packaged_accelerators
 from shardwright.cost.holes import MAPPED_BYTES
 
-NONE_MAPPED = 2**30
-"""For `configure_malloc`: every freed block is kept, also of many MiB. Generation takes the same ones in each pass."""
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -49,23 +44,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     return usage if sys.platform == "darwin" else usage * 1024
 
 
-def configure_malloc(mapped_bytes: int = MAPPED_BYTES) -> None:
-    """Have the C library give blocks of `mapped_bytes` and more that tensors on the CPU free back to the kernel, and
-    keep smaller ones.
+def configure_malloc() -> None:
+    """Have the C library keep what tensors on the CPU free, but blocks of `MAPPED_BYTES` and more, which it maps alone.
 
     What is given back is faulted in and zeroed anew in each step: with all tensors of a 14M model 222,000 page faults,
     and half of the CPU-seconds of ZeRO-1 more. What is kept is reused badly: PyTorch aligns blocks to 64 bytes, for
     which glibc looks for a hole of 96 bytes more (its bug 14581), so a block does not fit where one of its size was,
-    and breaks up a larger hole, as those of FSDP2's buffers. From `mapped_bytes` on a block is mapped alone, in huge
-    pages where there are some: a block of 16 MiB is then allocated and filled in 3 ms instead of 10. Does nothing where
-    the C library is another. Call it before the first tensor, since PyTorch reads the variable of the environment once.
+    and breaks up a larger hole, as those of FSDP2's buffers. Does nothing where the C library is another.
     """
     if not sys.platform.startswith("linux"):
         return
-    if _HUGE_PAGES.exists():
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(mmap_threshold, mapped_bytes) or mallopt(mmap_threshold, 2**25)  # older versions take no more
+        mallopt(mmap_threshold, MAPPED_BYTES)
         mallopt(trim_threshold, 2**31 - 1)

@@ -19,7 +19,7 @@ OTHER_RANK = Mutation(
     ".chunk(2, 1)[1 - torch.distributed.get_rank()]",
 )
 
-GIVEN_BACK = Mutation("shardwright.generation.engine:WholeEngine.__init__", "configure_malloc(NONE_MAPPED)", "None")
+GIVEN_BACK = Mutation("shardwright.generation.engine:WholeEngine.__init__", "configure_malloc()", "None")
 
 
 def _of_cache(function: str, before: str, after: str, spec: object = GROUPED, sampling: Sampling = GREEDY) -> UnitBug:
