@@ -106,6 +106,8 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("precision.compute=fp8", "did you mean 'precision.fp8'?"),
         ("precision.fp8_skip_layers=1", "go with precision.fp8, which is 'none'"),
         ("layout=4", "layout=4: this is a section, written [layout]"),
+        ("layout.stage_layers=4", "layout.stage_layers=4: a list is needed; write stage_layers = [4]"),
+        ("layout.recompute_modules=norms", "'norms': a list is needed; write recompute_modules = ['norms']"),
         ("layout.zero=5", "layout.zero=5: not one of the choices; valid: 0, 1, 2, 3"),
         ("model.preset=lama-3.1-8b", "llama-3.1-8b"),
         ("model.n_kv_heads=3", "n_kv_heads=3 does not divide n_heads"),

@@ -35,8 +35,8 @@ class Key:
     `said`: whether it is written down wherever it is used, and not only where it differs from its default.
     `group`: the name of the choice that it is part of, where several keys are one choice; else its own name.
     `off(layout)`: the changes that switch it off, for the search for a culprit; its default unless given. `milder`: a
-    value that is tried after that. `in_turn`: the values that the matrix of verify has in one layout of each
-    combination of degrees, each in turn, and not in every one. `unverified`: why that matrix leaves it at its default.
+    value that is tried after that. `in_turn`: other values, of which the matrix of verify has any two of different keys
+    together in some layouts, and not each in every one. `unverified`: why that matrix leaves it at its default.
     `in_run_file`: values that a run file may have, in the place of which another is decided before there is a layout
     (`config/settle.py`).
     `planned(layout)`: the values that the planner searches; all choices unless given, the default where there are none.

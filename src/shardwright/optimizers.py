@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 OFFLOAD_CHUNK_BYTES = 8 * MiB
 """Bytes of optimizer states on a disk that are read, updated and written together."""
 
+SLOWEST_BF16_DECAY = 1 - 2.0**-8
+"""A number in bf16, of 8 significant bits, that is multiplied by more than this may be rounded back to itself: half the
+distance to the next one is up to 2^-8 of it."""
+
 WIDENING_BYTES = 108.0
 """Bytes that are read and written of an element to widen two states of a byte and to round them, by PyTorch's
 operations: for each state the code (1 + 4), its number (4 + 4) and that times the scale (8) to widen, the largest of a
@@ -105,6 +109,29 @@ class OptimizerKind:
                 f"layout.offload_optimizer={where!r} with optimizer.name={self.name!r}: {why}, and only states that "
                 f"are updated a part at a time can be there; valid: offload_optimizer='none', or one of {able}"
             )
+
+    def narrow_problems(self, options: Mapping[str, float]) -> Iterable[str]:
+        """Why its states cannot be stored in bf16, with these option values."""
+        bf16 = "optimizer.state_dtype='bf16'"
+        if self.in_blocks:
+            yield (
+                f"{bf16} with optimizer.name={self.name!r}: its states have 8 bits already; leave it out, or set "
+                f"optimizer.name='adamw'"
+            )
+        elif self.means is not None:
+            yield (
+                f"{bf16} with optimizer.name={self.name!r}: its states of a matrix are a number a row and one a "
+                f"column, and there is nothing to save; leave it out"
+            )
+        else:
+            for key, option in self.options.items():
+                if option.decay and options[key] >= SLOWEST_BF16_DECAY:
+                    yield (
+                        f"optimizer.{key}={options[key]:g} with {bf16}: a state that falls by {1 - options[key]:.2g} "
+                        f"of itself a step, not more than 2^-8 = {2.0**-8:.2g}, may be rounded back to what it was, "
+                        f"since bf16 has 8 significant bits; valid: {key} below {SLOWEST_BF16_DECAY:.4g}, or "
+                        f"state_dtype='parameters'"
+                    )
 
     def has_codes(self, row: "Row", options: Mapping[str, float]) -> bool:
         """Whether the states of a parameter are codes with a scale for each block."""

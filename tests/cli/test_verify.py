@@ -138,7 +138,7 @@ def test_a_matrix_is_a_line_a_layout(run_file: Path):
     result = verify(run_file, "--matrix", "1", "--steps", "1", "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert "one rank" in result.output
-    assert "all 2 layouts" in result.output
+    assert "all 11 layouts of 1 rank" in result.output
 
 
 def test_a_layout_and_a_matrix_are_written_as_a_page(run_file: Path, tmp_path: Path):

@@ -7,20 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
 from shardwright.model import matmul
 from shardwright.model.moe import Router
 from shardwright.model.norm import RMSNorm
 from shardwright.model.presets import resolve
-from shardwright.model.recompute import _recomputing, part, recompute_parts
+from shardwright.model.recompute import _recomputing, checkpointed, part, recompute_parts
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from tests.marks import prove
 from tests.model.kept import saved_bytes
 
 DEFAULT = KEYS["recompute_modules"].default
@@ -109,6 +114,54 @@ def _runs_once(ran: Counter[str]) -> None:
     first_of_experts = 2 * PLAIN.n_layers  # gate and up
     assert ran["matmul"] == once["matmul"] + first_of_experts
     assert ran["routing"] == once["routing"] == PLAIN.n_layers
+
+
+def test_a_block_that_runs_again_as_a_whole_picks_experts_once():
+    with counting() as ran:
+        _picks_once(ran)
+
+
+def _picks_once(ran: Counter[str]) -> None:
+    loss, gradients = step(model_of(SPECS["mixture"]))
+    assert ran["routing"] == PLAIN.n_layers
+    n_matmuls = ran["matmul"]
+    ran.clear()
+    model = model_of(SPECS["mixture"])
+    for block in model.layers.values():
+        block.forward = checkpointed(block.forward, decides=True)
+    again, found = step(model)
+    assert ran["routing"] == PLAIN.n_layers
+    assert ran["matmul"] > n_matmuls, "all else runs again"
+    assert torch.equal(again, loss)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
+@prove
+@pytest.mark.parametrize("name", ["llama", "mixture"])
+def test_a_block_that_runs_again_as_a_whole_is_compiled_whole_and_picks_experts_once(name: str):
+    torch._dynamo.reset()
+    expected = step(model_of(SPECS[name]))
+    ran: dict[str, set[Any]] = {"forward": set(), "backward": set()}
+
+    def noting(which: str) -> Callable[..., Any]:
+        def compiled(graph: torch.fx.GraphModule, _: Any) -> Any:
+            ran[which] |= {node.target for node in graph.graph.nodes}
+            return make_boxed_func(graph.forward)
+
+        return compiled
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=noting("forward"), bw_compiler=noting("backward"), partition_fn=partition)
+    model = model_of(SPECS[name])
+    for block in model.layers.values():
+        block.forward = checkpointed(block.forward, decides=name == "mixture", compiled=True)
+        block.compile(backend=backend, fullgraph=True)
+    loss, gradients = step(model)
+    torch._dynamo.reset()
+    assert torch.ops.aten.silu.default in ran["backward"], "it is computed again"
+    picking = {which: torch.ops.aten.topk.default in targets for which, targets in ran.items()}
+    assert picking == {"forward": name == "mixture", "backward": False}
+    torch.testing.assert_close((loss, gradients), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_model_of_the_benchmark_keeps_at_most_55_percent():

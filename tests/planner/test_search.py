@@ -186,6 +186,21 @@ def test_where_nothing_fits_the_nearest_is_the_least_of_all_and_every_remedy_wor
         assert search(changed, fixed=offloaded).best, what
 
 
+def test_smaller_optimizer_states_are_offered_where_they_make_a_layout_fit():
+    asked = job(resolve("llama-3.1-8b"), "h100:2/2", 64, 16384)
+    assert not search(asked).best
+    slow = replace(asked, optimizer_options=(("beta2", 0.999),))
+    expected = {
+        "optimizer states in bf16: optimizer.state_dtype='bf16'": asked,
+        "optimizer states of 8 bits: optimizer.name='adamw-8bit'": slow,  # which cannot be stored in bf16
+    }
+    for what, with_states in expected.items():
+        smaller = [each for each in remedies(with_states, 0.1) if each.what.startswith("optimizer states")]
+        (found,) = (each for each in smaller if "--fix" not in each.what)
+        assert found.what == what
+        assert search(found.job).best
+
+
 @pytest.mark.prove
 def test_a_remedy_is_the_least_of_its_kind():
     asked = job(resolve("llama-3.1-70b"), "h100:8", 64, 8192)

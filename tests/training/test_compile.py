@@ -7,19 +7,22 @@ import torch
 import torch.distributed as dist
 
 from shardwright.layout import Layout
+from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.training.optimizer import build_optimizer
 from shardwright.training.step import Trainer
 from tests.distributed import run_ranks
 from tests.marks import prove
+from tests.training.bugs.bug import EXPERTS
 from tests.training.worlds import OPTIMIZER, RATE, SEED, SPEC, local_batch
 
 GROUPED = replace(SPEC, n_heads=4, n_kv_heads=2)
+WITH_EXPERTS = replace(GROUPED, moe=EXPERTS)
 CPU = torch.device("cpu")
 
 
-def losses(layout: Layout, compiled: bool) -> list[float]:
-    model = apply(GROUPED, layout, CPU, seed=SEED, compile_blocks=compiled)
+def losses(layout: Layout, compiled: bool, spec: ModelSpec = GROUPED) -> list[float]:
+    model = apply(spec, layout, CPU, seed=SEED, compile_blocks=compiled)
     optimizer = build_optimizer(model.named_parameters, model.spec, OPTIMIZER)
     trainer = Trainer(model, optimizer, device=CPU, seed=SEED, clip_norm=1.0, compile_loss=compiled)
     found = []
@@ -34,18 +37,19 @@ def losses(layout: Layout, compiled: bool) -> list[float]:
 @prove
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "spec"),
     [
-        Layout(tp=2, sequence_parallel=True),
-        Layout(cp=2, cp_method="ring", recompute="full"),
-        Layout(dp_shard=2, zero=3, recompute="selective"),
-        Layout(pp=2),
-        Layout(pp=2, pp_schedule="zb-h1"),
+        (Layout(tp=2, sequence_parallel=True), GROUPED),
+        (Layout(cp=2, cp_method="ring", recompute="full"), GROUPED),
+        (Layout(dp_shard=2, zero=3, recompute="full"), WITH_EXPERTS),
+        (Layout(dp_shard=2, zero=3, recompute="selective"), GROUPED),
+        (Layout(pp=2), GROUPED),
+        (Layout(pp=2, pp_schedule="zb-h1"), GROUPED),
     ],
-    ids=["tp2 sp", "cp2, recomputed", "zero 3, selective", "pp2 1f1b", "pp2 zb-h1"],
+    ids=["tp2 sp", "cp2, recomputed", "zero 3, experts, recomputed", "zero 3, selective", "pp2 1f1b", "pp2 zb-h1"],
 )
-def test_compiled_blocks_give_the_losses_of_uncompiled_ones(layout: Layout):
-    plain = run_ranks(losses, 2, layout, False)[0]
-    compiled = run_ranks(losses, 2, layout, True, timeout_s=250)[0]
+def test_compiled_blocks_give_the_losses_of_uncompiled_ones(layout: Layout, spec: ModelSpec):
+    plain = run_ranks(losses, 2, layout, False, spec)[0]
+    compiled = run_ranks(losses, 2, layout, True, spec, timeout_s=250)[0]
     # Fused kernels round float32 elsewhere; three steps apart.
     assert compiled == pytest.approx(plain, rel=1e-5)

@@ -21,7 +21,7 @@ from shardwright.model.modules import end_rows, rows
 from shardwright.verification import Verifier
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
-from tests.traffic import Traffic
+from tests.traffic import Link, Traffic, TrafficByGroup
 from tests.training.bugs.bug import EXPERTS
 from tests.training.test_fp8 import RECIPES, fp8_case
 from tests.training.test_memory_and_traffic import ACCUMULATION, EVEN
@@ -172,6 +172,35 @@ def test_integers_send_a_byte_or_half_and_a_scale_for_each_block(bits: int):
         # Inside a node a rank sends the parts of all 4 ranks, between two nodes those of 2.
         assert sent["alltoall_base"] == ACCUMULATION * (4 + 2) * bytes_of_a_shard(4, bits)
         assert sent["allgather_base"] == ACCUMULATION * (2 * 4 * bytes_of_a_shard(4, 8) - ends)
+
+
+def sent_to_groups(layout: Layout) -> dict[Link, int]:
+    """Bytes of a step of one micro-batch, in fp32, by kind of collective and group of ranks."""
+    trainer = build(layout, torch.float32, EVEN)
+    with TrafficByGroup(torch.uint8, torch.float32) as traffic:
+        trainer.step(local_batch(0, layout.data_rank(dist.get_rank()), layout.data_ranks, 1), 0, RATE)
+    return dict(traffic.bytes)
+
+
+@pytest.mark.prove
+def test_integers_and_secondary_shards_send_a_quarter_between_nodes():
+    """Of 3 M, the parameters twice and the gradients in 16 bits, 0.75 M are left (ZeRO++), beside scales and vectors:
+    parameters in 8 bits once, and the sums of the ranks of a node in 4 bits."""
+    layout = Layout(
+        dp_shard=4, zero=3, zero_secondary_ranks=2, node_ranks=2, compress_gradients="int4", **WEIGHTS
+    )  # fmt: skip
+    in_node, between = 1, 2
+    for sent in run_ranks(sent_to_groups, 4, layout):
+        assert set(sent) == {("all-gather", 4, 1), ("all-gather", 2, in_node), ("all-to-all", 2, in_node),
+                             ("all-to-all", 2, between)}  # fmt: skip
+        parameters = sent["all-gather", 4, 1]
+        gradients = 2 * sent["all-to-all", 2, between]  # of both ranks of a node
+        assert parameters == 4 * bytes_of_a_shard(4, 8)
+        assert gradients == 4 * bytes_of_a_shard(4, 4)
+    matrices = sum(row.numel for _, row in rows(EVEN).items() if len(row.shape) > 1)
+    scales = 4 * sum(row.numel // row.shape[-1] for _, row in rows(EVEN).items() if len(row.shape) > 1)
+    integers = parameters + gradients - 2 * (scales + 4 * (N_PARAMETERS - matrices))
+    assert integers == 0.25 * (3 * 2 * matrices)
 
 
 @pytest.mark.parametrize("name", rest_prove(SENT, "zero 1"))

@@ -6,6 +6,7 @@ from math import sqrt
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.config import OptimizerSection
@@ -20,10 +21,13 @@ from shardwright.parallel import whole_matrices
 from shardwright.training.optimizer import build_optimizer, named_state, set_learning_rate
 from shardwright.training.optimizers.muon import orthogonal
 from shardwright.verification import Verifier
+from shardwright.verification.rank import build_trainer
+from shardwright.verification.rank import local_batch as verified_batch
 from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS, LATENT, LONG
+from tests.training.checkpoints import logical as logical_states
 from tests.training.worlds import CASE, SPEC, build
 
 BESIDE = LrScaleSection(embedding=0.5, head=0.5, norm=0.5, bias=0.5, router=0.5)
@@ -177,6 +181,30 @@ def check(verifier: Verifier, layout: Layout, spec: ModelSpec) -> None:
     report = verifier.parity(case, layout)
     assert report.equal, report.differing or report.worst
     assert report.worst_error < 1e-9, report.worst
+
+
+def momentum(layout: Layout, spec: ModelSpec) -> dict[str, Tensor]:
+    """Of every hidden matrix, whole, after three steps of a rank in float64."""
+    case = replace(LONG, spec=spec, micro_batch=LONG.global_batch // (2 * layout.data_ranks), optimizer=MUON)
+    trainer = build_trainer(case, layout, "muon")
+    for step in range(3):
+        trainer.forward_backward(verified_batch(case, layout, dist.get_rank(), step), step)
+        trainer.update(MUON.lr)
+    found = logical_states(trainer)
+    return {name: each for name, each in found.items() if name.startswith("optimizer/momentum/")}
+
+
+@pytest.mark.parametrize("name", rest_prove([*LAYOUTS, *EXPERT_LAYOUTS], "tp, zero 3"))
+def test_momentum_is_that_of_one_process_to_1e_12(name: str) -> None:
+    layout = (LAYOUTS | EXPERT_LAYOUTS)[name]
+    spec = replace(SPECS["experts"] if name in EXPERT_LAYOUTS else EVEN, n_layers=2 * layout.pp)
+    (expected,) = run_ranks(momentum, 1, Layout(), spec)
+    of_ranks = run_ranks(momentum, layout.world_size, layout, spec)
+    held = {key: each for found in of_ranks for key, each in found.items()}
+    assert held.keys() == expected.keys()
+    for found in of_ranks:
+        for key, matrix in found.items():
+            assert float((matrix - expected[key]).norm()) < 1e-12 * float(expected[key].norm()), key
 
 
 def buckets_of_one(layout: Layout) -> list[int]:

@@ -158,6 +158,23 @@ def test_the_device_has_the_activations_of_two_layers_at_a_time():
     assert store.out == store.back + [512] * 2
 
 
+def test_of_the_layer_ahead_the_largest_activations_come_first_and_of_the_layer_itself_the_last_saved():
+    def saved(x: Tensor, w: Tensor) -> Tensor:
+        small, large = x[:8] + 0, torch.cat([x, x])
+        return x * w + (small * small).sum() + (large * large)[:64]
+
+    store = same(saved)
+    assert store.out == [512, 64, 1024] * 3
+    assert store.back == [1024, 512, 64] * 2, "ahead"
+    store = Copies()
+    model = Layers(saved, 3, store)
+    x = torch.arange(64.0, dtype=torch.float64).sin().requires_grad_()
+    first, second = model(x * 1).sum(), model(x * 1).sum()
+    first.backward()  # its last layer was not ahead of anything
+    assert store.back == [1024, 64, 512, *[1024, 512, 64] * 2]
+    second.backward()
+
+
 def refused_on_each(machines: list[tuple[int, bool]]) -> list[list[str]]:
     """What a rank says of machines that have so much memory, or on which its control group allows so much."""
     return [refused(*machine) for machine in machines]

@@ -51,33 +51,62 @@ def check(verifier: Verifier, case: Case, layout: Layout) -> None:
     assert max(row.error for row in strict) < 1e-12, (layout, report.worst)
 
 
+IN_TURN = {name: {*key.in_turn, key.default} for name, key in KEYS.items() if key.in_turn}
+
+
+def is_plain(layout: Layout) -> bool:
+    """Whether the keys that go with every axis are at their default."""
+    return all(getattr(layout, name) == KEYS[name].default for name in IN_TURN)
+
+
 def plain(spec: ModelSpec, world_size: int, seq_len: int) -> list[Layout]:
-    """The layouts without what is varied in turn."""
-    return [layout for layout in layouts(spec, world_size, seq_len) if layout.recompute == "none"]
+    """The layouts without what goes with every axis."""
+    return [layout for layout in layouts(spec, world_size, seq_len) if is_plain(layout)]
+
+
+def degrees_of(layout: Layout) -> tuple[int, ...]:
+    return tuple(layout.degree(axis) for axis in DENSE_AXES)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_every_combination_of_degrees_has_a_layout_with_recomputation(world_size: int):
+def test_every_combination_of_degrees_has_a_layout_with_recomputation_or_other_savers(world_size: int):
     found = layouts(DEEP, world_size, 48)
-    degrees = {tuple(layout.degree(axis) for axis in DENSE_AXES) for layout in found}
-    again = [layout for layout in found if layout.recompute != "none"]
-    assert sorted(tuple(layout.degree(axis) for axis in DENSE_AXES) for layout in again) == sorted(degrees)
-    assert abs(sum(1 if layout.recompute == "full" else -1 for layout in again)) <= 1
-    usual = {name: key.default for name, key in KEYS.items() if key.in_turn}
-    assert {replace(layout, **usual) for layout in again} <= set(found)
-    assert {layout.loss_chunk_tokens for layout in again} == {5}, "and with a chunked loss in the same one"
-    offloaded = {layout.offload_optimizer for layout in again}
-    assert offloaded == {"disk", "cpu"}, "and with optimizer states on a disk or the host"
-    assert {layout.offload_activations for layout in again} == {"cpu", "none"}, (
-        "and half of them with activations there"
-    )
+    varied = [layout for layout in found if not is_plain(layout)]
+    assert {degrees_of(layout) for layout in varied} == {degrees_of(layout) for layout in found}
+    usual = {name: KEYS[name].default for name in IN_TURN}
+    assert {replace(layout, **usual) for layout in varied} <= set(found)
 
 
-def test_every_key_that_is_varied_is_so_among_two_ranks_or_where_it_needs_nodes_four():
-    found = layouts(EVEN, 2, 16)
-    for name, key in KEYS.items():
-        few = found if name != "zero_secondary_ranks" else layouts(EVEN, 4, 16)
-        assert not key.in_turn or any(getattr(layout, name) != key.default for layout in few), name
+def meetings(layout: Layout) -> set[tuple[object, object]]:
+    """Every two values of the keys that go with every axis, and each value with each axis of several ranks, with token
+    shards, and with a split backward pass."""
+    values = [(name, getattr(layout, name)) for name in IN_TURN]
+    kinds: list[object] = [axis for axis, n in zip(DENSE_AXES, degrees_of(layout), strict=True) if n > 1]
+    kinds += ["ep"] * (layout.ep > 1) + ["token shards"] * layout.token_shards
+    kinds += ["split"] * (layout.pp > 1 and layout.kind.splits_backward)
+    return {*combinations(values, 2), *product(kinds, values)}
+
+
+def with_every_value(layout: Layout) -> Iterator[Layout]:
+    """The layout with every combination of values that it can have."""
+    for values in product(*IN_TURN.values()):
+        try:
+            yield replace(layout, **dict(zip(IN_TURN, values, strict=True)))
+        except LayoutError:
+            continue
+
+
+@pytest.mark.parametrize(("world_size", "experts"), [(2, False), (2, True), (4, False)])
+def test_every_two_values_that_a_layout_can_have_meet_in_one(world_size: int, experts: bool):
+    moe = MoESpec(n_experts=4, top_k=2, d_ffn=16) if experts else None
+    found = layouts(replace(DEEP, moe=moe), world_size, 48)
+    # What a layout can have depends on its ZeRO stage and on which axes it has.
+    alike = {(each.zero, each.ep > 1, *(n > 1 for n in degrees_of(each))): each for each in found if is_plain(each)}
+    possible = {pair for each in alike.values() for other in with_every_value(each) for pair in meetings(other)}
+    of_all = {pair for each in found for pair in meetings(each)}
+    assert of_all >= possible
+    n_plain = sum(map(is_plain, found))
+    assert len(found) - n_plain < 30, "a few layouts are enough"
 
 
 def test_the_layouts_of_two_ranks_are_these():
@@ -95,7 +124,7 @@ def test_the_layouts_of_two_ranks_are_these():
     assert [layout.pp_schedule for layout in plain(DEEP, 2, 16) if layout.pp == 2] == list(names())
 
 
-@pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 26, 10), (4, 107, 119), (8, 259, 410)])
+@pytest.mark.parametrize(("world_size", "without", "with_pp"), [(2, 41, 11), (4, 110, 126), (8, 262, 412)])
 def test_the_debug_model_has_as_many_layouts_as_the_documentation_says(world_size: int, without: int, with_pp: int):
     found = layouts(PRESETS["debug"], world_size, 128)
     assert (sum(layout.pp == 1 for layout in found), sum(layout.pp > 1 for layout in found)) == (without, with_pp)

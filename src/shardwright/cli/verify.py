@@ -193,6 +193,7 @@ def _of_matrix(config: "RunConfig", world_size: int, options: Options) -> "list[
     chosen = [each for each in chosen if not [*replica_problems(true.spec, each, true.fp8)]]
     if not config.optimizer.kind.can_offload:
         chosen = [each.changed(offload_optimizer="none") for each in chosen]
+    chosen = list(dict.fromkeys(chosen))
     if options.full:
         chosen = [each for each in chosen if true.shares(each)]
     if not chosen:

@@ -29,10 +29,6 @@ WeightDecaySection: Any = _by_kind(
     "WeightDecaySection", "Weight decay by kind of parameter, instead of weight_decay.", "weight decay"
 )
 
-SLOWEST_BF16_DECAY = 1 - 2.0**-8
-"""A number in bf16, of 8 significant bits, that is multiplied by more than this may be rounded back to itself: half the
-distance to the next one is up to 2^-8 of it."""
-
 
 class OptimizerSection(Section):
     """The optimizer, its learning rate and its options; which options there are depends on `name`."""
@@ -71,7 +67,9 @@ class OptimizerSection(Section):
             raise Refused(f"optimizer.name={self.name!r} is not known; {nearest(self.name, OPTIMIZERS)}")
         given = self.model_extra or {}
         found = [problem for key, value in given.items() if (problem := self._problem(kind, key, value))]
-        found = found or [*kind.problems(self.options), *self._narrow_problems(kind)]
+        if not found:
+            found = [*kind.problems(self.options)]
+            found += kind.narrow_problems(self.options) if self.state_dtype == "bf16" else ()
         if found:
             raise Refused(*found)
         return self
@@ -96,29 +94,6 @@ class OptimizerSection(Section):
             return None
         rule = f"from {option.least:g}" + (f" to below {option.below:g}" if option.below < math.inf else "")
         return f"optimizer.{key}={value:g} is not {rule}"
-
-    def _narrow_problems(self, kind: OptimizerKind) -> list[str]:
-        """Why states cannot be stored in bf16."""
-        if self.state_dtype != "bf16":
-            return []
-        if kind.in_blocks:
-            return [
-                f"optimizer.state_dtype='bf16' with optimizer.name={self.name!r}: its states have 8 bits already; "
-                f"leave it out, or set optimizer.name='adamw'"
-            ]
-        if kind.means is not None:
-            return [
-                f"optimizer.state_dtype='bf16' with optimizer.name={self.name!r}: its states of a matrix are a number "
-                f"a row and one a column, and there is nothing to save; leave it out"
-            ]
-        return [
-            f"optimizer.{key}={self.options[key]:g} with optimizer.state_dtype='bf16': a state that falls by "
-            f"{1 - self.options[key]:.2g} of itself a step, not more than 2^-8 = {2.0**-8:.2g}, may be rounded back to "
-            f"what it was, since bf16 has 8 significant bits; valid: {key} below {SLOWEST_BF16_DECAY:.4g}, or "
-            f"state_dtype='parameters'"
-            for key, option in kind.options.items()
-            if option.decay and self.options[key] >= SLOWEST_BF16_DECAY
-        ]
 
     @property
     def kind(self) -> OptimizerKind:

@@ -138,6 +138,9 @@ def _sentence(entry: Any) -> str:
         return f"{key}={entry['input']!r}: this is a section, written [{key}]"
     given = repr(entry["input"])
     given = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}..."
+    if entry["type"] in ("tuple_type", "list_type"):
+        as_list = f"; write {path[-1]} = [{given}]" if isinstance(entry["input"], str | int | float) else ""
+        return f"{key}={given}: a list is needed{as_list}"
     said = f"{key}={given}: {entry['msg'][0].lower() + entry['msg'][1:]}"
     if entry["type"] == "literal_error":
         hint = nearest(str(entry["input"]), re.findall(r"'([^']*)'", entry["ctx"]["expected"]))

@@ -69,7 +69,7 @@ def head(job: Job, candidates: Candidates) -> Passes:
         moved = [
             ledger.compute(
                 f"{ELEMENTWISE}, {name}", "loss_bytes * (T * V / tp) / 2 / element_rate", "s", "cost/speed.py",
-                loss_bytes=job.stack.speed.loss_bytes, T=tokens, V=spec.vocab_size, tp=candidates.tp,
+                loss_bytes=_loss_bytes(job, candidates), T=tokens, V=spec.vocab_size, tp=candidates.tp,
                 element_rate=reached_bytes_per_s(job),
             ) for name in "FI"
         ]  # fmt: skip
@@ -78,6 +78,14 @@ def head(job: Job, candidates: Candidates) -> Passes:
         _launch_ends(passes, job)
         passes.note()
     return passes
+
+
+def _loss_bytes(job: Job, candidates: Candidates) -> Floats:
+    """Bytes that the loss moves for a logit, forward and backward. Ignored: a chunked loss multiplies no logits by the
+    gradient of the loss."""
+    speed, over_tp = job.stack.speed, candidates.tp > 1
+    narrow = speed.loss_cast_bytes + speed.loss_over_tp_bytes * over_tp
+    return np.asarray(speed.loss_bytes + narrow * (job.element_bytes < 4), dtype=np.float64)
 
 
 def _chunked_head(job: Job, candidates: Candidates) -> Passes:
@@ -92,7 +100,8 @@ def _chunked_head(job: Job, candidates: Candidates) -> Passes:
         inside = {each.name: each.seconds(job) for each in (one, one.for_input, one.for_weight)}
         symbols: ledger.Inputs = {
             "T": tokens, "C": chunk, "V": spec.vocab_size, "tp": candidates.tp, "h": spec.d_model, "e": e,
-            "sum_bytes": max(4, e), "loss_bytes": job.stack.speed.loss_bytes, "element_rate": reached_bytes_per_s(job),
+            "sum_bytes": max(4, e), "loss_bytes": _loss_bytes(job, candidates),
+            "element_rate": reached_bytes_per_s(job),
             "matmuls_of_a_chunk": ledger.total("matmuls of a chunk", inside),
         }  # fmt: skip
         passes.add(MATMULS, ledger.compute(f"{MATMULS}, F", "ceil(T / C) * matmuls_of_a_chunk", **symbols), 0.0)

@@ -141,6 +141,8 @@ def on_machine(job: "Job") -> "Job":
     speed = replace(job.stack.speed, kernel_share=1.0, matmul_gain=1.0, flash_gain=1.0)
     if not job.compiled:
         kernels: dict[str, Any] = {str(name): moved for name, moved in rates.kernels.items()}
+        if "loss_bytes" in kernels:  # in the type that was measured
+            kernels |= {"loss_cast_bytes": 0.0, "loss_over_tp_bytes": 0.0}
         speed = replace(
             speed,
             launch_s=rates.launch_us * 1e-6 / share,

@@ -20,7 +20,8 @@ class Speed:
     several kernels if it is not fused; `residual_bytes` of a residual addition (with its bias); `dropout_bytes` of
     dropout; `heads_bytes` of permuting queries, keys, values and outputs; `rope_bytes` of rotary embedding;
     `gated_bytes` of silu(gate) x up, for each element of the output; `gelu_bytes` of gelu; `permute_bytes` of sorting
-    tokens by expert and back; `loss_bytes` of the loss, for each logit, forward and backward together.
+    tokens by expert and back; `loss_bytes` of the loss, for each logit, forward and backward together; where that is of
+    logits in fp32, `loss_cast_bytes` more of those in 16 bits, and `loss_over_tp_bytes` more of those over tp.
 
     Overlap: `hides_tp_backward`: reductions over tp overlap with the weight gradients; `hides_tp`: matmuls and
     collectives are split into pieces that overlap; `hides_dp`: data-parallel communication overlaps with the forward
@@ -72,6 +73,8 @@ class Speed:
     gelu_bytes: float = 4.0
     permute_bytes: float = 12.0
     loss_bytes: float = 16.0
+    loss_cast_bytes: float = 0.0
+    loss_over_tp_bytes: float = 0.0
     hides_tp_backward: bool = False
     hides_tp: bool = False
     hides_dp: bool = True
@@ -152,6 +155,18 @@ COMPILED = Speed(
 SHARDWRIGHT_COMPILED = Speed(
     kind="shardwright-compiled", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0
 ).calibrated(CALIBRATED)
+# Of the loss (parallel/loss.py), what each kernel reads and writes for each logit, w = 4 bytes of fp32 and e = 2:
+#   fp32, in place   amax w; less the largest 2 w; exp 2 w; sum w; times the factor 2 w; in I times the gradient 2 w
+#   16 bits          amax e; cast e + w; less the largest 2 w; exp 2 w; sum w; times the factor 2 w; cast back w + e;
+#                    in I cast, times the gradient, cast back 2 (w + e) + 2 w
+#   16 bits over tp  the exponentials are computed once more, when their sums are known: e + w + 4 w
+# 40, 62 and 84. What stays in the caches of a GPU (LOGITS_TOGETHER) counts as memory.
 SHARDWRIGHT = replace(
-    SHARDWRIGHT_COMPILED, kind="shardwright", rope_bytes=14.0, gated_bytes=10.0, loss_bytes=36.0
+    SHARDWRIGHT_COMPILED,
+    kind="shardwright",
+    rope_bytes=14.0,
+    gated_bytes=10.0,
+    loss_bytes=40.0,
+    loss_cast_bytes=22.0,
+    loss_over_tp_bytes=22.0,
 ).calibrated(CALIBRATED)

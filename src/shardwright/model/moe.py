@@ -16,6 +16,7 @@ from shardwright.model.balance import Load, Tally, attach, aux_loss, relative_lo
 from shardwright.model.experts import build_experts, combine, dispatch, sort_rows
 from shardwright.model.feed_forward import FeedForward
 from shardwright.model.random import uniform
+from shardwright.model.recompute import decided
 from shardwright.model.sections import MoESpec
 from shardwright.model.spec import ModelSpec
 
@@ -69,7 +70,7 @@ class Router(nn.Module):
         if site_keys_B is not None and positions_T is not None:
             experts_BTK = self.pick(uniform(site_keys_B, positions_T, moe.n_experts), biased=False)
         else:
-            experts_BTK = self.pick(scores_BTE.detach())
+            experts_BTK = decided(lambda: self.pick(scores_BTE.detach()))
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
         if moe.normalise:
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)

@@ -12,6 +12,9 @@ what was computed.
 The same operations run on the same values as without recomputation, so the loss is equal bit for bit. The gradients are
 too, up to the order in which those that meet at one tensor are added: RMSNorm on a CPU has two for its input.
 
+What is decided, such as the experts of a token, is decided once, also in a block that runs again as a whole
+(`checkpointed`): where rounding differs between the two passes, gradients would else be those of other experts.
+
 Matmuls, attention and collectives outside of the parts run once, unlike under `torch.utils.checkpoint`, which runs all
 that stands before the last saved tensor. Megatron-LM has the same idea, as `--recompute-modules`.
 """
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes tensors; returns one or several, each in storage of its own or of one of the inputs."""
@@ -45,6 +49,8 @@ _keep_elsewhere: Keep | None = None
 """What keeps the tensors of the block that runs; None: they are kept themselves."""
 _outputs: dict[int, "_Output"] = {}
 """In the block that runs, the outputs of its recomputed parts, by their storage."""
+_decisions: "_Decisions | None" = None
+"""Those of the block that runs, if it runs again as a whole."""
 
 
 def recompute_parts(block: nn.Module, names: Collection[str], keep: Keep | None = None) -> None:
@@ -61,6 +67,62 @@ def recompute_parts(block: nn.Module, names: Collection[str], keep: Keep | None 
             return own(*args, **kwargs)
 
     block.forward = forward
+
+
+def checkpointed(forward: Callable[..., Any], *, decides: bool, compiled: bool = False) -> Callable[..., Any]:
+    """The forward pass of a block of which only the inputs are kept; it runs again in the backward pass (Chen et al.,
+    arXiv 1604.06174). `decides`: whether it calls `decided`; `compiled`: whether it is going to be compiled.
+
+    No random state is saved: dropout masks depend on keys, which are among the inputs.
+    """
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if decides and compiled:
+        # The compiler looks into the block: it keeps what these operations give, and what the block notes of itself
+        # (`MoE.last_load`) is noted once.
+        settings["context_fn"] = _keep_choices
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+    # A function of ours and not a `partial` of PyTorch's, which is not compiled.
+    def run(*args: Any, **kwargs: Any) -> Any:
+        again = _Decisions(forward) if decides and not compiled else forward
+        return checkpoint(again, *args, **settings, **kwargs)
+
+    return run
+
+
+def decided(decide: Callable[[], Tensor]) -> Tensor:
+    """`decide()`, numbers below 2^31; where the block runs again, what it was the first time."""
+    if torch.compiler.is_compiling() or _decisions is None:
+        return decide()
+    return _decisions.next(decide)
+
+
+class _Decisions:
+    """One forward pass of a block, which runs again in the backward pass, and what it decided the first time."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self._made: list[Tensor] = []
+        self._taken = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        global _decisions
+        before, _decisions, self._taken = _decisions, self, 0
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            _decisions = before
+
+    def next(self, decide: Callable[[], Tensor]) -> Tensor:
+        """The next decision, which is made if the block has not run before."""
+        if self._taken == len(self._made):
+            self._made.append(decide().int())
+        self._taken += 1
+        return self._made[self._taken - 1].long()
+
+
+def _keep_choices() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
 
 @contextmanager

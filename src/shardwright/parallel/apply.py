@@ -1,7 +1,6 @@
 """Applies every kind of parallelism of a layout to a model, in one fixed order."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from shardwright.compression import powersgd_rank
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
+from shardwright.model.moe import expert_layers
 from shardwright.model.number_formats import Fp8
-from shardwright.model.recompute import recompute_parts
+from shardwright.model.recompute import checkpointed, recompute_parts
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.compressed import Compression
@@ -91,7 +90,7 @@ def apply(
             split_experts(part, expert_mesh, groups.ep, read)
         if layout.offload_activations == "cpu":
             stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
-        _save_activations(blocks, layout, stores[-1] if stores else None)
+        _save_activations(blocks, layout, stores[-1] if stores else None, compile_blocks)
         if compile_blocks:
             for block in blocks:
                 block.compile()
@@ -205,13 +204,15 @@ def _pipeline(
     return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
 
 
-def _save_activations(blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None) -> None:
+def _save_activations(
+    blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None, compiled: bool
+) -> None:
     """Have blocks recompute what the layout says, and `store`, if there is one, keep what they save."""
     # Without a pipeline the backward pass of the last block comes next, so it keeps its own.
     last = blocks[-1] if layout.pp == 1 else None
     for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
         if layout.recompute == "full":
-            _recompute(block)
+            _recompute(block, compiled)
         else:
             keep = None if store is None or block is last else store.keep
             recompute_parts(block, layout.recompute_modules, keep)
@@ -220,13 +221,8 @@ def _save_activations(blocks: Sequence[nn.Module], layout: Layout, store: Activa
             store.wrap(block, first=block is blocks[0], keeps=block is last)
 
 
-def _recompute(block: nn.Module) -> None:
-    """Activation checkpointing: save only a block's inputs, and run its forward pass again in the backward pass (Chen
-    et al., arXiv 1604.06174).
-
-    No random state is saved: dropout masks depend on keys, which are among the inputs.
-    """
+def _recompute(block: nn.Module, compiled: bool) -> None:
     for module in block.modules():
         if isinstance(module, Linear | RowLinear):
             module.saves_first = True
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    block.forward = checkpointed(block.forward, decides=bool(expert_layers(block)), compiled=compiled)

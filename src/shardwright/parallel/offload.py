@@ -8,7 +8,7 @@ keeps anyway, and storages of fewer bytes than `offload_min_bytes` stay where th
 
     forward    layer k runs while the activations of k go down; at its end those of k - 1 have to be on the host,
                and the device lets go of them
-    backward   layer k runs while the activations of k - 1 come up
+    backward   layer k runs while the activations of k - 1 come up, the largest first
 
 So the device has the activations of two layers of a part at a time. Without a pipeline the last layer keeps its own,
 since its backward pass comes next. On a GPU each direction has a stream, and memory of the host is pinned. On a CPU
@@ -104,13 +104,14 @@ class ActivationsOnHost:
             self._leaving = None
         else:
             self._let_go()
-        for each in (layer, layer.before):
-            copies = [] if each is None else [copy for copy in each.alive() if copy.has_to_come]
-            if copies and self._up is not None:
-                self._up.wait_stream(torch.cuda.current_stream(self.device))
-            for copy in copies:
-                copy.on_device, copy.is_original = self.copy_in(copy.on_host), False
-                copy.arrived = None if self._up is None else self._up.record_event()
+        now, ahead = ([] if each is None else each.to_come() for each in (layer, layer.before))
+        # Of this layer the backward pass reads the last first; ahead of it the largest have most time to arrive.
+        copies = [*reversed(now), *sorted(ahead, key=lambda copy: -copy.on_host.nbytes)]
+        if copies and self._up is not None:
+            self._up.wait_stream(torch.cuda.current_stream(self.device))
+        for copy in copies:
+            copy.on_device, copy.is_original = self.copy_in(copy.on_host), False
+            copy.arrived = None if self._up is None else self._up.record_event()
 
     def _begin(self, args: Sequence[Any]) -> None:
         self._known = WeakValueDictionary()
@@ -158,6 +159,10 @@ class _Layer:
     def alive(self) -> Iterator["_Copy"]:
         """The copies that a backward pass still needs."""
         return (copy for each in self.copies if (copy := each()) is not None)
+
+    def to_come(self) -> list["_Copy"]:
+        """Those of them that are not on the device, in the order in which they were saved."""
+        return [copy for copy in self.alive() if copy.has_to_come]
 
     def parameters(self) -> set[int]:
         """Storages of its parameters, which FSDP has gathered for a part of the layer only while that runs."""

@@ -50,7 +50,7 @@ def remedies(job: Job, memory_margin: float, fixed: Fixed | None = None) -> list
         except LayoutError:
             return False
 
-    kinds = (_larger(job), _even(job), _shorter(job), _narrower(job))
+    kinds = (_larger(job), _even(job), _shorter(job), _narrower(job), _lighter(job))
     found = [next((each for each in kind if works(each.job)), None) for kind in kinds]
     remedies = [each for each in found if each is not None]
     if fixed is not None and works(job, condition=None):
@@ -105,3 +105,13 @@ def _narrower(job: Job) -> Iterator[Remedy]:
     """Matmuls in 16 bits."""
     if job.element_bytes == 4:
         yield Remedy("--precision bf16", replace(job, precision="bf16"))
+
+
+def _lighter(job: Job) -> Iterator[Remedy]:
+    """Optimizer states of 16 bits, or of 8."""
+    kind = job.optimizer_kind
+    if kind.state and not job.narrow_states and not [*kind.narrow_problems(job.options_of_optimizer)]:
+        yield Remedy("optimizer states in bf16: optimizer.state_dtype='bf16'", replace(job, narrow_states=True))
+    if job.optimizer == "adamw":
+        small = replace(job, optimizer="adamw-8bit", optimizer_options=(), narrow_states=False)
+        yield Remedy("optimizer states of 8 bits: optimizer.name='adamw-8bit'", small)

@@ -43,7 +43,7 @@ STALE: dict[str, AnyBug] = {
         Mutation(f"{_STORE}.keep", "copy is None or copy.version != x._version", "copy is None"), _IN_PLACE
     ),
     "what is still on the device is read though it was changed in place": UnitBug(
-        Mutation(f"{_STORE}.bring", "copy.has_to_come", "copy.on_device is None"),
+        Mutation("shardwright.parallel.offload:_Layer.to_come", "copy.has_to_come", "copy.on_device is None"),
         _IN_PLACE,
     ),
     "activations of the layer before do not come while a layer runs backwards": UnitBug(

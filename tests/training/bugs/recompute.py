@@ -74,6 +74,10 @@ RECOMPUTATION: dict[str, AnyBug] = {
         ),
         f"{TESTS}:test_matmuls_and_routing_run_once_and_each_part_once_more",
     ),
+    "routing is decided again with the whole layer": UnitBug(
+        Mutation(f"{ROOM}:_Decisions.next", "self._taken == len(self._made)", "True"),
+        f"{TESTS}:test_a_block_that_runs_again_as_a_whole_picks_experts_once",
+    ),
     "what can be computed again is kept": UnitBug(
         Mutation(f"{ROOM}:_keep", "found is not None and found.version == x._version", "False"),
         f"{TESTS}:test_the_model_of_the_benchmark_keeps_at_most_55_percent",
