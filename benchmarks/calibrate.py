@@ -1,10 +1,11 @@
 """Fit what no data sheet says to measured runs, and write it to src/shardwright/cost/calibration.toml.
 
     python benchmarks/calibrate.py [RUNS.csv] [--steps 4] [--again] [--rows 30] [--families A,B,C] [--hold "NAME;NAME"]
+    python benchmarks/calibrate.py [RUNS.csv] --intervals
 
 --again: start from the constants there are; --rows: of a source, at most, evenly over the table. --families: fit to
 those alone, as after a change that does not touch the others, with the constants --hold as they are in the file, for
-the families that are left out too.
+the families that are left out too. --intervals: only the widths of intervals, with the constants as they are.
 
 One number for each die and format, and for each kind of software, for all families of runs together: Gauss-Newton on
 the logarithm of predicted / measured, robust against rows that nothing explains. A family counts as much as its rows,
@@ -13,6 +14,7 @@ these fits start from the common one, with its derivatives. No constant may depe
 a constant is printed as an error.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -184,19 +186,19 @@ class Fit:
 class LeftOut:
     """The errors of all runs by the constants of the fits without their families, and what intervals depend on."""
 
-    def __init__(self, runs: Sequence[Run], left_out: dict[str, Floats]) -> None:
+    def __init__(self, runs: Sequence[Run], left_out: dict[str, Calibration]) -> None:
         self.families = np.array([run.measured.family for run in runs])
-        timed_by = {family: calibration(values) for family, values in left_out.items()}
-        timed = [timed_run(run, timed_by[run.measured.family]) for run in runs]
+        timed = [timed_run(run, left_out[run.measured.family]) for run in runs]
         self.features = np.concatenate([features(job, time) for job, time in timed])
         predicted = np.array([float(time.total_s[0]) for _, time in timed])
         self.errors = np.abs(np.log(predicted / np.array([run.measured.step_time_s for run in runs])))
 
     def coefficients(self, but: str = "") -> dict[str, float]:
-        """The linear quantile regression of the errors, not negative, over all families but one."""
+        """The linear quantile regression of the errors, not negative, over all families but one, each of which counts
+        the same."""
         kept = self.families != but
         counts = Counter(self.families[kept])
-        weights = np.array([min(counts[each], MOST_ROWS) / counts[each] for each in self.families[kept]])
+        weights = np.array([1 / counts[each] for each in self.families[kept]])
         x, n_terms, n = self.features[kept], len(TERMS), int(kept.sum())
         # error = x c + above - below; the sum of COVERED above + (1 - COVERED) below is least.
         costs = np.concatenate([np.zeros(n_terms), COVERED * weights, (1 - COVERED) * weights])
@@ -211,6 +213,16 @@ def written(best: Floats, left_out: dict[str, Floats], errors: LeftOut) -> str:
     for family, values in left_out.items():
         lines += _tables(f'left_out."{family}"', asdict(calibration(values, errors.coefficients(but=family))))
     return "\n".join(lines) + "\n"
+
+
+def with_intervals(errors: LeftOut) -> str:
+    """The file as it is, with other widths of intervals."""
+    text = PACKAGED.read_text(encoding="utf-8")
+    for family in ("", *LEFT_OUT):
+        prefix = f'left_out."{family}".interval' if family else "interval"
+        table = "\n".join(_tables(prefix, errors.coefficients(but=family)))
+        text = re.sub(rf"^\[{re.escape(prefix)}\]\n(?:.+\n)*\n?", f"{table}\n", text, count=1, flags=re.MULTILINE)
+    return text
 
 
 def _tables(prefix: str, table: dict[str, Any]) -> list[str]:
@@ -239,6 +251,9 @@ def main(arguments: Sequence[str]) -> None:
     families, held = given.get("--families", ""), given.get("--hold", "").split(";")
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else MEASURED_RUNS
     runs = [each for each in read_runs(path) if isinstance(each, Run) and each.measured.step_time_s is not None]
+    if "--intervals" in arguments:
+        PACKAGED.write_text(with_intervals(LeftOut(runs, LEFT_OUT)), encoding="utf-8")
+        return
     counts = Counter(run.measured.source for run in runs)
     places: Counter[str] = Counter()
     chosen = []
@@ -273,7 +288,8 @@ def main(arguments: Sequence[str]) -> None:
         left_out[str(family)] = there
         mine = np.abs(np.exp(now[~kept]) - 1).mean(), np.abs(np.exp(errors[~kept]) - 1).mean()
         print(f"{family}: {mine[1]:.1%}, left out {mine[0]:.1%}", flush=True)
-    PACKAGED.write_text(written(at, left_out, LeftOut(runs, left_out)), encoding="utf-8")
+    errors_left_out = LeftOut(runs, {family: calibration(values) for family, values in left_out.items()})
+    PACKAGED.write_text(written(at, left_out, errors_left_out), encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(f"{before}{BEGIN}\n{described(np.exp(at), touched)}\n{END}{after}", encoding="utf-8")

@@ -379,3 +379,14 @@ def test_a_model_is_read_from_a_config_of_transformers(tmp_path: Path):
     assert f'from = "{tmp_path}"' in written.read_text()
     layer = 2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048
     assert load(written).model.spec().n_parameters == 128256 * 2048 + 16 * layer + 2048
+
+
+def test_a_model_is_given_by_a_few_sizes_and_written_with_them(tmp_path: Path):
+    sizes, written = "n_layers=24,d_model=2048,n_heads=16,d_ffn=5632,vocab_size=32000", tmp_path / "run.toml"
+    options = ("--global-batch", 8, "--seq-len", 4096, "--explain", "dp_shard=8", "--write", written)
+    told = plan("--model", sizes, "--cluster", "h100:8", *options)
+    assert told.exit_code == 0, told.output
+    spec = load(written).model.spec()
+    assert (spec.n_layers, spec.head_dim, spec.n_kv_heads, spec.max_seq_len) == (24, 128, 16, 4096)
+    layer = 2048 * (4 * 2048 + 3 * 5632) + 2 * 2048
+    assert spec.n_parameters == 2 * 32000 * 2048 + 24 * layer + 2048

@@ -109,6 +109,12 @@ def test_a_network_is_given_for_a_node_and_shared_by_its_accelerators():
     assert cluster("h100:64/4@800").across.bytes_per_s == pytest.approx(0.94 * 100e9 / 4)
 
 
+@pytest.mark.parametrize(("count", "domains"), [(4, 1), (8, 1), (64, 1), (72, 1), (128, 2), (144, 2), (512, 8)])
+def test_a_rack_of_72_is_one_domain_of_nvlink_of_which_a_run_fills_as_few_as_hold_it(count: int, domains: int):
+    found = cluster(f"gb200:{count}")
+    assert (found.nodes, found.node_size) == (domains, count // domains)
+
+
 def test_a_cluster_smaller_than_a_node_is_refused_until_the_node_is_named():
     with pytest.raises(InputError, match=r"2 accelerators are less than a node of 8; .* h100:2/2"):
         cluster("h100:2")

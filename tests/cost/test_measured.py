@@ -13,6 +13,7 @@ from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.matmuls import Matmul
 from shardwright.cost.measured import on_machine
+from shardwright.cost.reserved import reserved_bytes
 from shardwright.errors import InputError
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
@@ -156,7 +157,7 @@ def test_holes_of_the_c_library_grow_with_tensors_of_less_than_2_mib(mine: Path)
     found = memory.of(of, Candidates.of(Layout(dp_replicate=2), 1))
     tensors = found.rank_bytes - 0.25 * GiB
     assert found.lost_bytes == pytest.approx(0.3 * share * tensors)
-    assert memory.reserved_bytes(of, Candidates.of(Layout(dp_replicate=2), 1)) == pytest.approx(found.reserved_bytes)
+    assert reserved_bytes(of, Candidates.of(Layout(dp_replicate=2), 1)) == pytest.approx(found.reserved_bytes)
     halved = memory.of(of, Candidates.of(Layout(tp=2), 1))
     assert halved.lost_bytes == pytest.approx(0.3 * (halved.rank_bytes - 0.25 * GiB))
 

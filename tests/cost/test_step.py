@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost.blocks import blocks
+from shardwright.cost.data_parallel import Beside
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
-from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, least, makespans
+from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makespans
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.stack import STACKS
@@ -99,6 +100,30 @@ def test_many_layouts_at_once_cost_what_each_costs_alone(model: str, pipeline: d
         assert seconds(alone, the_job) == pytest.approx(found[at], rel=1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_each_part_of_a_backward_pass_takes_at_least_its_launches(schedule: str):
+    """Of a layer that takes next to no time, 0.5 ms of launches forward and 1.7 times as much backward, or half of that
+    in each part of a split pass; a part with more work does not pay for the launches of the other."""
+    small = job("debug", seq_len=256, global_batch=8)
+    assert (small.stack.speed.launch_s, small.stack.speed.launch_backward) == (0.5e-3, 1.7)
+    (block,) = blocks(small.model)
+    of = candidates(pp=2, pp_schedule=schedule)
+    forward, backward, weight = (float(seconds[0]) for seconds in layer(small, of, block).totals)
+    assert forward == pytest.approx(0.5e-3)
+    if schedule == "zb-h1":
+        assert backward == pytest.approx(0.425e-3)
+        assert weight == pytest.approx(0.425e-3)
+    else:
+        assert backward + weight == pytest.approx(0.85e-3)
+    large = job()
+    (block,) = blocks(large.model)
+    whole, split = (
+        sum(float(seconds[0]) for seconds in layer(large, candidates(pp=2, pp_schedule=each), block).totals[1:])
+        for each in ("1f1b", "zb-h1")
+    )
+    assert split == pytest.approx(whole)
+
+
 def test_full_recomputation_costs_between_a_fifth_and_a_half():
     plain, again = (seconds(candidates(dp_shard=64, zero=3, recompute=recompute)) for recompute in (0, 2))
     assert 1.2 < again / plain < 1.5
@@ -129,30 +154,29 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
         assert (span - work) / span == pytest.approx(3 / (m + 3))
 
 
+@pytest.mark.parametrize("message", [0.01, 0.5])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"])
-def test_a_long_step_is_drawn_out_from_a_shorter_simulation(schedule: str):
+def test_a_long_step_is_a_shorter_one_with_more_rounds_in_the_middle(schedule: str, message: float):
     virtual = 2 if schedule == "interleaved-1f1b" else 1
     of = candidates(pp=4, pp_schedule=schedule, virtual_stages=virtual)
     stages, m = of.shared.n_stages, 2000
     assert m * stages > 3 * MOST_SIMULATED
     rng = np.random.default_rng(0)
-    f, i, w = (rng.uniform(0.8, 1.2, stages) for _ in range(3))
-    times, count = StageTimes(f[None], i[None], w[None], np.array([0.01])), np.array([m])
-    drawn = max(makespans(of, times, count)[0], least(of, times, busy(of, times, count))[0])
-    full = simulate(build(schedule, 4, m, virtual), Times(tuple(f), tuple(i), tuple(w), 0.01)).makespan
-    assert drawn == pytest.approx(full, rel=0.005)
-    assert drawn <= full * (1 + 1e-9)
+    f, i, w = (rng.uniform(0.5, 1.5, stages) for _ in range(3))
+    times, count = StageTimes(f[None], i[None], w[None], np.array([message])), np.array([m])
+    drawn = makespans(of, times, count)[0]
+    full = simulate(build(schedule, 4, m, virtual), Times(tuple(f), tuple(i), tuple(w), message)).makespan
+    assert drawn == pytest.approx(full, rel=1e-9)
+    assert ends(of, times, busy(of, times, count)).max() <= full * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_replicas_are_summed_over_once_a_step_however_many_microbatches(zero: int):
     more = []
     for replicas in (1, 8):
-        of, nothing = candidates(dp_replicate=replicas, dp_shard=8, zero=zero), np.zeros(1)
-        times = [
-            float(data_parallel(job(), of, rank_parameters(job(), of), np.array([m]), nothing, nothing)[0])
-            for m in (1, 8)
-        ]
+        of, nothing = candidates(dp_replicate=replicas, dp_shard=8, zero=zero), np.zeros((1, 1))
+        beside = Beside(nothing, nothing, nothing)
+        times = [float(data_parallel(job(), of, rank_parameters(job(), of), np.array([m]), beside)[0]) for m in (1, 8)]
         more.append(times[1] - times[0])
     assert more[1] == pytest.approx(more[0])
 

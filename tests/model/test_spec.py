@@ -20,6 +20,9 @@ from shardwright.model.transformer import Transformer
 PUBLISHED_PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "smollm2-1.7b": 1_711_376_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
@@ -46,8 +49,10 @@ def test_the_gpt_family_follows_the_formula_of_the_megatron_papers(name: str) ->
     n_layers, h = spec.n_layers, spec.d_model
     formula = spec.vocab_size * h + spec.max_seq_len * h + n_layers * (12 * h**2 + 13 * h) + 2 * h
     assert spec.n_parameters == formula
-    if name[4:-1].replace(".", "").isdigit() and name.endswith("b"):
-        assert spec.n_parameters == pytest.approx(float(name[4:-1]) * 1e9, rel=0.03)
+    size = name.rpartition("-")[2]
+    if size[:-1].replace(".", "").isdigit():
+        unit = {"m": 1e6, "b": 1e9, "t": 1e12}[size[-1]]
+        assert spec.n_parameters == pytest.approx(float(size[:-1]) * unit, rel=0.03)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -44,6 +44,7 @@ LAYOUTS = [
         "pp=8,dp_shard=32,ep=32,zero=1,recompute=selective,recompute_modules=mla_up+experts",
     ),
     ("debug", "h100:8", 128, "pp=2,dp_shard=4,zero=2"),
+    ("llama-3.1-70b", "h100:64@50Gb", 4096, "tp=4,pp=4,pp_schedule=zb-h1,dp_shard=4,zero=2"),
     ("deepseek-v3" + MODULE, "h100:256", 4096, "pp=16,dp_shard=16,ep=16,zero=1,recompute=full"),
 ]
 CASES = [(*each, "shardwright", "bf16") for each in LAYOUTS]
@@ -136,6 +137,7 @@ def test_all_to_alls_ulysses_recomputation_and_hidden_messages_show_their_number
         "launch, F",
         "gradients of inputs, exposed",
         "weights, all-gather, exposed",
+        "messages that no slack takes",
     } <= shown
 
 

@@ -12,7 +12,7 @@ from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
 from shardwright.planner.interval import features, interval_s
 from tests.cost.jobs import candidates, job
 
-COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05}
+COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "attention": 0.4}
 
 
 def test_the_width_is_that_of_the_formula():
@@ -20,7 +20,7 @@ def test_the_width_is_that_of_the_formula():
     time = StepTime({"matmuls": np.array([6.0]), "attention": np.array([2.0]), "pipeline": np.array([2.0])})
     by = replace(CALIBRATED, interval=COEFFICIENTS)
     low, high = interval_s(the_job, time, by)
-    width = exp(0.1 + 0.2 * 0.2 + 0.3 + 0.05)
+    width = exp(0.1 + 0.2 * 0.2 + 0.3 + 0.05 + 0.4 * 0.2)
     assert (float(low[0]), float(high[0])) == pytest.approx((10 / width, 10 * width))
 
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost import memory
+from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Job
+from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError, LayoutError
 from shardwright.model.presets import PRESETS, resolve
@@ -64,11 +66,30 @@ def test_the_best_layout_of_one_accelerator_is_the_one_with_the_best_micro_batch
     assert [each.step_s for each in found.best] == sorted(each.step_s for each in found.best)
 
 
+def whole(choice: Choice) -> Choice:
+    """The layout of the space from which one with recomputation in fewer layers follows."""
+    return replace(choice, layout=choice.layout.changed(recompute_layers=None))
+
+
+def check_fewest_layers(found: Plan, less: Priced, whole_s: float) -> None:
+    """It fits and is faster than with recomputation in all layers, and with a layer less it would not fit."""
+    layers = less.layout.recompute_layers
+    assert layers is not None
+    assert less.step_s < 0.99 * whole_s
+    assert less.peak_bytes <= found.limit_bytes
+    fewer = {"recompute_layers": layers - 1} if layers > 1 else {"recompute": "none", "recompute_layers": None}
+    assert estimate(found.job, less.layout.changed(**fewer), less.micro_batch).peak_bytes > found.limit_bytes
+
+
 def check_listed(found: Plan, everything: list[tuple[float, Choice]], top: int) -> None:
     """None that is faster than the last one listed is missing: it is listed, or equal to a listed one that is."""
     times = {choice: time for time, choice in everything}
-    listed = [each.choice for each in found.best]
-    assert [each.step_s for each in found.best] == pytest.approx([times[choice] for choice in listed], rel=1e-9)
+    listed = [whole(each.choice) for each in found.best]
+    for each, choice in zip(found.best, listed, strict=True):
+        if each.choice == choice:
+            assert each.step_s == pytest.approx(times[choice], rel=1e-9)
+        else:
+            check_fewest_layers(found, each, times[choice])
     for each, others in zip(found.best, found.equals, strict=True):
         assert all(times[other] == pytest.approx(each.step_s, rel=3e-6) for other in others)
     covered = {*listed, *(other for others in found.equals for other in others)}
@@ -161,7 +182,7 @@ def test_no_layout_is_faster_than_its_bound_and_none_needs_other_memory_than_is_
         few = group.take(slice(None, None, 7))
         bound, exact = (step_time(asked, few, simulated=on).total_s for on in (False, True))
         assert np.all(bound <= exact * (1 + 1e-9)), group.shared
-        assert memory.reserved_bytes(asked, few) == pytest.approx(memory.of(asked, few).reserved_bytes, rel=1e-12)
+        assert reserved_bytes(asked, few) == pytest.approx(memory.of(asked, few).reserved_bytes, rel=1e-12)
 
 
 @pytest.mark.prove
@@ -330,3 +351,18 @@ def test_sequences_and_accelerators_of_a_real_model_have_a_plan():
     assert len(found.best) == 3
     assert found.best[0].choice.layout.world_size == 8
     assert sum(found.best[0].parts_s.values()) == pytest.approx(found.best[0].step_s)
+
+
+def test_where_a_part_of_the_layers_has_to_recompute_only_those_do():
+    """On three fifths of the memory that the fastest layout of a node takes, its first layers alone recompute."""
+    roomy = job(PRESETS["llama-3.1-8b"], "h100:8", 64, 8192)
+    fixed = fixed_values({"dp_shard": 8, "zero": 3, "micro_batch": 1})
+    most = search(roomy, fixed=fixed).best[0].peak_bytes
+    found = search(job(PRESETS["llama-3.1-8b"], "h100:8", 64, 8192, 0.6 * most / GiB / 0.9), fixed=fixed)
+    assert found.recommended is not None
+    assert found.recommended.choice == found.best[0].choice
+    layers = found.recommended.layout.recompute_layers
+    assert layers is not None
+    assert 0 < layers < 32
+    whole_s = estimate(found.job, whole(found.recommended.choice).layout, 1).step_s
+    check_fewest_layers(found, found.recommended, whole_s)

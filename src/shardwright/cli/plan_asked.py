@@ -42,7 +42,13 @@ class Options:
         ),
     ] = None
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a preset, such as llama-3.1-70b, or config.json of transformers")
+        str | None,
+        typer.Option(
+            metavar="NAME|SIZES",
+            help="a preset, such as llama-3.1-70b; config.json of transformers; or a few sizes, such as "
+            "n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000, and any other key of a run file's model "
+            "section, such as n_kv_heads=8,moe.n_experts=8,moe.top_k=2,moe.d_ffn=4096",
+        ),
     ] = None
     cluster: Annotated[
         str | None,
@@ -149,7 +155,7 @@ def ask(options: Options) -> Asked:
         precision = config.precision.planned if precision is None else precision
     precision = (precision or "bf16").lower()
     if target is None and model is None:
-        wrong.append("--model is missing; name a preset, such as llama-3.1-70b, or a run file")
+        wrong.append("--model is missing; name a preset, such as llama-3.1-70b, give sizes, or name a run file")
     if cluster is None:
         wrong.append("--cluster is missing; give accelerators and how many, such as h100:64")
     sizes = {"--global-batch": global_batch, "--seq-len": seq_len}
@@ -162,6 +168,7 @@ def ask(options: Options) -> Asked:
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
+    from shardwright.model.by_sizes import spec_of_sizes
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
@@ -187,6 +194,8 @@ def ask(options: Options) -> Asked:
                 from shardwright.config.sections import spec_of_folder
 
                 model, spec = str(folder), spec_of_folder(folder)
+            elif "=" in model:
+                spec = spec_of_sizes(model, max(1, seq_len or 1))
             else:
                 spec = resolve(model)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """Communication of weights and gradients over the ranks that hold the same parameters: messages and exposed seconds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,11 +50,29 @@ class RankParameters(NamedTuple):
     buckets: Ints
 
 
-def data_parallel(
-    job: Job, candidates: Candidates, held: RankParameters, m: Ints, forward: Floats, backward: Floats
-) -> Floats:
-    """Exposed communication of weights and gradients in a step; `forward`, `backward`: seconds of a micro-batch's
-    passes on the rank.
+F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
+"""Passes of a rank, in the ledger."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What messages of weights and gradients overlap with on each rank of `pp`, (n, R): seconds of the forward and of
+    the backward pass of a micro-batch, and `slack`, the time of the pipeline beyond what the rank's own passes, and
+    those before and after them, take. `note(rank)` records the passes of the one candidate."""
+
+    forward: Floats
+    backward: Floats
+    slack: Floats
+    note: Callable[[int], None] = lambda rank: None
+
+    def on(self, rank: int) -> "Beside":
+        """The same on one rank, (n, 1)."""
+        forward, backward, slack = (each[:, [rank]] for each in (self.forward, self.backward, self.slack))
+        return Beside(forward, backward, slack)
+
+
+def data_parallel(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: Beside) -> Floats:
+    """Exposed communication of weights and gradients in a step.
 
     | zero | gradients                                                | weights                                    |
     | ---- | -------------------------------------------------------- | ------------------------------------------ |
@@ -66,26 +85,55 @@ def data_parallel(
     Shards of gradients are then all-reduced over dp_replicate, once. With a pipeline that gathers once a step, zero 3
     is as 1. With `layout.zero_secondary_ranks` layers are gathered from these ranks for the backward pass
     (`cost.secondary`). Experts have their own process groups. A stack that overlaps communication runs it during the
-    pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. After a
+    pass of its micro-batch; the part of one layer stays exposed, and `interference` slows the pass down. What is longer
+    than that pass takes the rank's slack first: a rank that waits for others sends and receives meanwhile. So the step
+    ends with the pipeline, or with the rank whose passes and messages take longest. After a
     pipeline come the all-reduce of the gradient of an embedding that two stages hold, and with two routes of
     micro-batches that of the gradients of both replicas of each stage. Those that travel as products are all-reduced
     after the last backward pass, too (`cost.products`).
     """
-    traffic = _Traffic(job, candidates, held, forward, backward)
-    found = np.zeros(len(candidates))
-    for zero in np.unique(candidates.zero):
-        terms = [(times, name, seconds) for times, (name, seconds) in traffic.of_stage(int(zero)) if np.any(seconds)]
-        if terms:
-            formula = " + ".join(f"{times}{ledger.identifier(name)}" for times, name, _ in terms)
-            inputs: ledger.Inputs = {ledger.identifier(name): seconds for _, name, seconds in terms}
-            exposed = ledger.compute("weights and gradients", formula, m=m, **inputs)
-            found = np.where(candidates.zero == zero, exposed, found)
+    if ledger.recording():
+        with ledger.unrecorded():
+            rank = int(_beside_passes(job, candidates, held, m, beside)[0].argmax())
+        beside.note(rank)
+        beside = beside.on(rank)
+    found = _beside_passes(job, candidates, held, m, beside).max(axis=1)
     after = [*replica_messages(job, candidates, held), *products.messages(candidates, held)]
     slower = job.stack.speed.slowdown(DATA)
     parts = {"weights and gradients": found} | {each.what: each.seconds(job.cluster, slower) for each in after}
     if np.any(held.factored):
         parts["products of gradients"] = products.computed(job, candidates, held)
     return ledger.total(DATA, parts)
+
+
+def _beside_passes(job: Job, candidates: Candidates, held: RankParameters, m: Ints, beside: Beside) -> Floats:
+    """What messages that overlap with passes add to the step on each rank, (n, R)."""
+    traffic = _Traffic(job, candidates, held, beside)
+    found = np.zeros(beside.forward.shape)
+    for zero in np.unique(candidates.zero):
+        sent = [
+            (f"{times} * " * (times != "1"), each)
+            for times, whats, passes in stage_collectives(candidates, int(zero))
+            if np.any((each := traffic.exposed(whats, passes)).seconds)
+        ]
+        if not sent:
+            continue
+        exposed = {ledger.identifier(each.name): each.seconds for _, each in sent}
+        formula = " + ".join(f"{times}{ledger.identifier(each.name)}" for times, each in sent)
+        takes_slack = any(each.longer for _, each in sent)
+        what = "messages beside passes" if takes_slack else "weights and gradients"
+        seconds = ledger.compute(what, formula, m=m[:, None], **exposed)
+        if takes_slack:
+            inputs = {name: value for _, each in sent for name, value in each.inputs.items()}
+            formula = " + ".join(f"{times}{each.anyway}" for times, each in sent)
+            anyway = ledger.compute("messages that no slack takes", formula, m=m[:, None], **inputs)
+            ledger.note("slack", "", beside.slack, "s", f"{candidates.shared.pp_schedule} simulated; cost/idle.py")
+            seconds = ledger.compute(
+                "weights and gradients", "max(messages_beside_passes - slack, messages_that_no_slack_takes)",
+                messages_beside_passes=seconds, slack=beside.slack, messages_that_no_slack_takes=anyway,
+            )  # fmt: skip
+        found = np.where((candidates.zero == zero)[:, None], seconds, found)
+    return found
 
 
 SUMMED, SCATTERED, ACROSS = "gradients, all-reduce", "gradients, reduce-scatter", "shards over replicas, all-reduce"
@@ -159,35 +207,46 @@ def groups(job: Job, candidates: Candidates, held: RankParameters) -> list[Group
     return [group for group in found if np.any(group.count)]
 
 
+class Exposed(NamedTuple):
+    """Collectives that overlap with a pass: their name, what they add to it, (n, R) seconds, and the formula of what of
+    that no slack takes, the part of one layer and the slowdown of the pass, with its inputs. `longer`: whether slack
+    can take anything."""
+
+    name: str
+    seconds: Floats
+    anyway: str
+    inputs: ledger.Inputs
+    longer: bool
+
+
 class _Traffic:
     """The data-parallel collectives of a step, by name, and their exposed parts."""
 
-    def __init__(
-        self, job: Job, candidates: Candidates, held: RankParameters, forward: Floats, backward: Floats
-    ) -> None:
+    def __init__(self, job: Job, candidates: Candidates, held: RankParameters, beside: Beside) -> None:
         self.job, self.candidates = job, candidates
-        self.passes = {"F of a microbatch": forward, "I and W of a microbatch": backward}
+        self.passes = {F: beside.forward, I_AND_W: beside.backward}
         self.groups = groups(job, candidates, held)
         self._sent: dict[str, Floats] = {}
 
-    def of_stage(self, zero: int) -> list[tuple[str, tuple[str, Floats]]]:
-        """The communication of a step for a ZeRO stage, each with the number of times, such as `m * `."""
-        return [
-            (f"{times} * " if times != "1" else "", self.exposed(whats, beside))
-            for times, whats, beside in stage_collectives(self.candidates, zero)
-        ]
-
-    def exposed(self, whats: tuple[str, ...], beside: str) -> tuple[str, Floats]:
-        """The name and exposed time of collectives that overlap with a pass of a micro-batch."""
+    def exposed(self, whats: tuple[str, ...], beside: str) -> Exposed:
+        """The exposed time of collectives that overlap with a pass of a micro-batch."""
         name, speed = " and ".join(whats), self.job.stack.speed
         message_s = (
             self.sent(name) if len(whats) == 1 else ledger.total(name, {what: self.sent(what) for what in whats})
-        )
+        )[:, None]
+        message, layers = ledger.identifier(name), max(self.job.model.n_layers / self.candidates.pp, 1)
         if not speed.hides_dp:
-            return name, message_s
-        of_a_layer = message_s / max(self.job.model.n_layers / self.candidates.pp, 1)
-        left = hidden(message_s, self.passes[beside], speed.interference, of_a_layer, what=name, beside=beside)
-        return name + HIDDEN, left
+            return Exposed(name, message_s, message, {message: message_s}, longer=False)
+        work, of_a_layer = self.passes[beside], message_s / layers
+        left = hidden(message_s, work, speed.interference, of_a_layer, what=name, beside=beside)
+        inputs: ledger.Inputs = {message: message_s, ledger.identifier(beside): work, "layers": layers}
+        return Exposed(
+            name + HIDDEN,
+            left,
+            f"({message} / layers + interference * min({message}, {ledger.identifier(beside)}))",
+            inputs | {"interference": speed.interference},
+            longer=self.candidates.pp > 1 and bool(np.any(message_s - work > of_a_layer)),
+        )
 
     def sent(self, what: str) -> Floats:
         """Seconds of a collective, summed over dense parameters and experts."""
@@ -226,9 +285,6 @@ def over_link(what: str, group: Group) -> tuple[Ints, Floats]:
             group.keeps_parts, 0.0, group.again / group.shards
         )
     return group.calls, group.count / group.shards
-
-
-F, I_AND_W = "F of a microbatch", "I and W of a microbatch"
 
 
 def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:

@@ -49,7 +49,8 @@ def _copy_activations(passes: Passes, job: Job, candidates: Candidates, block: B
     Ignored: tensors of few bytes, which stay, and the memory bandwidth that copies take from kernels."""
     kept = activations.layer(job, candidates, block, passes.of).kept
     forward, backward_input, weight = passes.totals
-    for name, beside in (("F", forward), ("I", backward_input + weight)):
+    backward = backward_input if candidates.kind.splits_backward else backward_input + weight
+    for name, beside in (("F", forward), ("I", backward)):
         longer = ledger.compute(
             f"{HOST}, {name}", "max(0 * kept, kept / host_rate - pass_beside_it)", "s", "parallel/offload.py",
             kept=kept, host_rate=job.cluster.accelerator.host_bytes_per_s, pass_beside_it=beside,

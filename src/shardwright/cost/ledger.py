@@ -77,6 +77,16 @@ def section(name: str) -> Iterator[None]:
         book.section = before
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context in which nothing is recorded, and many layouts or ranks can be computed at once."""
+    token = _BOOK.set(None)
+    try:
+        yield
+    finally:
+        _BOOK.reset(token)
+
+
 def recording() -> bool:
     """Whether entries are recorded: a check before computing expensive inputs of a note."""
     return _BOOK.get() is not None

@@ -11,14 +11,13 @@ Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.cost import activations, holes, ledger, parameters, pipeline, states
 from shardwright.cost.activations import Ends, Layer
 from shardwright.cost.job import Candidates, Floats, Ints, Job
+from shardwright.cost.memo import NOT_OF_A_PASS, OF_A_PASS, Memo, others
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Layers, Moments, Stages
 
@@ -100,7 +99,7 @@ class Curve:
 
 def of(job: Job, candidates: Candidates) -> Memory:
     """The memory of n candidates, whose batches have to be divisible and whose schedule has to be valid."""
-    step = _Step(job, candidates)
+    step = Step(job, candidates)
     shape = (len(candidates), candidates.pp)
     kinds = {kind: np.zeros(shape) for kind in KINDS}
     moment = np.zeros(shape, dtype=np.int64)
@@ -116,7 +115,7 @@ def of(job: Job, candidates: Candidates) -> Memory:
     last = step.at_update()
     update = np.sum(list(last.values()), axis=0) > np.sum(list(kinds.values()), axis=0)
     kinds = {kind: np.where(update, last[kind], kinds[kind]) for kind in KINDS}
-    return Memory(kinds, np.where(update, 3, moment), _fragmentation(job, candidates), job.stack.of_process)
+    return Memory(kinds, np.where(update, 3, moment), lost_share(job, candidates), job.stack.of_process)
 
 
 def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
@@ -124,7 +123,7 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
     rank = int(memory.rank_bytes[0].argmax())
     at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
     with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
-        step = _Step(job, candidates, rank)
+        step = Step(job, candidates, rank)
         step.held.note(pipeline.stages(job, candidates), rank)
         held = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
         if at_update:
@@ -148,64 +147,16 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
         )  # fmt: skip
 
 
-def reserved_bytes(job: Job, candidates: Candidates) -> Floats:
-    """`of(job, candidates).reserved_bytes`, (n,), in a fraction of the time for many candidates: parameters, gradients
-    and optimizer states are computed once for candidates that differ only in micro-batch and recomputation, and
-    activations and temporary buffers once for those that differ only in their data axes."""
-    few = _few_microbatches(job, candidates)
-    cuts = _numbered(candidates.tp, candidates.cp, candidates.ep)[1]
-    first, back = _numbered(
-        few,
-        cuts,
-        candidates.micro_batch,
-        candidates.recompute,
-        candidates.sequence_parallel,
-        states.keeps_gradients(job, candidates),
-        candidates.zero,
-        np.where(candidates.zero >= 1, candidates.dp_shard, 0),
-    )
-    step = _Step(job, candidates.take(first))
-    moving = np.zeros((len(first), candidates.pp))
-    distinct, begins = np.unique(few[first], return_index=True)  # in order, so each has a slice of the rows
-    for m, begin, end in zip(distinct, begins, [*begins[1:], len(first)], strict=True):
-        at = pipeline.moments(candidates, int(m))
-        moving[begin:end] = _sizes(step.of_stage.take(slice(begin, end)), step.stages, at).max(2)
-    first_held, back_held = _numbered(
-        cuts, candidates.dp_shard, candidates.dp_replicate, candidates.zero, candidates.sequence_parallel
-    )
-    with_states = _Step(job, candidates.take(first_held))
-    messages = step.states["buffers"]
-    always = sum((held for kind, held in with_states.states.items() if kind != "buffers"), np.zeros(1))
-    update = always - with_states.states["gathered"] + with_states.update_bytes + with_states.reduced_bytes
-    whole = always[back_held]
-    whole += moving[back]
-    whole = np.maximum(whole, update[back_held], out=whole)
-    whole += messages[back]
-    share, peak = _fragmentation(job, candidates), whole.max(1)
-    found: Floats = peak * (1 + share) - share * with_states.states["workspace"].max() * job.stack.of_process
-    return found
-
-
-def _fragmentation(job: Job, candidates: Candidates) -> Floats:
+def lost_share(job: Job, candidates: Candidates) -> Floats:
     """What the allocator reserves beyond the tensors, as a fraction, (n,)."""
     found = np.full(len(candidates), job.stack.fragmentation)
     return found * holes.small_share(job, candidates) if job.stack.of_process else found
 
 
-def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Indices of the first occurrences of the distinct rows, (u,), in the order of the first column, and for every row
-    the number of its distinct row, (n,)."""
-    key = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        key = key * (int(column.max()) + 1) + column
-    _, first, back = np.unique(key, return_index=True, return_inverse=True)
-    return first, back
-
-
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     """The memory of rank `rank` of pp at every action of a step, for a single candidate."""
     assert len(candidates) == 1, len(candidates)
-    step = _Step(job, candidates, rank)
+    step = Step(job, candidates, rank)
     microbatches = int(candidates.microbatches(job.global_batch)[0])
     actions, *moments = pipeline.every_moment(candidates, microbatches, rank)
     begin, end = (_held(step.of_stage, step.stages, at.each) for at in moments)
@@ -244,11 +195,11 @@ class StageBytes:
         return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
 
 
-class _Step:
+class Step:
     """The quantities that are the same at all moments of a step."""
 
-    def __init__(self, job: Job, candidates: Candidates, rank: int | None = None) -> None:
-        self.job, self.candidates = job, candidates
+    def __init__(self, job: Job, candidates: Candidates, rank: int | None = None, memo: Memo | None = None) -> None:
+        self.job, self.candidates, self.memo = job, candidates, memo
         self.stages = pipeline.stages(job, candidates)
         if rank is not None:
             self.stages = replace(self.stages, of_rank=self.stages.of_rank[[rank]])
@@ -259,7 +210,7 @@ class _Step:
     @cached_property
     def of_stage(self) -> "StageBytes":
         """Bytes of a micro-batch in each stage."""
-        return _stage_bytes(self.job, self.candidates, self.stages, self.held)
+        return _stage_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
 
     @cached_property
     def update_bytes(self) -> Floats:
@@ -280,7 +231,7 @@ class _Step:
 
     def microbatches(self) -> Ints:
         """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""
-        return _few_microbatches(self.job, self.candidates)
+        return few_microbatches(self.job, self.candidates)
 
     def at_update(self) -> dict[str, Floats]:
         """Memory by kind while the optimizer runs: no activations and no gathered parameters."""
@@ -290,19 +241,31 @@ class _Step:
         return {**dict.fromkeys(KINDS, nothing), **self.states, **now}
 
 
-def _few_microbatches(job: Job, candidates: Candidates) -> Ints:
+def few_microbatches(job: Job, candidates: Candidates) -> Ints:
+    """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""
     distinct, back = np.unique(candidates.microbatches(job.global_batch), return_inverse=True)
     few = [pipeline.representative(candidates.shared.pp_schedule, candidates.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
     return found
 
 
-def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> StageBytes:
+def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
+    """What layers of a kind keep, with what is known."""
+    if memo is None:
+        return activations.layer(job, alike.candidates, alike.block, alike.name)
+    table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_PASS))
+    rows = table.rows(alike.candidates, lambda new: vars(activations.layer(job, new, alike.block, alike.name)))
+    return Layer(**{name: values[rows] for name, values in table.values.items()})
+
+
+def _stage_bytes(
+    job: Job, candidates: Candidates, stages: Stages, held: Parameters, memo: Memo | None = None
+) -> StageBytes:
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, Layer]] = []
     for alike in pipeline.layers_alike(job, candidates):
-        layer, counts = activations.layer(job, alike.candidates, alike.block, alike.name), alike.counts
+        layer, counts = _layer(job, alike, memo), alike.counts
         layers.append((alike, layer))
         kept += (layer.kept - layer.experts)[:, None] * counts
         experts += layer.experts[:, None] * counts
@@ -341,14 +304,14 @@ def _stage_bytes(job: Job, candidates: Candidates, stages: Stages, held: Paramet
 
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
     """Activations and temporary buffers by kind at the peak of each rank, (n, R), and where in the step the peak is."""
-    which = _sizes(of_stage, stages, at).argmax(2)
+    which = sizes_at(of_stage, stages, at).argmax(2)
     rank = np.arange(len(stages.of_rank))[None, :]
     fullest = {name: values[rank, which][:, :, None] for name, values in vars(at).items()}
     found = _held(of_stage, stages, fullest)
     return {name: values[:, :, 0] for name, values in found.items()}, _WHERE[fullest["kind"][:, :, 0]]
 
 
-def _sizes(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
+def sizes_at(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
     """Activations and temporary buffers, sum of all kinds, (n, R, k); most of the run time of a search is here."""
     flying = of_stage.activations + of_stage.experts + of_stage.logits
     counted = [(flying, at.in_flight), (of_stage.waiting + of_stage.waiting_logits, at.waiting)]

@@ -64,6 +64,8 @@ MESSAGES_OF_F, OF_RESULTS, OF_INPUTS, AGAIN = (
     "inputs gathered again",
 )
 """The messages over tp, by what they may overlap with."""
+IN_PIECES = (MESSAGES_OF_F, OF_RESULTS)
+"""Those of which the first piece has no matmul to overlap with."""
 
 
 class _OverTp:
@@ -71,7 +73,8 @@ class _OverTp:
 
     In the backward pass the reduction of an input's gradient overlaps with the weight gradients, and the second
     all-gather of the input with the input gradients; the first collective of the backward pass is exposed. A stack that
-    splits matmuls and collectives into pieces overlaps all but the first piece.
+    splits matmuls and collectives into pieces overlaps all but the first piece: gathers of results' gradients and of
+    inputs with the input gradients. Where the backward pass is split the weight gradients come later, and hide nothing.
     """
 
     def __init__(self, passes: Passes, job: Job, candidates: Candidates) -> None:
@@ -108,25 +111,30 @@ class _OverTp:
             for name, those in self.terms.items()
         }
         inside = {name: part.get(MATMULS, np.zeros(1)) for name, part in passes.parts.items()}
-        hides = {
-            MESSAGES_OF_F: "F" if speed.hides_tp else "",
-            OF_RESULTS: "F" if speed.hides_tp else "",
-            OF_INPUTS: "W" if speed.hides_tp or speed.hides_tp_backward else "",
-            AGAIN: "I",
-        }
         exposed = {}
-        for name, seconds in sums.items():
-            if beside := hides[name]:
-                least = seconds / self.candidates.tp if beside == "F" else 0.0
-                left = hidden(
-                    seconds, inside[beside], speed.interference, least, what=name, beside=f"{MATMULS}, {beside}"
-                )
-                exposed[name + HIDDEN] = left
-            else:
-                exposed[name] = seconds
-        (first, forward), *backward = exposed.items()
-        ledger.total(f"{TENSOR}, F", {first: forward})
-        passes.add(TENSOR, forward, ledger.total(f"{TENSOR}, I", dict(backward)))
+        for names, beside in self._hidden_by().items():
+            what, those = " and ".join(names), {name: sums.pop(name) for name in names}
+            seconds = those[what] if what in those else ledger.total(what, those)
+            in_pieces = sum((those[name] for name in names if name in IN_PIECES), np.zeros(1))
+            least = in_pieces / self.candidates.tp if speed.hides_tp else 0.0
+            exposed[what + HIDDEN] = hidden(
+                seconds, inside[beside], speed.interference, least, what=what, beside=f"{MATMULS}, {beside}"
+            )
+        exposed |= sums
+        in_f = {name: exposed.pop(name) for name in (MESSAGES_OF_F, MESSAGES_OF_F + HIDDEN) if name in exposed}
+        passes.add(TENSOR, ledger.total(f"{TENSOR}, F", in_f), ledger.total(f"{TENSOR}, I", exposed))
+
+    def _hidden_by(self) -> dict[tuple[str, ...], str]:
+        """Messages that overlap, each group of them with the matmuls of one pass; a matmul hides no more than its own
+        time. A backward pass in two parts has no weight gradients beside the messages of I."""
+        speed, in_two = self.job.stack.speed, self.candidates.kind.splits_backward
+        pieces = speed.hides_tp
+        beside_i = (OF_RESULTS,) * pieces + (AGAIN,) + (OF_INPUTS,) * (pieces and in_two)
+        found = {(MESSAGES_OF_F,): "F"} if pieces else {}
+        found[beside_i] = "I"
+        if (pieces or speed.hides_tp_backward) and not in_two:
+            found[OF_INPUTS,] = "W"
+        return found
 
 
 def head_over_tp(passes: Passes, job: Job, candidates: Candidates, tokens: Floats) -> None:

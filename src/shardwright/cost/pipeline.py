@@ -63,7 +63,11 @@ class Moments:
 
     def of_rank(self, rank: int) -> "Moments":
         """Those of one rank; R is 1."""
-        return Moments(**{name: values[[rank]] for name, values in vars(self).items()})
+        return self.of_ranks([rank])
+
+    def of_ranks(self, ranks: list[int]) -> "Moments":
+        """Those of some ranks."""
+        return Moments(**{name: values[ranks] for name, values in vars(self).items()})
 
 
 def stages(job: Job, candidates: Candidates) -> Stages:

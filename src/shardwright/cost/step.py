@@ -1,18 +1,20 @@
 """The step time and its parts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from shardwright.cost import idle, ledger, pipeline
 from shardwright.cost.collectives import point_to_point
-from shardwright.cost.data_parallel import RankParameters, data_parallel, rank_parameters
+from shardwright.cost.data_parallel import I_AND_W, Beside, F, RankParameters, data_parallel, rank_parameters
 from shardwright.cost.idle import StageTimes, busy
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.kinds import DATA
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.matrix_updates import matrix_updates
+from shardwright.cost.memo import Memo, remembers
 from shardwright.cost.passes import Passes, reached_bytes_per_s
 
 PIPELINE = "Pipeline, busiest rank"
@@ -35,28 +37,29 @@ class StepTime:
         return np.asarray(sum(self.parts.values(), np.zeros(())))
 
 
-def step_time(job: Job, candidates: Candidates, *, simulated: bool = True) -> StepTime:
+def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo: Memo | None = None) -> StepTime:
     """Seconds of a step. With `simulated` the pipeline's schedule is simulated for each candidate; otherwise its idle
-    time is a lower bound, which is some hundred times faster to compute."""
+    time is a lower bound, which is some hundred times faster to compute. `memo`: of this job."""
     m = candidates.microbatches(job.global_batch)
-    stages = StagePasses(job, candidates)
+    stages = StagePasses(job, candidates, memo)
     times = stages.times()
     work = busy(candidates, times, m)
-    span = idle.least(candidates, times, work)
+    ends = idle.ends(candidates, times, work)
+    span = ends.max(axis=1)
     if simulated:
         span = np.maximum(span, idle.makespans(candidates, times, m))
     most = work.argmax(axis=1)
     with ledger.section(PIPELINE if candidates.pp > 1 else "Work of a rank"):
         parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}
         mine = np.take_along_axis(work, most[:, None], 1)[:, 0]
-        forward, backward = stages.passes_of_rank(most)
         if ledger.recording():
             stages.note(int(most[0]), m, parts)
             ledger.total("work", parts, value=mine)
         parts["pipeline"] = _waiting(job, candidates, span, mine)
     held = rank_parameters(job, candidates)
     with ledger.section("Data parallel, rank with most parameters"):
-        parts[DATA] = data_parallel(job, candidates, held, m, forward, backward)
+        beside = Beside(*stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes)
+        parts[DATA] = data_parallel(job, candidates, held, m, beside)
     with ledger.section("Step"):
         parts["optimizer"] = optimizer(job, candidates, held)
         rest = StepTime(parts).total_s
@@ -87,18 +90,28 @@ def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -
 class StagePasses:
     """Seconds of the forward and backward passes of one micro-batch in every stage, by kind of work."""
 
-    def __init__(self, job: Job, candidates: Candidates) -> None:
+    def __init__(self, job: Job, candidates: Candidates, memo: Memo | None = None) -> None:
         self.job, self.candidates = job, candidates
+        self.memo = memo if remembers(memo, job) else None
         cut = pipeline.stages(job, candidates)
         self.n_stages = len(cut.layers)
         first, last = np.zeros(self.n_stages, dtype=np.int64), np.zeros(self.n_stages, dtype=np.int64)
         first[0], last[-1] = 1, 1 + job.model.mtp_modules
         first[-1] += job.model.mtp_modules
-        self.work: list[tuple[Passes, Ints]] = [(embedding(job, candidates), first), (head(job, candidates), last)]
+        self.work: list[tuple[Passes, Ints]] = [
+            (self._of("the embedding", candidates, partial(embedding, job)), first),
+            (self._of("the head", candidates, partial(head, job)), last),
+        ]
         self.work += [
-            (layer(job, alike.candidates, alike.block, alike.name), alike.counts)
+            (
+                self._of(alike.name, alike.candidates, partial(layer, job, block=alike.block, name=alike.name)),
+                alike.counts,
+            )
             for alike in pipeline.layers_alike(job, candidates)
         ]
+
+    def _of(self, part: str, candidates: Candidates, compute: Callable[[Candidates], Passes]) -> Passes:
+        return compute(candidates) if self.memo is None else self.memo.passes(self.job, candidates, part, compute)
 
     def times(self) -> StageTimes:
         """The times of each stage for the simulation of the pipeline."""
@@ -137,12 +150,13 @@ class StagePasses:
             found["messages"] = 2 * self.message * n_stages
         return found
 
-    def passes_of_rank(self, rank: Ints) -> tuple[Floats, Floats]:
-        """Seconds of the forward and of the backward pass of one micro-batch on a rank of each candidate."""
-        forward, backward = np.zeros(len(self.candidates)), np.zeros(len(self.candidates))
+    def passes_of_ranks(self) -> tuple[Floats, Floats]:
+        """Seconds of the forward and of the backward pass of one micro-batch on each rank, (n, R)."""
+        shape = (len(self.candidates), self.candidates.pp)
+        forward, backward = np.zeros(shape), np.zeros(shape)
         for passes, count in self.work:
-            share = self.of_each_rank(count)[rank]
-            f, i, w = passes.totals
+            share = self.of_each_rank(count)
+            f, i, w = (seconds[..., None] for seconds in passes.totals)
             forward += f * share
             backward += (i + w) * share
         return forward, backward
@@ -167,14 +181,18 @@ class StagePasses:
                 continue
             terms = {f"{kind} of {passes.of}": (share, passes.of_kind(kind)) for passes, share in there}
             _note_shares(kind, terms, seconds, m)
-        for name, seconds in zip(("F", "I and W"), self.passes_of_rank(np.array([rank])), strict=True):
+
+    def note_passes(self, rank: int) -> None:
+        """Record the passes of a micro-batch on a rank of the one candidate."""
+        there = [(passes, float(self.of_each_rank(count)[rank])) for passes, count in self.work]
+        for name, seconds in zip((F, I_AND_W), self.passes_of_ranks(), strict=True):
             totals = {passes.of: dict(zip("FIW", passes.totals, strict=True)) for passes, _ in there}
             terms = {
                 f"{each} of {passes.of}": (share, totals[passes.of][each])
                 for passes, share in there
-                for each in name.split(" and ")
+                for each in name.removesuffix(" of a microbatch").split(" and ")
             }
-            _note_shares(f"{name} of a microbatch", terms, seconds)
+            _note_shares(name, terms, seconds[:, rank])
 
     def of_each_rank(self, count: Ints) -> Floats:
         """(R,): the sum of `count`, a number for every stage, over the stages of each rank on the route of a

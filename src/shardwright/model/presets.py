@@ -48,6 +48,10 @@ def _gpt(n_layers: int, d_model: int, n_heads: int, vocab: int = 51200, seq: int
     return _spec(*sizes, tied_embedding=True, **more)
 
 
+def _gpt3(n_layers: int, d_model: int, n_heads: int) -> ModelSpec:
+    return _gpt(n_layers, d_model, n_heads, 50257, 2048)
+
+
 _DEBUG = _spec(4, 64, 4, 2, 16, 176, 512, 256)
 # Runs of it have hundreds of steps, in which the usual bias_rate would change little.
 _DEBUG_MOE = MoESpec(n_experts=8, top_k=2, d_ffn=88, score="sigmoid", bias_rate=0.01)
@@ -72,6 +76,9 @@ PRESETS: dict[str, ModelSpec] = {
     "debug-moe": replace(_DEBUG, moe=_DEBUG_MOE),
     "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, rope_theta=100000.0, init_std=1 / 24),
     "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, rope_theta=130000.0),
+    "llama-2-7b": _spec(32, 4096, 32, 32, 128, 11008, 32000, 4096),
+    "llama-2-13b": _spec(40, 5120, 40, 40, 128, 13824, 32000, 4096),
+    "llama-2-70b": _spec(80, 8192, 64, 8, 128, 28672, 32000, 4096),
     "llama-3.2-1b": _llama3(16, 2048, 32, 8192, factor=32.0, tied=True),
     "llama-3.1-8b": _llama3(32, 4096, 32, 14336, factor=8.0),
     "llama-3.1-70b": _llama3(80, 8192, 64, 28672, factor=8.0),
@@ -90,6 +97,14 @@ PRESETS: dict[str, ModelSpec] = {
         init_std=0.006,
     ),
     "gpt2": _gpt(12, 768, 12, 50257, 1024),
+    "gpt3-125m": _gpt3(12, 768, 12),
+    "gpt3-350m": _gpt3(24, 1024, 16),
+    "gpt3-760m": _gpt3(24, 1536, 16),
+    "gpt3-1.3b": _gpt3(24, 2048, 16),
+    "gpt3-2.7b": _gpt3(32, 2560, 32),
+    "gpt3-6.7b": _gpt3(32, 4096, 32),
+    "gpt3-13b": _gpt3(40, 5120, 40),
+    "gpt3-175b": _gpt3(96, 12288, 96),
     "gpt-1.7b": _gpt(24, 2304, 24),
     "gpt-3.6b": _gpt(30, 3072, 32),
     "gpt-7.5b": _gpt(36, 4096, 32),

@@ -2,13 +2,14 @@
 
 The half width h is a logarithm, so the interval is t e^-h to t e^h:
 
-    h = base + outside x + experts [mixture] + narrow [fewer than 16 bits]
+    h = base + outside x + experts [mixture] + narrow [fewer than 16 bits] + attention a
 
-x is the fraction of the step that is neither matmuls nor attention: those are known best, while communication, launches
-and idle times depend on software and network. The coefficients are a linear quantile regression, at 80 %, of the errors
-of families of runs that were left out of the fit of the constants (Koenker and Bassett, 1978;
-`benchmarks/calibrate.py`), in which a family counts as much as its rows, up to 20. Ignored: the rows of one table err
-in one direction, so their intervals hold or fail together.
+x is the fraction of the step that is neither matmuls nor attention: the rates of matmuls are known best, while
+communication, launches and idle times depend on software and network. a is the fraction that is attention: its kernels
+differ more from one release of the software to the next than those of matmuls do, and long sequences are mostly that.
+The coefficients are a linear quantile regression, at 80 %, of the errors of families of runs that were left out of the
+fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which each family counts the same.
+Ignored: the rows of one table err in one direction, so their intervals hold or fail together.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Floats, Job
 from shardwright.cost.step import StepTime
 
-TERMS = ("base", "outside", "experts", "narrow")
+TERMS = ("base", "outside", "experts", "narrow", "attention")
 COVERED = 0.8
 """Share of runs that an interval is made for."""
 KNOWN = ("matmuls", "attention", "recomputation")
@@ -28,16 +29,17 @@ KNOWN = ("matmuls", "attention", "recomputation")
 
 
 def features(job: Job, time: StepTime) -> Floats:
-    """What the width depends on, (n, 4), in the order of `TERMS`."""
+    """What the width depends on, (n, 5), in the order of `TERMS`."""
     total = time.total_s
+    attention = time.parts.get("attention", np.zeros(len(total))) / total
     known = sum((time.parts[name] for name in KNOWN if name in time.parts), np.zeros(len(total)))
     flags = [np.full(len(total), float(flag)) for flag in (job.model.moe is not None, FORMATS[job.precision].narrow)]
-    return np.stack([np.ones(len(total)), 1 - known / total, *flags], axis=1)
+    return np.stack([np.ones(len(total)), 1 - known / total, *flags, attention], axis=1)
 
 
-def half_width(features_n4: Floats, coefficients: Mapping[str, float]) -> Floats:
+def half_width(features_n5: Floats, coefficients: Mapping[str, float]) -> Floats:
     """h, (n,)."""
-    return np.asarray(features_n4 @ np.array([coefficients[term] for term in TERMS]))
+    return np.asarray(features_n5 @ np.array([coefficients[term] for term in TERMS]))
 
 
 def interval_s(job: Job, time: StepTime, by: Calibration) -> tuple[Floats, Floats]:

@@ -1,14 +1,15 @@
 """The least recomputation with which a layout fits, by the memory formulas of the plan."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardwright.cost import memory
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.pipeline import stages
+from shardwright.cost.reserved import reserved_bytes
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
+from shardwright.planner.choice import Choice
 from shardwright.units import format_bytes
 
 
@@ -55,9 +56,29 @@ def least_recomputation(job: Job, layout: Layout, micro_batch: int, limit_bytes:
     )
 
 
+def fewest_layers(job: Job, choice: Choice, limit_bytes: float) -> Choice:
+    """The same layout, in which only the first layers of each stage recompute, as few as fit; the layout itself where
+    all have to, where nothing recomputes, and where nothing would have to."""
+    layout, micro_batch = choice.layout, choice.micro_batch
+    if not layout.recomputes:
+        return choice
+
+    def fits(tried: Layout) -> bool:
+        return peak_bytes(job, tried, micro_batch) <= limit_bytes
+
+    most = max(map(len, stages(job, choice.candidates).layers))
+    too_few, enough = 0, most
+    if fits(layout.changed(recompute="none")):
+        return choice
+    while enough - too_few > 1:
+        few = (too_few + enough) // 2
+        too_few, enough = (too_few, few) if fits(layout.changed(recompute_layers=few)) else (few, enough)
+    return choice if enough == most else replace(choice, layout=layout.changed(recompute_layers=enough))
+
+
 def peak_bytes(job: Job, layout: Layout, micro_batch: int) -> float:
     """Reserved bytes of the rank with the most."""
-    return float(memory.reserved_bytes(job, Candidates.of(layout, micro_batch))[0])
+    return float(reserved_bytes(job, Candidates.of(layout, micro_batch))[0])
 
 
 def _in_order(job: Job, layout: Layout, micro_batch: int, limit_bytes: float) -> Iterator[Layout]:

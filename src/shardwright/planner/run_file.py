@@ -13,6 +13,8 @@ from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
 
 STEPS = 1000
+DEFAULT_PRESET = "debug"
+"""Of [model] in a run file, whose every size can be changed."""
 
 
 def precision_keys(job: Job) -> dict[str, Any]:
@@ -30,8 +32,9 @@ def untrained(precision: str) -> list[str]:
 def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: float | None = None) -> str:
     """The text of a run file.
 
-    `name`: the preset that the model is, or its folder; `command`: what found the layout, for the first line;
-    `budget_tokens`: how long the run is to be. Raises InputError for a job that `train` cannot run.
+    `name`: the preset that the model is, its sizes (`model.by_sizes`), or its folder; `command`: what found the
+    layout, for the first line; `budget_tokens`: how long the run is to be. Raises InputError for a job that `train`
+    cannot run.
     """
     if wrong := untrained(job.precision):
         raise InputError(*wrong)
@@ -40,7 +43,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
     layout = choice.settings()
     micro_batch = layout.pop("micro_batch")
     sections: dict[str, dict[str, Any]] = {
-        "model": {"preset": name} | _changes(job, name) if name in PRESETS else {"from": name},
+        "model": _model_keys(job, name),
         "data": {"path": "data/tokens"} | ({} if job.document_tokens is None else {"attention": "document"}),
         "batch": {"seq_len": job.seq_len, "global_batch": job.global_batch, "micro_batch": micro_batch},
         "layout": layout,
@@ -57,7 +60,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         f"# Written by `{command}`.",
         f"# For {job.cluster.size} ranks. What to fill in is marked; learning rate and optimizer options are defaults.",
         "",
-        _line("out", f"runs/{Path(name).resolve().name}", remarks["out"]),
+        _line("out", f"runs/{'model' if '=' in name else Path(name).resolve().name}", remarks["out"]),
         _line("steps", steps, remarks["steps"]),
     ]
     if loaded := extensions.loaded():
@@ -66,6 +69,12 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         lines += ["", f"[{section}]"]
         lines += [_line(key, value, remarks.get(f"{section}.{key}", "")) for key, value in values.items()]
     return "\n".join(lines) + "\n"
+
+
+def _model_keys(job: Job, name: str) -> dict[str, Any]:
+    """The section [model]: of a model by its sizes, those in which it differs from the preset of the default."""
+    preset = DEFAULT_PRESET if "=" in name and not Path(name).is_dir() else name
+    return {"preset": preset} | _changes(job, preset) if preset in PRESETS else {"from": name}
 
 
 def _changes(job: Job, name: str) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.cost import memory
-from shardwright.cost.job import Candidates, Job
+from shardwright.cost.job import RECOMPUTE, Candidates, Job
+from shardwright.cost.memo import Memo
+from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.choice import Choice, choice_at
@@ -16,6 +17,7 @@ from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Condition, Pool
 from shardwright.planner.priced import Priced
+from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.space import divisors, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
 from shardwright.planner.tie import simplest
@@ -23,6 +25,8 @@ from shardwright.planner.tie import simplest
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
 TOP = 10
+WORTH_A_KEY = 0.01
+"""Share of the step that recomputation in fewer layers has to save."""
 PARALLEL_FROM = 512
 """Accelerators from which on the time that a search takes is worth several processes."""
 CELLS = 2**17
@@ -80,7 +84,9 @@ def search(
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
-    is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`).
+    is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`);
+    of those found that recompute, only as few layers of each stage as fit do so (`recomputation.fewest_layers`) where
+    that saves `WORTH_A_KEY`, unless `fixed` says what recomputes.
     `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM` accelerators there is one.
 
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
@@ -97,7 +103,26 @@ def search(
     listed = distinct(found.pool, top)
     best = [Priced.of(job, each.members[each.simplest]) for each in listed]
     recommended = simplest(best[0], found.pool) if best else None
-    return Plan(job, limit, found, best, [each.others for each in listed], recommended, fixed)
+    equals = [each.others for each in listed]
+    if recommended is not None and not (fixed and {"recompute", "recompute_layers"} & fixed.values.keys()):
+        best, equals = _with_fewest_layers(best, equals, limit)
+        ([recommended], _) = _with_fewest_layers([recommended], [[]], limit)
+        if recommended.step_s < best[0].step_s:
+            best, equals = [recommended, *best][:top], [[], *equals][:top]
+    return Plan(job, limit, found, best, equals, recommended, fixed)
+
+
+def _with_fewest_layers(
+    found: list[Priced], equals: list[list[Choice]], limit: float
+) -> tuple[list[Priced], list[list[Choice]]]:
+    """Layouts with recomputation in as few layers as fit where that is worth another key, the fastest first, and the
+    equals of those that stay."""
+    rows = []
+    for each, others in zip(found, equals, strict=True):
+        less = Priced.of(each.job, fewest_layers(each.job, each.choice, limit))
+        rows.append((less, []) if less.step_s < (1 - WORTH_A_KEY) * each.step_s else (each, others))
+    rows.sort(key=lambda row: row[0].step_s)
+    return [less for less, _ in rows], [others for _, others in rows]
 
 
 def survey(job: Job, limit: float, condition: Condition | None = None, processes: int = 1) -> Survey:
@@ -107,7 +132,8 @@ def survey(job: Job, limit: float, condition: Condition | None = None, processes
     stages at a time; `condition` has to be None or Fixed then. Raises LayoutError where no layout can partition the
     batch.
     """
-    evaluate, stages = partial(_survey_of, job, limit, condition), divisors(job.cluster.size)
+    memo = memo_of(job) if processes == 1 else None  # other processes have their own
+    evaluate, stages = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size)
     found = [each for each in spread(evaluate, stages, processes) if each is not None]
     if not found:
         raise LayoutError(no_layout(job))
@@ -118,16 +144,16 @@ def survey(job: Job, limit: float, condition: Condition | None = None, processes
     return Survey(sum(each.n_layouts for each in found), pool, nearest.nearest, nearest.nearest_bytes)
 
 
-def _survey_of(job: Job, limit: float, condition: Condition | None, pp: int) -> Survey | None:
-    """The survey of the layouts with `pp` stages; None where none can partition the batch."""
+def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo | None, pp: int) -> Survey | None:
+    """The survey of the layouts with `pp` stages; None where none can partition the batch. `memo`: of the job."""
     kept: list[Candidates] = []
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]
-    n_layouts, least, exists = 0, np.inf, False
+    n_layouts, least, exists, memo = 0, np.inf, False, memo or memo_of(job)
     nearest: Choice | None = None
     for all_of_them in groups_of(job, pp, _offload(condition)):
         exists = True
         for group in _parts(all_of_them, condition):
-            needed = memory.reserved_bytes(job, group)
+            needed = reserved_bytes(job, group, max(limit, least), memo)
             n_layouts += len(group)
             at = int(needed.argmin())
             if needed[at] < least:
@@ -136,17 +162,28 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, pp: int) -> 
             if fits.any():
                 kept.append(group.take(fits))
                 peaks.append(needed[fits])
-                bounds.append(step_time(job, kept[-1], simulated=False).total_s)
+                bounds.append(step_time(job, kept[-1], simulated=False, memo=memo).total_s)
     if not exists:
         return None
     pool = Pool(job, kept, np.concatenate(bounds), np.concatenate(peaks))
     return Survey(n_layouts, pool, nearest, float(least))
 
 
+def memo_of(job: Job) -> Memo:
+    """An empty one for the layouts of the space of a job."""
+    degrees, experts = divisors(job.cluster.size), 1 if job.model.moe is None else job.model.moe.n_experts
+    values = dict.fromkeys(("tp", "cp", "dp_shard", "dp_replicate"), degrees)
+    return Memo({
+        **values, "ep": divisors(experts), "zero": range(4), "sequence_parallel": (False, True),
+        "micro_batch": divisors(job.global_batch), "recompute": range(len(RECOMPUTE)),
+    })  # fmt: skip
+
+
 def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
     """Whether any layout, of this kind, needs no more than `limit` bytes; returns at the first that does."""
+    memo = memo_of(job)
     return any(
-        (memory.reserved_bytes(job, part) <= limit).any()
+        (reserved_bytes(job, part, limit, memo) <= limit).any()
         for group in groups(job, _offload(condition))
         for part in _parts(group, condition)
     )

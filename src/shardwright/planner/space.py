@@ -9,7 +9,8 @@
 | cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
 | pp_schedule         | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
 | micro_batch         | every divisor of a data rank's share of the batch                                          |
-| recompute           | none, selective with the default parts, and full                                           |
+| recompute           | none, selective with the default parts, and full, each of all layers; of the layouts that  |
+|                     | are found, in as few layers as fit (`recomputation.fewest_layers`)                         |
 | loss_chunk_tokens   | 0, and 4096 where a rank has more tokens of a micro-batch                                  |
 | zero_secondary_ranks | 1; with zero 3 over several nodes and no pipeline also the ranks of dp_shard x cp in a node |
 | compress_gradients, compress_weights | none: the others change the numbers of the training                        |

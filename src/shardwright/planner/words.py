@@ -73,7 +73,11 @@ def why(best: Priced, other: Alternative) -> str:
 def difference(best: Choice, other: Choice) -> str:
     """What another layout chooses otherwise: `zero=3`, or `tp=4, dp_shard=2`."""
     keys = [key for name in differing(best, other) for key in CHOICES[name]]
-    return ", ".join(f"{key}={value(other, key)}" for key in keys if value(other, key) != value(best, key))
+    return ", ".join(
+        f"{key} left out" if value(other, key) is None else f"{key}={value(other, key)}"
+        for key in keys
+        if value(other, key) != value(best, key)
+    )
 
 
 def also_fast(best: Priced, found: Sequence[Alternative]) -> str:

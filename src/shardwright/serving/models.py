@@ -27,9 +27,6 @@ def _plain(*sizes: int, tied: bool = False) -> ModelSpec:
 
 SERVED: dict[str, ModelSpec] = {
     "deepseek-v3": replace(PRESETS["deepseek-v3"], max_seq_len=163840),
-    "llama-2-7b": _spec(32, 4096, 32, 32, 128, 11008, 32000, 4096),
-    "llama-2-13b": _spec(40, 5120, 40, 40, 128, 13824, 32000, 4096),
-    "llama-2-70b": _spec(80, 8192, 64, 8, 128, 28672, 32000, 4096),
     "llama-30b": _spec(60, 6656, 52, 52, 128, 17920, 32000, 2048),
     "llama-65b": _spec(80, 8192, 64, 64, 128, 22016, 32000, 2048),
     "codellama-7b": _spec(32, 4096, 32, 32, 128, 11008, 32016, 16384),

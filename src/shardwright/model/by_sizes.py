@@ -1,0 +1,101 @@
+"""A decoder from a few sizes, as `plan --model n_layers=32,d_model=4096,n_heads=32,d_ffn=11008,vocab_size=32000`; no
+torch."""
+
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_args
+
+from shardwright.errors import ConfigError, nearest
+from shardwright.model.sections import LatentAttentionSpec, MoESpec
+from shardwright.model.spec import ModelSpec
+
+NEEDED = ("n_layers", "d_model", "n_heads", "d_ffn", "vocab_size")
+_TABLES = {"moe": MoESpec, "latent_attention": LatentAttentionSpec}
+
+
+def _keys() -> dict[str, Field[Any]]:
+    """Every key with a single value, those of a table with its name before them."""
+    found = {each.name: each for each in fields(ModelSpec) if each.name not in (*_TABLES, "rope_scaling")}
+    for table, spec in _TABLES.items():
+        found |= {f"{table}.{each.name}": each for each in fields(spec)}
+    return found
+
+
+def spec_of_sizes(text: str, seq_len: int) -> ModelSpec:
+    """A model from `key=value` pairs with the keys of [model] in a run file, separated by commas.
+
+    What is missing: n_kv_heads is n_heads, head_dim is d_model / n_heads (with latent attention its v_dim), max_seq_len
+    is `seq_len`, d_ffn of a mixture that of an expert, and others but `NEEDED` have the default of their key; nothing
+    comes from a preset.
+
+    Raises ConfigError with every problem at once.
+    """
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    known = _keys()
+    for pair in filter(None, map(str.strip, text.split(","))):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key not in known:
+            problems.append(f"--model {pair}: no such size; {nearest(key, known)}")
+        elif key in values:
+            problems.append(f"--model {pair}: given twice; leave one out")
+        else:
+            try:
+                values[key] = _read(value, known[key].type)
+            except ValueError as error:
+                problems.append(f"--model {pair}: {error}")
+    needed = [*NEEDED, *(f"{table}.{name}" for table in _TABLES for name in _needed_of(table, values))]
+    for key in needed:
+        if key not in values and not (key == "d_ffn" and "moe.d_ffn" in values):
+            help = known[key].metadata["help"]
+            problems.append(f"--model: {key} is missing; it is: {help[0].lower()}{help[1:].rstrip('.')}")
+    if problems:
+        raise ConfigError(*problems)
+    spec = ModelSpec(**_filled(values, seq_len))
+    if wrong := spec.problems():
+        raise ConfigError(*(f"--model: {problem}" for problem in wrong))
+    return spec
+
+
+def _read(text: str, kind: Any) -> Any:
+    """A value of a type, or one of its words. Raises ValueError that says what is needed."""
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ValueError("true or false is needed")
+        return text == "true"
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError("a whole number is needed" if kind is int else "a number is needed") from None
+    if words := get_args(kind):
+        if text not in words:
+            raise ValueError(nearest(text, words))
+        return text
+    return text
+
+
+def _needed_of(table: str, values: dict[str, Any]) -> list[str]:
+    """The sizes of a table without which it means nothing, if one of its keys is given."""
+    if not any(key.startswith(f"{table}.") for key in values):
+        return []
+    return [each.name for each in fields(_TABLES[table]) if each.default is MISSING]
+
+
+def _filled(values: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """The arguments of a spec, with what follows from other sizes."""
+    found = {key: value for key, value in values.items() if "." not in key}
+    for table, spec in _TABLES.items():
+        inner = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{table}.")}
+        if inner:
+            found[table] = spec(**inner)
+    found.setdefault("d_ffn", values.get("moe.d_ffn"))
+    found.setdefault("n_kv_heads", found["n_heads"])
+    found.setdefault("max_seq_len", seq_len)
+    if "head_dim" not in found:
+        latent, width, heads = found.get("latent_attention"), found["d_model"], found["n_heads"]
+        if latent is None and (heads < 1 or width % heads):
+            raise ConfigError(
+                f"--model: head_dim is missing, and d_model / n_heads = {width} / {heads} is not whole; give head_dim"
+            )
+        found["head_dim"] = latent.v_dim if latent is not None else width // heads
+    return found

@@ -1,0 +1,89 @@
+"""Proves that what a search keeps in tables and leaves out changes no answer: times and memory of all layouts that fit
+are those that each group of layouts has when it is computed alone, and none that fits is missing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardwright.cost import memo, memory, reserved
+from shardwright.cost.job import Job
+from shardwright.cost.reserved import reserved_bytes
+from shardwright.cost.stack import STACKS
+from shardwright.cost.step import step_time
+from shardwright.model.presets import PRESETS
+from shardwright.model.sections import LatentAttentionSpec
+from shardwright.planner.search import limit_bytes, survey
+from shardwright.planner.space import groups
+from shardwright.units import GiB
+from tests.marks import rest_prove
+from tests.planner.test_search import DEEP, MIXED, job
+
+LATENT = replace(
+    PRESETS["debug-moe"],
+    n_kv_heads=4,
+    head_dim=16,
+    latent_attention=LatentAttentionSpec(kv_rank=16, q_rank=24, nope_dim=16, rope_dim=8, v_dim=16),
+)
+JOBS = {
+    "mixture": job(MIXED, "h100:4/2", 8, 256, 0.12),
+    "dense": job(DEEP, "h100:8/2", 16, 256, 0.19),
+    "latent": job(LATENT, "h100:4/2", 8, 16384, 0.25),
+    "fp32": replace(job(MIXED, "h100:4/2", 8, 256, 0.2), precision="fp32"),
+    "casts once a step": replace(job(DEEP, "h100:4/2", 8, 256, 0.5), precision="fp8", stack=STACKS["megatron-core"]),
+}
+
+
+WIDE = job(replace(PRESETS["mixtral-8x7b"], n_layers=2, max_seq_len=4096), "h100:4/2", 4, 4096, 40)
+"""With matmuls that take longer than their launches."""
+
+
+def differences(asked: Job) -> float:
+    """The largest relative error of a bound or of memory in a survey's pool, infinite if not all that fit are there."""
+    limit = limit_bytes(asked, 0.1)
+    pool = survey(asked, limit).pool
+    fits = sum(int((memory.of(asked, group).reserved_bytes <= limit).sum()) for group in groups(asked))
+    assert 0 < fits < sum(map(len, groups(asked)))
+    if len(pool) != fits:
+        return np.inf
+    alone = [
+        np.stack([step_time(asked, group, simulated=False).total_s, memory.of(asked, group).reserved_bytes])
+        for group in pool.groups
+    ]
+    return float(np.abs(np.stack([pool.bound_s, pool.peak_bytes]) / np.concatenate(alone, axis=1) - 1).max())
+
+
+@pytest.mark.parametrize("name", rest_prove(list(JOBS), "mixture"))
+def test_a_survey_finds_what_each_group_alone_costs(name: str):
+    assert differences(JOBS[name]) < 1e-12
+
+
+# What is left out follows from the others: all ranks of the cluster are used, and sequence_parallel goes with tp.
+NEEDED = {
+    "OF_A_PASS": (memo, ("tp", "cp", "ep", "micro_batch", "recompute")),
+    "OF_STATES": (reserved, ("ep", "zero")),
+    "OF_A_STAGE": (reserved, ("ep", "zero", "micro_batch", "recompute")),
+}
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [(name, each) for name, (_, those) in NEEDED.items() for each in those]
+)
+def test_a_table_without_one_of_its_columns_has_other_answers(
+    columns: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+):
+    names = tuple(name for name in getattr(memo, columns) if name != left_out)
+    monkeypatch.setattr(NEEDED[columns][0], columns, names)
+    assert differences(WIDE) > 1e-6
+
+
+def test_bytes_above_what_is_asked_for_are_a_lower_bound_above_it():
+    asked = JOBS["mixture"]
+    most = 0.11 * GiB
+    for group in groups(asked):
+        whole, found = reserved_bytes(asked, group), reserved_bytes(asked, group, most)
+        below = whole <= most
+        assert found[below] == pytest.approx(whole[below], rel=1e-12)
+        assert (found[~below] > most).all()
+        assert (found <= whole * (1 + 1e-12)).all()
