@@ -168,7 +168,9 @@ class _Middle:
         """The longest paths from the beginning of each action of `repeats` to that of each of its repetitions."""
         needs, makes, _ = schedule.numbered
         n = len(self.repeats)
-        begins, ends = {}, {}  # by rank and position: where a path begins, and is back
+        # By rank and position: where a path begins, and is back.
+        begins: dict[tuple[int, int], int] = {}
+        ends: dict[tuple[int, int], int] = {}
         for number, (rank, places) in enumerate(self.repeats):
             begins[rank, places[0]] = number
             ends |= {(rank, at): number for at in places}
@@ -181,10 +183,10 @@ class _Middle:
             if (need := needs[rank][at]) in ended:
                 maker, there_S = ended[need]
                 clock_S = np.maximum(clock_S, there_S + comm if maker != rank else there_S)
-            if (number := begins.get((rank, at))) is not None:
-                clock_S[number] = 0.0
-            if (number := ends.get((rank, at))) is not None:
-                found[number].append(float(clock_S[number]))
+            if (begun := begins.get((rank, at))) is not None:
+                clock_S[begun] = 0.0
+            if (ended_at := ends.get((rank, at))) is not None:
+                found[ended_at].append(float(clock_S[ended_at]))
                 left -= 1
                 if not left:
                     break

@@ -130,7 +130,7 @@ class _OverTp:
         speed, in_two = self.job.stack.speed, self.candidates.kind.splits_backward
         pieces = speed.hides_tp
         beside_i = (OF_RESULTS,) * pieces + (AGAIN,) + (OF_INPUTS,) * (pieces and in_two)
-        found = {(MESSAGES_OF_F,): "F"} if pieces else {}
+        found: dict[tuple[str, ...], str] = {(MESSAGES_OF_F,): "F"} if pieces else {}
         found[beside_i] = "I"
         if (pieces or speed.hides_tp_backward) and not in_two:
             found[OF_INPUTS,] = "W"

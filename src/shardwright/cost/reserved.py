@@ -27,10 +27,11 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     share, process = memory.lost_share(job, candidates), job.stack.of_process * table.values["workspace"].max()
     found: Floats = table.values["most"][at] * (1 + share) - share * process
     of_stages = memo.table(OF_A_STAGE, "stages", *of, others(candidates, NOT_OF_A_STAGE))
-    for ranks in ([0], range(candidates.pp)) if candidates.pp > 1 else ([0],):  # the first has most in flight, mostly
+    first, every = np.zeros(1, dtype=np.int64), np.arange(candidates.pp)
+    for ranks in (first, every) if candidates.pp > 1 else (first,):  # the first has most in flight, mostly
         rows = np.nonzero(found <= most)[0]
         if len(rows):
-            moving, messages = _while_running(job, candidates.take(rows), of_stages, memo, list(ranks))
+            moving, messages = _while_running(job, candidates.take(rows), of_stages, memo, ranks)
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
             whole = np.maximum(always + moving, update) + messages
             found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
@@ -51,9 +52,7 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     }
 
 
-def _while_running(
-    job: Job, candidates: Candidates, table: Table, memo: Memo, ranks: list[int]
-) -> tuple[Floats, Floats]:
+def _while_running(job: Job, candidates: Candidates, table: Table, memo: Memo, ranks: Ints) -> tuple[Floats, Floats]:
     """Activations and temporary buffers at the peak of some ranks of pp, and messages of the pipeline, each (n, ranks);
     `table`: of what stages have."""
 
@@ -73,7 +72,7 @@ def _while_running(
     moving = np.zeros((len(first), len(ranks)))
     distinct, begins = np.unique(few[first], return_index=True)  # in order, so each has a slice of the rows
     for m, begin, end in zip(distinct, begins, [*begins[1:], len(first)], strict=True):
-        peaks = pipeline.moments(candidates, int(m)).of_ranks(ranks)
+        peaks = pipeline.moments(candidates, int(m)).of_ranks(ranks.tolist())
         moving[begin:end] = memory.sizes_at(of_stage.take(slice(begin, end)), stages, peaks).max(2)
     return moving[back], table.values["messages"][np.ix_(at, ranks)]
 
