@@ -191,7 +191,7 @@ class TrainRun:
         """Checksum of each shard of the last checkpoint: weights and optimizer states."""
         tensors = json.loads((self.last_checkpoint() / "manifest.json").read_text())["tensors"]
         return {
-            (name, *map(str, shard["offsets"])): shard["sha256"]
+            (name, *map(str, shard["offsets"])): shard["xxh3_128"]
             for name, entry in tensors.items()
             for shard in entry["shards"]
         }

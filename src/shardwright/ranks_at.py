@@ -102,21 +102,24 @@ class Identity:
 @dataclass(frozen=True)
 class Collective:
     """A collective that a rank has joined and that is not complete: number `number` of the process group of `ranks`,
-    `axes` in words."""
+    `axes` in words. Or a message from the first to the second of two `ranks`, number `number` of its kind between them,
+    which a rank waits for and both have to begin."""
 
     name: str
     number: int
     group: str
     axes: str
     ranks: tuple[int, ...]
+    is_message: bool = False
 
 
 @dataclass(frozen=True)
 class Dump:
     """The answer of a rank. `line`: file, line and function of Shardwright's own code it is in; `waits`: whether it is
-    in a collective or a message; `stack`: of its training thread; `pending`: collectives that it has joined and that
-    are not complete, the oldest first; `joined`: process group -> number of the last collective of it that it has
-    joined; `for_s`: how long it has been in its phase, by the clock of its machine."""
+    in a collective or a message; `stack`: of its training thread; `pending`: a message that it waits for, then
+    collectives that it has joined and that are not complete, the oldest first; `joined`: process group -> number of the
+    last collective or message of it that it has joined or begun; `for_s`: how long it has been in its phase, by the
+    clock of its machine."""
 
     line: str
     waits: bool
@@ -247,22 +250,26 @@ def describe(
     elif stuck := _joined_by_all(dumps):
         where = _between(stuck, identities)
         told.append(f"no progress: all ranks wait, and messages between them do not arrive{where}")
-        told.append(f"  all of its ranks have joined {in_words(stuck)}, and it does not end")
+        begun = "both ranks have begun" if stuck.is_message else "all of its ranks have joined"
+        told.append(f"  {begun} {in_words(stuck)}, and it does not {'arrive' if stuck.is_message else 'end'}")
     else:
         told.append("no progress: all ranks wait, for collectives that others have not joined")
     shown = blamed[:SHOWN]
     for rank in shown:
         told.append(f"  {_of(rank, states, identities, dumps, fates, now_s)}")
-        told += [f"    never joined {each}" for each in _missed(rank, dumps)]
+        told += [f"    never {each}" for each in _missed(rank, dumps)]
     told += _waiting([rank for rank in ranks if rank not in blamed], states, dumps)
-    for rank in [*shown, *[rank for rank in ranks if rank not in blamed and rank in dumps][:1]]:
-        if rank in dumps:
-            told.append(f"--- Python stack of rank {rank} ---\n{dumps[rank].stack.rstrip()}")
+    alike: dict[str, list[int]] = {}
+    for rank in (rank for rank in ranks if rank in dumps and rank not in blamed):
+        alike.setdefault(dumps[rank].stack, []).append(rank)
+    classes = sorted(alike.values(), key=lambda members: (len(members), members))
+    for members in [*[[rank] for rank in shown if rank in dumps], *classes[:SHOWN]]:
+        told.append(f"--- Python stack of {ranks_in_words(members)} ---\n{dumps[members[0]].stack.rstrip()}")
     return blamed, "\n".join(told)
 
 
 SHOWN = 4
-"""Of the ranks at fault, so many are described."""
+"""Of the ranks at fault, so many are described, and of the classes of others, which have equal stacks, the smallest."""
 
 
 def _of(
@@ -293,7 +300,8 @@ def _of(
 
 
 def _missed(rank: int, dumps: Mapping[int, Dump]) -> list[str]:
-    """The collectives that other ranks have joined and this one has not, each with those that wait in it."""
+    """The collectives that other ranks have joined and this one has not, each with those that wait in it, and so the
+    messages."""
     waiting: dict[Collective, list[int]] = {}
     joined = dumps[rank].joined if rank in dumps else {}
     for other, dump in dumps.items():
@@ -303,7 +311,14 @@ def _missed(rank: int, dumps: Mapping[int, Dump]) -> list[str]:
     first: dict[str, Collective] = {}
     for each in sorted(waiting, key=lambda each: each.number):
         first.setdefault(each.group, each)
-    return [f"{in_words(each)}, in which {_wait(waiting[each])}" for each in first.values()]
+    return [f"{_to_begin(each, rank)} {in_words(each)}, in which {_wait(waiting[each])}" for each in first.values()]
+
+
+def _to_begin(each: Collective, rank: int) -> str:
+    """What a rank would have had to do."""
+    if not each.is_message:
+        return "joined"
+    return "sent" if rank == each.ranks[0] else "took"
 
 
 def _joined_by_all(dumps: Mapping[int, Dump]) -> Collective | None:
@@ -335,7 +350,11 @@ def _wait(ranks: Sequence[int]) -> str:
 
 
 def in_words(each: Collective) -> str:
-    """`all_reduce number 12 of the group of tp (ranks 0, 1)`."""
+    """`all_reduce number 12 of the group of tp (ranks 0, 1)`, or `the input of 1F3, number 7 of the messages of pp from
+    rank 0 to rank 2`."""
+    if each.is_message:
+        source, target = each.ranks
+        return f"{each.name}, number {each.number} of the messages of {each.axes} from rank {source} to rank {target}"
     return f"{each.name} number {each.number} of the group of {each.axes} ({ranks_in_words(each.ranks)})"
 
 

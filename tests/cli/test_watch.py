@@ -70,6 +70,39 @@ def test_one_page_has_the_numbers_the_ranks_the_checkpoints_and_the_events(tmp_p
         assert part in words, done.output
 
 
+def local(step: int) -> str:
+    saved = {"kind": "checkpoint", "step": step, "blocked_s": 0.002, "took_s": 0.5, "n_bytes": 2**20, "local": True}
+    return json.dumps(saved) + "\n"
+
+
+def test_the_last_local_checkpoints_are_shown_until_a_run_is_done(tmp_path: Path) -> None:
+    """One that is killed goes on from them; one that is done has deleted them."""
+    folder = usual(tmp_path)
+    add(folder, json.dumps(SAVED) + "\n" + local(52))
+    owned_by(folder, os.getppid())
+    words = " ".join(run(folder, "--once").output.split())
+    assert "step-00000050 1 MiB 1.5 s 250 ms step-00000052, local 1 MiB 500 ms 2 ms" in words, words
+    assert "in all" not in words
+    add(folder, local(54) + local(56))
+    owned_by(folder, gone())
+    words = " ".join(run(folder, "--once").output.split())
+    assert "step-00000054, local 1 MiB 500 ms 2 ms step-00000056, local 1 MiB 500 ms 2 ms" in words, words
+    assert "step-00000052" not in words
+    assert "3 local ones so far, for which training stood still 6 ms in all" in words
+    add(folder, json.dumps(train_record(100)) + "\n")
+    words = " ".join(run(folder, "--once").output.split())
+    assert ", local" not in words
+    assert "step-00000050 1 MiB" in words
+
+
+def test_local_checkpoints_are_shown_where_there_is_no_other_yet(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [train_record(2)])
+    add(folder, local(2))
+    words = " ".join(run(folder, "--once").output.split())
+    assert "Checkpoints" in words
+    assert "step-00000002, local 1 MiB 500 ms 2 ms" in words
+
+
 def test_without_a_terminal_the_lines_come_until_the_run_ends(tmp_path: Path, monkeypatch) -> None:
     """The run writes a record in two halves, an event and its last step, and is then gone."""
     folder = usual(tmp_path)

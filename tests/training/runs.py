@@ -143,11 +143,11 @@ def checkpoints(run_file: Path, out: str = "out") -> list[str]:
 
 
 def checksums(run_file: Path, step: int, out: str = "out") -> dict[tuple[str, ...], str]:
-    """The sha256 of every shard of a checkpoint."""
+    """The checksum of every shard of a checkpoint."""
     path = run_file.parent / out / "checkpoints" / f"step-{step:08d}" / "manifest.json"
     tensors = json.loads(path.read_text())["tensors"]
     return {
-        (name, *map(str, shard["offsets"])): shard["sha256"]
+        (name, *map(str, shard["offsets"])): shard["xxh3_128"]
         for name, entry in tensors.items()
         for shard in entry["shards"]
     }
@@ -236,12 +236,11 @@ def _forked(folder: Path, target: Callable[..., None], *args: Any) -> multiproce
     return process
 
 
-def _worker(folder: Path, target: Callable[..., None], connection: Any, listens: Any, *args: Any) -> None:
+def _worker(folder: Path, target: Callable[..., None], connection: Any, store: Any, *args: Any) -> None:
     output, error, environment = args[:3]
-    kept = {0, 1, 2, connection.fileno(), output.number, error.number}
-    _close_all_but(kept | ({listens[1].number} if listens else set()))
+    _close_all_but({0, 1, 2, connection.fileno(), output.number, error.number, store[1].number})
     (folder / f"pid-{environment['RANK']}").write_text(str(os.getpid()))
-    target(connection, listens, *args)
+    target(connection, store, *args)
 
 
 def _close_all_but(kept: set[int]) -> None:

@@ -23,7 +23,9 @@ from shardwright.layout import Layout
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord, read_manifest
 from shardwright.training.checkpoint.storage import read_shard
 from tests.distributed import run_ranks
-from tests.training.checkpoints import ZERO_3, Logical, load_ranks, save_ranks
+from tests.marks import prove
+from tests.mutation import Mutation, mutated
+from tests.training.checkpoints import ONE, ZERO_3, Logical, load_ranks, save_ranks
 
 
 def flip(path: Path, at: int) -> None:
@@ -51,7 +53,7 @@ def position_of(path: Path, name: str) -> int:
 def damage_a_byte(folder: Path) -> list[str]:
     name, path = shard_of(folder)
     flip(path, position_of(path, name))
-    return [str(path), name, "do not have the sha256"]
+    return [str(path), name, "do not have the xxh3_128"]
 
 
 def damage_the_header(folder: Path) -> list[str]:
@@ -242,6 +244,53 @@ def test_a_manifest_that_is_wrong_is_refused_though_its_checksum_is_right(saved,
     rewritten(saved, change)
     with pytest.raises(DamagedError, match=re.escape(words)):
         read_manifest(saved)
+
+
+@pytest.mark.parametrize(("other", "said"), [(3, "format 3"), ("4", "another format"), (10**40, "another format")])
+def test_a_checkpoint_of_another_format_is_refused_and_is_not_damage(saved, other, said):
+    rewritten(saved, lambda table: table.update(format=other))
+    with pytest.raises(CheckpointError) as error:
+        read_manifest(saved)
+    assert not isinstance(error.value, DamagedError)
+    assert str(error.value).endswith(f"is of {said}, of another version of shardwright; this one reads format 4")
+
+
+BUGS = {
+    "a shard is used whose bytes have another checksum": Mutation(
+        "tests.training.test_checkpoint_damage:read_shard", "xxh3_128_of(shard) != record.xxh3_128", "False"
+    ),
+}
+
+
+def reads_with_each_byte_changed(folder: Path, mutations: tuple[Mutation, ...]) -> int:
+    """Saves a checkpoint, on 1 rank, and returns how many changes of a byte of one tensor in its file are not found."""
+    with mutated(*mutations):
+        save_ranks(folder, ONE)
+        path = folder / "step-00000001"
+        (record,) = read_manifest(path).tensors["model/norm.weight"].shards
+        file, missed = path / record.file, 0
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        begin, end = json.loads(content[8 : 8 + length])["model/norm.weight"]["data_offsets"]
+        for at in range(8 + length + begin, 8 + length + end):
+            flip(file, at)
+            try:
+                read_shard(path, "model/norm.weight", "float32", record)
+                missed += 1
+            except DamagedError:
+                pass
+            flip(file, at)
+        return missed
+
+
+def test_a_change_of_any_byte_of_a_shard_is_found(tmp_path):
+    assert run_ranks(reads_with_each_byte_changed, 1, tmp_path, ()) == [0]
+
+
+@prove
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_of_checksums_is_seen(name, tmp_path):
+    assert run_ranks(reads_with_each_byte_changed, 1, tmp_path, (BUGS[name],)) != [0]
 
 
 @pytest.mark.parametrize("exchange", [exchange_two_tensors, exchange_two_boxes])

@@ -1,6 +1,7 @@
 """Proves that a rank that hangs is named, with where it is and what the others wait for, and that the run then ends."""
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -54,6 +55,21 @@ def test_the_rank_that_never_joined_is_at_fault_and_not_those_that_wait_for_thos
     ]
 
 
+def test_the_stacks_are_those_of_the_ranks_at_fault_and_of_each_class_of_the_others_the_odd_ones_first():
+    odd = replace(dump(True, ALL, g0=40), stack="  another stack")
+    waiting = dump(True, ALL, g0=40)
+    _, told = described({0: waiting, 1: dump(False), 2: odd, 3: waiting})
+    lines = told.splitlines()
+    assert lines[lines.index("--- Python stack of rank 1 ---") :] == [
+        "--- Python stack of rank 1 ---",
+        "  the stack",
+        "--- Python stack of rank 2 ---",
+        "  another stack",
+        "--- Python stack of ranks 0, 3 ---",
+        "  the stack",
+    ]
+
+
 def test_a_collective_that_a_rank_has_joined_is_not_held_against_it():
     blamed, told = described({0: dump(True, TP, g3=12), 1: dump(False, g3=12), 2: dump(False), 3: dump(False)})
     assert blamed == [1, 2, 3]
@@ -67,6 +83,40 @@ def test_a_rank_that_cannot_answer_is_at_fault_before_all_others():
     blamed, told = described({1: dump(True, TP, g3=12), 2: dump(True), 3: dump(True)})
     assert blamed == [0]
     assert "rank 0 does not answer" in told
+
+
+def message(source: int, target: int) -> Collective:
+    return Collective("the input of 1F3", 7, f"pp 0 {source}>{target}", "pp", (source, target), is_message=True)
+
+
+def test_the_rank_that_has_not_sent_a_message_is_at_fault_and_the_message_named():
+    """Rank 2 waits for a message of rank 0, which runs; ranks 1 and 3 wait for one another's messages."""
+    answers = {0: dump(False), 1: dump(True, message(3, 1)), 2: dump(True, message(0, 2)), 3: dump(True)}
+    blamed, told = described(answers)
+    assert blamed == [0]
+    assert told.splitlines()[2] == (
+        "    never sent the input of 1F3, number 7 of the messages of pp from rank 0 to rank 2, in which rank 2 waits"
+    )
+    _, told = described(answers, {3: "is stopped"})
+    assert "    never sent the input of 1F3, number 7 of the messages of pp from rank 3 to rank 1, in which" in told
+    _, told = described({0: dump(False), 2: dump(True, message(2, 0))})
+    assert "    never took the input of 1F3, number 7 of the messages of pp from rank 2 to rank 0, in which" in told
+
+
+def test_a_message_that_both_ranks_have_begun_does_not_arrive():
+    line = {"pp 0 0>2": 7}
+    waiting = {
+        0: replace(dump(True), joined=line),
+        1: dump(True),
+        2: replace(dump(True, message(0, 2)), joined=line),
+        3: dump(True),
+    }
+    blamed, told = described(waiting)
+    assert blamed == []
+    assert told.splitlines()[1] == (
+        "  both ranks have begun the input of 1F3, number 7 of the messages of pp from rank 0 to rank 2, and it does "
+        "not arrive"
+    )
 
 
 def test_ranks_that_all_wait_have_joined_different_collectives():
@@ -209,6 +259,30 @@ def test_a_rank_that_runs_on_is_named_with_the_line_it_is_at(how, torchrun, wher
     assert "rank 1 runs, and does not come to where the others wait; cpu of " in run.stderr
     assert where in run.stderr
     assert "in loops" in run.stderr if how == "loop" else "in sleeps" in run.stderr
+
+
+AXES = {
+    "pp": (
+        "layout.pp=2",
+        r"never sent the input of 0B0, number \d+ of the messages of pp from rank 1 to rank 0, in which rank 0 waits",
+    ),
+    "cp": (
+        "layout.cp=2",
+        r"never took keys and values, number \d+ of the messages of cp from rank 0 to rank 1, in which rank 0 waits",
+    ),
+}
+
+
+@prove
+@pytest.mark.parametrize("axis", AXES)
+def test_the_message_is_named_that_others_wait_for(axis: str, run_file: Path):
+    layout, told = AXES[axis]
+    settings = (layout, "layout.dp_shard=1", "layout.zero=0", *(["layout.cp_method=ring"] * (axis == "cp")))
+    given = [word for setting in settings for word in ("--set", setting)]
+    with training(run_file, *SOON, *given, fault=partial(hangs, "loop")) as run:
+        assert run.wait() == 3
+    assert "error: no progress: rank 1 holds up the others" in run.stderr
+    assert re.search(told, run.stderr), run.stderr
 
 
 @prove

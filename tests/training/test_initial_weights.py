@@ -196,5 +196,5 @@ def test_a_bit_that_has_changed_is_noticed(tmp_path: Path):
     content[-3] ^= 1
     path.write_bytes(content)
     weights = open_weights(tmp_path / "weights")
-    with pytest.raises(CheckpointError, match="do not have the sha256"):
+    with pytest.raises(CheckpointError, match="do not have the xxh3_128"):
         weights.read("norm.weight", (0,), (32,))

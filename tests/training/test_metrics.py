@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import resource
+import shutil
 import socket
 import sys
 import types
@@ -137,6 +138,25 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_takes_again_and_half_a_line(t
     writer.close()
     found = [json.loads(text) for text in path.read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in found] == [(1, 2.5), (2, 2.5), (3, 9.0)]
+
+
+def test_a_file_that_was_deleted_takes_no_line_in_silence(tmp_path: Path):
+    writer = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
+    writer.write(RECORD)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=r"metrics\.jsonl was deleted while the run goes on, perhaps with its folder"):
+        writer.write(RECORD)
+    writer.close()
+
+
+@prove
+def test_a_run_whose_folder_is_deleted_ends_at_its_next_line_and_says_so(run_file):
+    with training(run_file, "--set", "steps=100000") as run:
+        run.wait_for(lambda: len(trajectory(run_file)) >= 3)
+        shutil.rmtree(run_file.parent / "out", ignore_errors=True)
+        assert run.wait() == 2, run.stderr
+    assert "metrics.jsonl was deleted while the run goes on" in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_lines_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path: Path):

@@ -313,7 +313,9 @@ def test_resume_passes_over_damaged_checkpoints_and_says_so_and_refuses_when_all
     # keep_last=1 counts the new good ones: the damaged ones, though of later steps, do not push them out.
     resumed = train(run_file, "--resume", "--set", "checkpoint.keep_last=1", "--set", "steps=7")
     said = resumed.stdout
-    assert re.search(r"step-00000015/rank-00001.safetensors is damaged: the bytes of \S+ do not have the sha256", said)
+    assert re.search(
+        r"step-00000015/rank-00001.safetensors is damaged: the bytes of \S+ do not have the xxh3_128", said
+    )
     assert "step-00000010/manifest.json is damaged" in said
     assert f"resumed from {folder}/step-00000005" in said
     assert checkpoints(run_file) == ["step-00000007"]

@@ -104,10 +104,12 @@ class Followed:
     def has_ended(self) -> bool:
         """Whether nothing more is to come: all steps are done, or the process is gone. A run of another machine whose
         steps are not done may go on at any time."""
-        runs = self.runs
-        if self.step >= self.config.steps:
-            return not runs
-        return runs is False and self.quiet_s > QUIET_S
+        return self.is_done or (self.step < self.config.steps and self.runs is False and self.quiet_s > QUIET_S)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done, and the process is gone."""
+        return self.step >= self.config.steps and not self.runs
 
     @property
     def checkpoints(self) -> list[Path]:

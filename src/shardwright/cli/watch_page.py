@@ -13,11 +13,13 @@ from rich.text import Text
 from shardwright.cli.common import columns, console, visible
 from shardwright.cli.followed import MOST_RANKS, Followed
 from shardwright.report.words import layout_in_words, model_in_words
-from shardwright.run_folder import Evaluated, Event, Logged, Saved, step_of
+from shardwright.run_folder import Evaluated, Event, Logged, Saved, checkpoint_name, step_of
 from shardwright.units import format_bytes, format_count, format_seconds, percent
 
 EVENTS_SHOWN = 8
 CHECKPOINTS_SHOWN = 4
+LOCAL_SHOWN = 2
+"""Of the local ones, as many as a host keeps."""
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 """Characters of a line of values."""
@@ -140,19 +142,29 @@ def _slowest(last: Logged) -> str:
 
 
 def _checkpoints(run: Followed) -> RenderableType | None:
-    there = run.checkpoints
-    if not there:
+    there, saved = run.checkpoints, [record for record in run.records if isinstance(record, Saved)]
+    # A run that is done has deleted its local ones; one that was killed goes on from them.
+    local = [] if run.is_done else [record for record in saved if record.local]
+    if not there and not local:
         return None
-    told = {record.step: record for record in run.records if isinstance(record, Saved) and not record.local}
+    told = {record.step: record for record in saved if not record.local}
     table = columns("checkpoint", "bytes", "took", "training stood still", left=1)
     for path in there[-CHECKPOINTS_SHOWN:]:
-        saved = told.get(step_of(path))
-        numbers = ("", "", "")
-        if saved is not None:
-            took, blocked = format_seconds(saved.took_s), format_seconds(saved.blocked_s)
-            numbers = (format_bytes(saved.n_bytes), took, blocked)
-        table.add_row(Text(path.name), *numbers)
+        table.add_row(Text(path.name), *_costs(told.get(step_of(path))))
+    for record in local[-LOCAL_SHOWN:]:
+        table.add_row(f"{checkpoint_name(record.step)}, local", *_costs(record))
+    if len(local) > LOCAL_SHOWN:
+        stood_s = format_seconds(sum(record.blocked_s for record in local))
+        words = f"{len(local):,} local ones so far, for which training stood still {stood_s} in all"
+        return Group(table, Text(words, style="dim"))
     return table
+
+
+def _costs(saved: Saved | None) -> tuple[str, str, str]:
+    """Bytes and seconds of a checkpoint, if they are known."""
+    if saved is None:
+        return "", "", ""
+    return format_bytes(saved.n_bytes), format_seconds(saved.took_s), format_seconds(saved.blocked_s)
 
 
 def _events(events: Sequence[Event]) -> Table:

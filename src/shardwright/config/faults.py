@@ -59,7 +59,7 @@ class FaultsSection(Section):
     )
     check_copies_every: NotNegative = Field(
         0,
-        description="steps between comparisons, by checksum, of weights that several ranks hold the same shard of, "
-        "and before each checkpoint; a difference, which a faulty device or memory makes, ends the run; "
-        "0: none",
+        description="steps between comparisons, by checksum, of weights and optimizer states that several ranks hold "
+        "the same shard of, and before each checkpoint; a difference, which a faulty device or memory makes, ends the "
+        "run; 0: none",
     )

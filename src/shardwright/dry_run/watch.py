@@ -108,7 +108,7 @@ class _Messages(Messages):
             elif op == "B":
                 self.recorder.mark(results[need], "communication")
         while self._sending:
-            self._sending.popleft()[0].wait()
+            self._sending.popleft().wait()
         super().start(exchange, results, empty)
 
     def receive(self, need: Need) -> Tensor:

@@ -114,7 +114,7 @@ def apply(
         stage_groups = {}
         runner = SequentialRunner(parts[0], engines[0])
     model = ParallelModel(spec, parts, runner, layout, mesh, groups, named, plain, held_on, stage_groups)
-    model.on_host = stores
+    model.on_host, model.expert_mesh = stores, expert_mesh
     model.compression_state = {name: each for low_rank in products for name, each in low_rank.state.items()}
     return model
 

@@ -31,9 +31,9 @@ from torch import Tensor
 from shardwright.model.attention import has_varlen
 from shardwright.parallel import varlen
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
+from shardwright.parallel.point_to_point import Message, OnItsWay, start
+from shardwright.parallel.ring import GRADIENTS, IN_WORDS, KEYS
 from shardwright.split.documents import Piece, Plan
-
-KEYS, GRADIENTS = 0, 1  # kinds of messages
 
 
 class Ring(NamedTuple):
@@ -188,20 +188,20 @@ class _Exchange:
             sizes_in = [math.prod(shapes[step]) if step else 0 for step in back]
             received = some.new_empty(sum(sizes_in))
             work = dist.all_to_all_single(received, out, sizes_in, sizes, group=ring.group, async_op=True)
-            self._works = [work]
+            self._works: Sequence[dist.Work | OnItsWay] = [work]
             parts = zip(back, received.split(sizes_in), strict=True)
             self._received = {step: part.view(shapes[step]) for step, part in parts if step}
             self._sent = {0: out}
             return
         self._received = {step: some.new_empty(shape) for step, shape in shapes.items()}
-        ops = []
+        messages = []
         for step, tensor in sent.items():
             to, come_from = (rank + towards * step) % n, (rank - towards * step) % n
             if tensor.numel():
-                ops.append(dist.P2POp(dist.isend, tensor, group=ring.group, tag=tag, group_peer=to))
+                messages.append(Message(True, tensor, to, IN_WORDS[tag]))
             if (empty := self._received[step]).numel():
-                ops.append(dist.P2POp(dist.irecv, empty, group=ring.group, tag=tag, group_peer=come_from))
-        self._works = dist.batch_isend_irecv(ops) if ops else []
+                messages.append(Message(False, empty, come_from, IN_WORDS[tag]))
+        self._works = start(messages, ring.group, "cp", tag)
 
     def wait(self) -> Messages:
         """The messages that have come."""

@@ -69,6 +69,8 @@ class ParallelModel:
         """For each parameter of the whole model, the ranks of `pp` that hold it."""
         self.holders = [len(holders[name]) for name in self.named_parameters]
         """For each of `named_parameters`, how many ranks of `pp` hold it."""
+        self.expert_mesh: DeviceMesh | None = None
+        """That of the experts, where it is another than that of the other parameters."""
         self.compression_state: dict[str, Tensor] = {}
         """What compressed gradients keep from step to step, by `KIND/NAME`; a checkpoint holds it."""
         self.on_host: list[ActivationsOnHost] = []

@@ -26,9 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.parallel.blocks import accumulator_dtype, kernel_for, merge
+from shardwright.parallel.point_to_point import Message, OnItsWay, start
 
 ALL = slice(None)
 KEYS, GRADIENTS = 0, 1  # tags of messages
+IN_WORDS = ("keys and values", "gradients of keys and values")
 
 
 class RingAttention(torch.autograd.Function):
@@ -125,7 +127,7 @@ class RingBuffer:
         self._free_next = overwrite
         self._coming: Tensor | None = None
         self._spare: Tensor | None = None
-        self._works: list[dist.Work] = []
+        self._on_their_way: list[OnItsWay] = []
 
     def start(self, last: bool = False) -> Tensor:
         """Start to send the current tensor to the next rank and to receive one from the previous rank, unless this is
@@ -133,20 +135,18 @@ class RingBuffer:
         if not last:
             n, rank = self._ring.size(), self._ring.rank()
             self._coming = torch.empty_like(self._held) if self._spare is None else self._spare
-            self._works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, self._held, group=self._ring, tag=self._tag, group_peer=(rank + 1) % n),
-                    dist.P2POp(dist.irecv, self._coming, group=self._ring, tag=self._tag, group_peer=(rank - 1) % n),
-                ]
-            )
+            what = IN_WORDS[self._tag]
+            sent = Message(True, self._held, (rank + 1) % n, what)
+            received = Message(False, self._coming, (rank - 1) % n, what)
+            self._on_their_way = start([sent, received], self._ring, "cp", self._tag)
         return self._held
 
     def wait(self) -> Tensor:
         """Wait for the messages that `start` has started, if any; returns the current tensor."""
-        for work in self._works:
-            work.wait()
+        for message in self._on_their_way:
+            message.wait()
         if self._coming is not None:
             self._spare = self._held if self._free_next else None
-            self._held, self._coming, self._works = self._coming, None, []
+            self._held, self._coming, self._on_their_way = self._coming, None, []
             self._free_next = True
         return self._held

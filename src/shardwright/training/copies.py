@@ -1,17 +1,23 @@
-"""Compares, by checksum, weights of which several ranks hold the same shard: a faulty device changes one of them in
+"""Compares, by checksum, tensors of which several ranks hold the same shard: a faulty device changes one of them in
 silence.
 
-Copies are bit-equal by construction: along the axes of the mesh over which a parameter is replicated (dp_replicate,
-data ranks without ZeRO, norms over tp), and over the ranks of pp that hold a tied parameter, every rank applies the
-same update to them. `shardwright verify` proves that of each layout. Not compared: experts with ZeRO 0 and ep or tp.
+Copies are bit-equal by construction: weights, optimizer states and what compressed gradients keep are updated alike by
+every rank that holds them. `shardwright verify` proves that of each layout. Of a tensor there are copies
 
-Checksum of a shard: the sum, modulo 2^64, of its bits read as integers of the size of an element. A flipped bit changes
-it by a power of 2, so one is always found; two may cancel each other.
+- along each axis of the mesh over which it is not sharded: dp_replicate, data ranks without ZeRO, norms over tp, the
+  mean over the rows of a matrix whose rows are sharded, a counter of steps over all ranks of a stage;
+- over the ranks of pp that hold a tied parameter, or the same stage.
+
+Equal along each axis, they are equal over all of them. A checkpoint has one of the copies.
+
+Checksum of a shard: the sum, modulo 2^64, of its bytes read as integers of 8 bytes, and of the last ones as integers of
+one. A flipped bit changes it by a power of 2, so one is always found; two may cancel each other.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,43 +27,69 @@ from torch.distributed.tensor import DTensor
 from shardwright.model.modules import row_of
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.objects import gathered
 from shardwright.processes import ranks_in_words
-from shardwright.split.tensor import summed_over
+from shardwright.training.checkpoint.state import named_tensors, stored_tensors
+from shardwright.training.step import Trainer
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
+Ranks = tuple[int, ...]
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """That of a tensor, an int64 scalar on its device."""
     flat = tensor.detach().contiguous().flatten()
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+        flat = flat.clone()
+    content = flat.view(torch.uint8)
+    n = len(content) // _WORD_BYTES * _WORD_BYTES
+    return content[:n].view(torch.int64).sum() + content[n:].sum(dtype=torch.int64)
 
 
-def groups_of_copies(model: ParallelModel) -> dict[dist.ProcessGroup, list[str]]:
-    """Process groups of this rank whose ranks hold the same shards, and the names of the parameters."""
-    found: defaultdict[dist.ProcessGroup, list[str]] = defaultdict(list)
-    for name, parameter in sorted(model.named_parameters.items()):  # ranks of pp have them in other orders
-        for group in _groups(model, name, parameter):
-            if group.size() > 1:
-                found[group].append(name)
-    return dict(found)
+class Compared(NamedTuple):
+    """A process group of this rank whose ranks hold the same shards, and the names of the tensors, as in a
+    checkpoint."""
+
+    group: dist.ProcessGroup
+    names: list[str]
 
 
-def _groups(model: ParallelModel, name: str, parameter: Tensor) -> Iterator[dist.ProcessGroup]:
-    if isinstance(parameter, DTensor):
-        for axis, placement in enumerate(parameter.placements):
-            if placement.is_replicate():
-                yield parameter.device_mesh.get_group(axis)
-    row, groups = row_of(model.spec, name), model.groups
-    own_mesh = row.kind == "expert" and model.layout.ep * model.layout.tp > 1
-    if groups.tp is not None and row.split_dim is None and not own_mesh:
-        yield groups.tp
-    if groups.tp_replicas is not None and summed_over(row, model.layout, model.spec.n_kv_heads) == "tp_replicas":
-        yield groups.tp_replicas
-    if model.layout.zero == 0 and not own_mesh and groups.tokens is not None:
-        yield groups.tokens
-    if group := model.tied.group_of(model.held_on[name]):
-        yield group
+def groups_of_copies(model: ParallelModel, tensors: Mapping[str, Tensor]) -> dict[Ranks, Compared]:
+    """By its ranks each group of this rank with copies; in an order that is the same on all ranks of the world, as
+    each group means a collective. `tensors`: those of `named_tensors`."""
+    found: dict[Ranks, Compared] = {}
+    ranks_of: dict[dist.ProcessGroup, Ranks] = {}
+    for name, tensor in sorted(tensors.items()):  # ranks of pp have them in other orders
+        for ranks, group in _groups(model, name, tensor, ranks_of):
+            found.setdefault(ranks, Compared(group, [])).names.append(name)
+    return dict(sorted(found.items()))
+
+
+def _groups(
+    model: ParallelModel, name: str, tensor: Tensor, ranks_of: dict[dist.ProcessGroup, Ranks]
+) -> Iterator[tuple[Ranks, dist.ProcessGroup]]:
+    """The groups of this rank that hold the same shard of a tensor. `ranks_of`: those of groups that are known."""
+
+    def ranks(group: dist.ProcessGroup) -> Ranks:
+        if group not in ranks_of:
+            ranks_of[group] = tuple(sorted(dist.get_process_group_ranks(group)))
+        return ranks_of[group]
+
+    here, parameter = dist.get_rank(), name.rpartition("/")[2]
+    others: set[int] = set()
+    """Ranks with other shards, along any axis."""
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                others |= {*ranks(tensor.device_mesh.get_group(axis))} - {here}
+    experts = isinstance(tensor, DTensor) and row_of(model.spec, parameter).kind == "expert"
+    mesh = model.mesh if not experts or model.expert_mesh is None else model.expert_mesh
+    for name_of_axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(name_of_axis)
+        if name_of_axis != "pp" and group.size() > 1 and others.isdisjoint(ranks(group)):
+            yield ranks(group), group
+    if tied := model.tied.group_of(model.held_on[parameter]):
+        yield ranks(tied), tied
 
 
 @dataclass(frozen=True)
@@ -68,46 +100,64 @@ class Differing:
     rank: int | None = None
 
 
+@dataclass(frozen=True, order=True)
+class Found:
+    """What a rank found first of its copies: the tensor, weights before states and then as the model has them; the
+    first ranks of the groups in which it differs; and the checksum of this rank's copy."""
+
+    is_state: bool
+    place: int
+    name: str
+    groups: Ranks
+    total: int
+
+
 @torch.no_grad()
-def differing_copies(model: ParallelModel) -> Differing | None:
-    """What differs between the copies of weights, the same on every rank; None where all are equal. Every rank calls
-    this; it waits for the device."""
-    sums = {name: checksum(local_part(parameter)) for name, parameter in model.named_parameters.items()}
-    names = list(model.held_on)
-    first: tuple[int, dist.ProcessGroup] | None = None
-    for group, members in groups_of_copies(model).items():
-        mine = torch.stack([sums[name] for name in members])
+def differing_copies(trainer: Trainer) -> Differing | None:
+    """What differs between the copies of tensors, the same on every rank; None where all are equal. Every rank calls
+    this; it waits for the device, and reads states that are on a disk."""
+    model, tensors, stored = trainer.model, named_tensors(trainer), stored_tensors(trainer)
+    groups = groups_of_copies(model, tensors)
+    sums: dict[str, Tensor] = {}
+    for name in {name for compared in groups.values() for name in compared.names}:
+        held = stored[name].read() if name in stored else local_part(tensors[name])
+        sums[name] = checksum(held).to(model.mesh.device_type)
+    places = {name: place for place, name in enumerate(model.held_on)}
+    differs_in: defaultdict[str, list[int]] = defaultdict(list)
+    for ranks, (group, names) in groups.items():
+        mine = torch.stack([sums[name] for name in names])
         # The least and the largest by one all-reduce: ~x falls as x rises.
         extremes = torch.cat([mine, ~mine])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         largest, least = extremes.chunk(2)
-        bad = [
-            names.index(name) for name, differs in zip(members, (largest != ~least).tolist(), strict=True) if differs
-        ]
-        if bad and (first is None or min(bad) < first[0]):
-            first = min(bad), group
-    # Of each rank: the first parameter that differs, a number of the group in which it does, and its checksum there.
-    told = torch.full((3,), -1, dtype=torch.int64)
-    if first is not None:
-        at, group = first
-        told = torch.tensor([at, min(dist.get_process_group_ranks(group)), int(sums[names[at]])], dtype=torch.int64)
-    device = next(iter(sums.values())).device
-    everyone = [torch.empty(3, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, told.to(device))
-    found = {rank: (int(each[0]), int(each[1]), int(each[2])) for rank, each in enumerate(everyone) if each[0] >= 0}
-    return in_words(found, names) if found else None
+        for name, differs in zip(names, (largest != ~least).tolist(), strict=True):
+            if differs:
+                differs_in[name].append(ranks[0])
+    found = []
+    for name, groups_of_it in differs_in.items():
+        kind, _, parameter = name.rpartition("/")
+        found.append(Found(kind != "model", places[parameter], name, tuple(groups_of_it), int(sums[name])))
+    everyone = gathered(min(found, default=None), Found | None)
+    told = {rank: each for rank, each in enumerate(everyone) if each is not None}
+    return in_words(told) if told else None
 
 
-def in_words(found: Mapping[int, tuple[int, int, int]], names: list[str]) -> Differing:
-    """`found`: of each rank with copies that differ the place of the parameter in `names`, a number of the group, and
-    the checksum."""
-    at, number = min((at, number) for at, number, _ in found.values())
+def in_words(found: Mapping[int, Found]) -> Differing:
+    """Which copies differ. `found`: of each rank that has copies which do."""
+    first = min(found.values())
+    alike = {rank: each for rank, each in found.items() if each.name == first.name}
+    groups: set[int] = set()
+    reached = {*first.groups}
+    while reached - groups:  # groups that share a rank hold copies of one shard
+        groups |= reached
+        reached = {group for each in alike.values() if groups & {*each.groups} for group in each.groups}
     by_sum: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, (place, of, total) in found.items():
-        if (place, of) == (at, number):
-            by_sum[total].append(rank)
+    for rank, each in alike.items():
+        if groups & {*each.groups}:
+            by_sum[each.total].append(rank)
     parties = sorted(by_sum.values(), key=lambda ranks: (len(ranks), ranks))
-    told = f"copies of {names[at]} differ: "
+    *kind, parameter = first.name.split("/")[1:]
+    told = f"copies of {''.join(f'{each} of ' for each in kind)}{parameter} differ: "
     if len(parties) > 1 and len(parties[-1]) > len(parties[-2]):
         odd = sorted(rank for ranks in parties[:-1] for rank in ranks)
         told += f"{ranks_in_words(odd)} {'holds' if len(odd) == 1 else 'hold'} other bits than the "

@@ -1,6 +1,6 @@
 """`shardwright import`: a folder of `transformers` as a folder of weights in the format of our checkpoints.
 
-OUT/manifest.json             tensors, their shards, a sha256 of each
+OUT/manifest.json             tensors, their shards, a checksum of each
 OUT/weights-00001.safetensors ...
 OUT/model.toml                the section [model] of a run file
 OUT/tokenizer.json ...        the files of the tokenizer and generation_config.json, as they were
@@ -30,7 +30,7 @@ from shardwright.training.checkpoint.manifest import (
     key_of,
     sha256_of_text,
 )
-from shardwright.training.checkpoint.storage import sha256_of
+from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.training.weights import MODEL
 from shardwright.units import GiB, in_groups
 
@@ -68,7 +68,7 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
             def make(entry: Entry, file: str = file) -> Tensor:
                 block = by_key[entry.name]
                 tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
-                record = ShardRecord(block.offsets, entry.shape, file, sha256_of(tensor))
+                record = ShardRecord(block.offsets, entry.shape, file, xxh3_128_of(tensor))
                 records[block.name].append(record)
                 not_finite[block.name] += tensor.numel() - int(tensor.isfinite().sum())
                 return tensor

@@ -4,8 +4,8 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from shardwright.training.restarts import Restarts
 from shardwright.training.worker import serve
 from shardwright.units import KiB
 
-LISTEN_FD = "SHARDWRIGHT_LISTEN_FD"  # the descriptor of a socket, bound here, that rank 0 listens on
+STORE = "SHARDWRIGHT_STORE"
+"""In the environment of a rank: the file in which the ranks meet."""
 
 _TAIL_BYTES = 64 * KiB
 """Of metrics.jsonl: more than a line has."""
@@ -59,7 +60,8 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
             logs = log_dir / f"restart-{restarts.n_starts}" if restarts.n_starts else log_dir
             asked.to_grow = False
             try:
-                stopped = _run(restarts, logs, quiet, workers, asked)
+                with _file_of_this_user() as store:
+                    stopped = _run(restarts, logs, quiet, workers, asked, store)
                 if not (stopped and asked.to_grow and asked.signal is None):
                     return stopped
                 event = restarts.grow(resumable(out, config.checkpoint.local))
@@ -71,8 +73,11 @@ def launch(config: RunConfig, log_dir: Path, quiet: bool = False, max_restarts: 
             print(event.text, file=sys.stderr, flush=True)
 
 
-def _run(restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _Asked) -> bool:
-    """One start of the ranks; `workers` is filled, and empty again when they have ended."""
+def _run(
+    restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], asked: _Asked, store: Descriptor | str
+) -> bool:
+    """One start of the ranks, which meet in the file `store`; `workers` is filled, and empty again when they have
+    ended."""
     log_dir.mkdir(parents=True, exist_ok=True)
     attempt, began = restarts.attempt, now()
     config, out = attempt.config, Path(attempt.config.out)
@@ -95,7 +100,7 @@ def _run(restarts: Restarts, log_dir: Path, quiet: bool, workers: list[Worker], 
         return WorkerError(told).of_rank(rank)
 
     try:
-        _start(workers, attempt.places, log_dir)
+        _start(workers, attempt.places, log_dir, store)
         for worker in workers:
             worker.send((resolved_toml(config), quiet))
         try:
@@ -137,28 +142,38 @@ def _with_place(error: WorkerError, out: Path, watch: Watch) -> WorkerError:
     return WorkerError(f"{error}\n{where}").of_rank(rank)
 
 
-def _start(workers: list[Worker], places: tuple[int, ...], log_dir: Path) -> None:
+def _start(workers: list[Worker], places: tuple[int, ...], log_dir: Path, store: Descriptor | str) -> None:
     """Start every rank, adding each to `workers` at once, so that `_run` ends all of them, whatever fails."""
     n_threads = processes.threads_of_a_rank(len(places))
     hang_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(n_threads))
+    environment["WORLD_SIZE"] = str(len(places))
     processes.bind_to_loopback(environment)
-    # Bound here and handed to rank 0: a port that is merely found free can be another program's a second
-    # later.
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
-        for rank, place in enumerate(places):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(place), SUPERVISED: "1"}
-            listens = (LISTEN_FD, Descriptor(listener.fileno())) if rank == 0 else None
-            log = log_dir / f"rank-{rank}.log"
-            ours, theirs = Pipe()
-            with log.open("wb") as stderr, theirs:
-                error = Descriptor(stderr.fileno())
-                output = Descriptor(1) if rank == 0 else error
-                process = fork(serve, theirs, listens, output, error, environment | own, n_threads, hang_up)
-            workers.append(Worker(rank, process, ours, log))
+    for rank, place in enumerate(places):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(place), SUPERVISED: "1"}
+        log = log_dir / f"rank-{rank}.log"
+        ours, theirs = Pipe()
+        with log.open("wb") as stderr, theirs:
+            error = Descriptor(stderr.fileno())
+            output = Descriptor(1) if rank == 0 else error
+            process = fork(serve, theirs, (STORE, store), output, error, environment | own, n_threads, hang_up)
+        workers.append(Worker(rank, process, ours, log))
+
+
+@contextmanager
+def _file_of_this_user() -> Iterator[Descriptor | str]:
+    """An empty file for what ranks tell each other as they meet: a server at a port would listen to any user of the
+    machine. On Linux it is in memory, without a name, and ends with the last process that has it."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("shardwright-store")
+        try:
+            yield Descriptor(number)
+        finally:
+            os.close(number)
+    else:
+        with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
+            yield os.path.join(folder, "store")
 
 
 @contextmanager

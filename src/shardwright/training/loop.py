@@ -109,7 +109,7 @@ class _Run:
         self.monitor = self.trainer.monitor = monitor
         monitor.name_modules(model.parts)
         self.checked_at = 0
-        """Steps after which copies of weights were equal."""
+        """Steps after which copies were equal."""
         self.remarks = [*remarks]
         if (local := self.saving.local) is not None and local.remark:
             self.remarks.append(local.remark)
@@ -324,12 +324,12 @@ class _Run:
         self.trainer.clock.mark("evaluation")
 
     def _check_copies(self, step: int, saves: bool) -> None:
-        """Compare copies of weights, if that is due or they are saved next: no checkpoint is to hold a wrong one.
-        Raises CopiesError, on every rank, where they differ."""
+        """Compare copies of weights and states, if that is due or they are saved next: no checkpoint is to hold a wrong
+        one. Raises CopiesError, on every rank, where they differ."""
         every = self.config.faults.check_copies_every
         if step == self.checked_at or not (due(step, every) or (every and saves)):
             return
-        if found := differing_copies(self.trainer.model):
+        if found := differing_copies(self.trainer):
             self._happened("fault", step, f"after step {step} {found.text}", found.rank)
             raise CopiesError(
                 f"after step {step} {found.text}; the check before, after step {self.checked_at}, found no difference: "

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import os
 import socket
 from io import FileIO
 from pathlib import Path
@@ -55,6 +56,11 @@ class JsonLines:
         self._file = self._from(step)
 
     def write(self, record: Record) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise InputError(
+                f"{self.path} was deleted while the run goes on, perhaps with its folder; the run ends, since nobody "
+                f"could read what it would write there"
+            )
         self._unwritten += json.dumps(record).encode() + b"\n"
         try:
             self._write()

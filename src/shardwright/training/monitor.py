@@ -8,7 +8,7 @@ compares the answers and ends the run; under torchrun and srun each rank's threa
 What a phase may take is learned: 5 times the longest that it has taken, and at least faults.hang_after seconds.
 
 Collectives are those of PyTorch's Flight Recorder, which keeps the last 1,000 of each rank (TORCH_FR_BUFFER_SIZE), on
-gloo and NCCL. It does not keep messages between two ranks on gloo: of them the line of Python tells.
+gloo and NCCL. It does not keep messages between two ranks on gloo: those of pp and cp `parallel.point_to_point` knows.
 """
 
 import json
@@ -29,6 +29,7 @@ from torch import nn
 
 from shardwright.data.batches import READER
 from shardwright.layout import Layout
+from shardwright.parallel.point_to_point import Line, begun, waited_for
 from shardwright.ranks_at import (
     FEW_TURNS,
     FIRST_LIMIT_S,
@@ -205,7 +206,8 @@ class Monitor:
                 ranks = groups.get(name, ())
                 what = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
                 pending.append(Collective(what, number, name, self._axes(ranks), ranks))
-        return pending, joined
+        joined |= {_name_of(line): number for line, number in begun().items()}
+        return [*_messages_waited_for(), *pending], joined
 
     def _axes(self, ranks: tuple[int, ...]) -> str:
         """The axes of the layout along which a group lies."""
@@ -233,6 +235,17 @@ class Monitor:
                 action = action or str(local["action"])
             frame = frame.f_back
         return module, action
+
+
+def _name_of(line: Line) -> str:
+    """A name that its two ranks agree on."""
+    return f"{line.axis} {line.tag} {line.source}>{line.target}"
+
+
+def _messages_waited_for() -> Iterator[Collective]:
+    for each in waited_for():
+        line = each.line
+        yield Collective(each.what, each.number, _name_of(line), line.axis, (line.source, line.target), True)
 
 
 def _groups() -> Iterator[tuple[str, tuple[int, ...]]]:

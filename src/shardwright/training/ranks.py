@@ -3,7 +3,7 @@
 | started by              | rank, world size               | store                                  |
 | ----------------------- | ------------------------------ | -------------------------------------- |
 | one process             | 0 of 1                         | in memory; no server, no port          |
-| `shardwright train`       | RANK, WORLD_SIZE of its parent | TCP on a socket the parent has bound   |
+| `shardwright train`       | RANK, WORLD_SIZE of its parent | a file that only this user can open    |
 | torchrun                | RANK, WORLD_SIZE               | MASTER_ADDR:MASTER_PORT of its agent   |
 | srun (Slurm)            | SLURM_PROCID, SLURM_NTASKS     | TCP at the first node, port by job     |
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError, WorkerError
 from shardwright.processes import ranks_in_words
-from shardwright.training.launch import LISTEN_FD, SUPERVISED
+from shardwright.training.launch import STORE, SUPERVISED
 
 COLLECTIVE_TIMEOUT_S = 600
 _POLL_S = 0.02
@@ -51,7 +51,8 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
     Raises InputError for an environment that is half set, or set to what cannot be.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(k)]
+        where = () if STORE in environment else ("MASTER_ADDR", "MASTER_PORT")
+        missing = [k for k in ("RANK", "WORLD_SIZE", *where) if not environment.get(k)]
         if missing:
             raise InputError(
                 f"the environment gives part of a rank but not {', '.join(missing)}; start with torchrun, "
@@ -59,7 +60,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
             )
         rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
-        if _number(environment, "MASTER_PORT") > LAST_PORT:
+        if where and _number(environment, "MASTER_PORT") > LAST_PORT:
             raise InputError(f"the environment has MASTER_PORT={environment['MASTER_PORT']}; ports go to {LAST_PORT}")
         return _checked(Place(rank, local_rank, world_size), "RANK", "WORLD_SIZE")
     # A batch script has SLURM_PROCID=0 too; only the tasks of a step, which srun starts, have a step's node
@@ -163,8 +164,12 @@ def _store(place: Place) -> dist.Store:
     if place.world_size == 1:
         return dist.HashStore()
     environment = os.environ
+    if STORE in environment:
+        file = dist.FileStore(environment[STORE], place.world_size)
+        file.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        return file
     address, port = meeting_point(environment)
-    # torchrun's agent may already serve the store; our launcher has bound the port for rank 0 to listen on.
+    # torchrun's agent may already serve the store.
     serves = place.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         socket.getaddrinfo(address, port)
@@ -173,7 +178,6 @@ def _store(place: Place) -> dist.Store:
             f"MASTER_ADDR={address!r} is no address or name of a machine that is known here ({error.strerror}); it "
             f"must be that of the machine of rank 0"
         ) from None
-    bound = int(environment[LISTEN_FD]) if serves and LISTEN_FD in environment else None
     try:
         with _without_stderr():  # the errors below say what PyTorch's stack traces of C++ say there at each try
             store = dist.TCPStore(
@@ -183,7 +187,6 @@ def _store(place: Place) -> dist.Store:
                 is_master=serves,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
                 wait_for_workers=False,
-                master_listen_fd=bound,
             )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if serves:
@@ -197,7 +200,7 @@ def _store(place: Place) -> dist.Store:
             f"talk to each other on that port, and does no other program use it? ({_first_line(error)})"
         ) from None
     if "TORCHELASTIC_RUN_ID" not in environment:
-        return dist.PrefixStore(f"shardwright/{environment.get('SLURM_JOB_ID', 'local')}", store)
+        return dist.PrefixStore(f"shardwright/{environment.get('SLURM_JOB_ID', 'ranks')}", store)
     of_run = dist.PrefixStore(f"shardwright/{environment['TORCHELASTIC_RUN_ID']}", store)
     return dist.PrefixStore(_name_of_start(of_run, place), of_run)
 

@@ -263,6 +263,8 @@ class Trainer(ForwardBackward):
         self.clock = Clock(device)
         self.spikes: SpikeGuard | None = None
         """Judges each step before weights change; a run sets it."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before weights and states change; what still copies them sets it."""
         self.monitor: AnyMonitor = NoMonitor()
         """Is told which phase a step is in; a run sets it."""
 
@@ -308,6 +310,7 @@ class Trainer(ForwardBackward):
         taken = self.scaler is None or self.scaler.takes(norm)
         if self.spikes is not None:
             taken = self.spikes.takes(overflowed=not taken) and taken
+        self.before_change()
         if taken:
             set_learning_rate(self.optimizer, rate)
             self.optimizer.step()

@@ -46,7 +46,7 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint of ours, of any layout. Each shard that is read is checked against its sha256.
+    """The weights of a checkpoint of ours, of any layout. Each shard that is read is checked against its checksum.
 
     `optimizer`: the same of the optimizer's moments, with names such as `exp_avg/layers.0.ffn.up.weight`; None if there
     are none.

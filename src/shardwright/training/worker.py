@@ -18,7 +18,7 @@ from shardwright.processes import STOPPING, Link
 
 def serve(
     connection: "Connection[Any, Any]",
-    listens: tuple[str, Descriptor] | None,
+    store: tuple[str, Descriptor | str],
     output: Descriptor,
     error: Descriptor,
     environment: dict[str, str],
@@ -27,14 +27,14 @@ def serve(
 ) -> None:
     """The process of one rank; the exit code is that of its error.
 
-    `connection`: to the launcher, which sends the run file and learns how the run ended; `listens`: of rank 0, a socket
-    for the store of all ranks, and the name in the environment for its number; `output`, `error`: where stdout and
+    `connection`: to the launcher, which sends the run file and learns how the run ended; `store`: the name in the
+    environment of the file in which ranks meet, and that file; `output`, `error`: where stdout and
     stderr go; `hang_up`: whether SIGHUP is not ignored.
     """
     link = Link(connection)
     _become_a_process_of_its_own(output, error, hang_up)
-    if listens is not None:
-        environment[listens[0]] = str(listens[1].number)
+    name, file = store
+    environment[name] = file if isinstance(file, str) else f"/proc/self/fd/{file.number}"
     os.environ.clear()
     os.environ.update(environment)
     import torch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwright.parallel.initialise import local_box
 from shardwright.parallel.objects import gathered
-from shardwright.training.checkpoint.storage import sha256_of
+from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.units import MiB, in_groups
 
 
@@ -92,7 +92,7 @@ class Recorder:
             save_file({name: local[name] for name in names}, _file(self.folder, quantity, rank, number))
             files |= dict.fromkeys(names, number)
         self.trace.pieces[quantity] = {
-            name: Piece(box, sha256_of(local[name]), files.get(name)) for name, box in boxes.items()
+            name: Piece(box, xxh3_128_of(local[name]), files.get(name)) for name, box in boxes.items()
         }
 
 

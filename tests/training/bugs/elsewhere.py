@@ -2,7 +2,7 @@
 
 from tests.api import test_distributed
 from tests.parallel import test_context
-from tests.training import test_checkpoint
+from tests.training import test_checkpoint, test_checkpoint_damage
 from tests.training.bugs.bug import UnitBug
 
 _ATTENTION = "tests/parallel/test_context.py:test_a_wrong_backward_behind_a_right_forward_is_noticed"
@@ -54,6 +54,12 @@ STALE = {
         "the second copy of a tied embedding keeps its old values"
     ),
     "a loop of one's own keeps the gradients of the step before": _of_loop("gradients of the step before are kept"),
+}
+FILES = {
+    name: UnitBug(
+        mutation, "tests/training/test_checkpoint_damage.py:test_a_bug_of_checksums_is_seen", put_in_there=True
+    )
+    for name, mutation in test_checkpoint_damage.BUGS.items()
 }
 RESUME = {
     "23: a type is cast in loading": UnitBug(test_checkpoint.CAST_IN_LOADING, _CAST, put_in_there=True),

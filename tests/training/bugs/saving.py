@@ -4,22 +4,33 @@ from tests.mutation import Mutation
 from tests.training.bugs.bug import AnyBug, UnitBug
 
 SAVER = "shardwright.training.checkpoint.saver:Saver"
+SNAPSHOT = "shardwright.training.checkpoint.snapshot:Snapshot"
 SEEN = "tests/training/test_asynchronous.py:test_a_bug_of_saving_beside_training_is_seen"
+SEEN_IN_STEPS = "tests/training/test_asynchronous.py:test_a_bug_of_copying_beside_a_step_is_seen"
 
 
-def _bug(function: str, before: str, after: str) -> UnitBug:
-    return UnitBug(Mutation(f"{SAVER}.{function}", before, after), SEEN, put_in_there=True)
+def _bug(function: str, before: str, after: str, room: str = SAVER) -> UnitBug:
+    return UnitBug(Mutation(f"{room}.{function}", before, after), SEEN, put_in_there=True)
 
 
+IN_STEPS = {
+    "a step changes weights before they are copied for a checkpoint": Mutation(
+        "shardwright.training.step:Trainer.update", "self.before_change()", "pass"
+    ),
+    "the copy for a checkpoint is done before it is made": Mutation(f"{SNAPSHOT}.begin", "self._made.clear()", "pass"),
+    "what compressed gradients keep is copied for a checkpoint after a backward pass": Mutation(
+        f"{SNAPSHOT}.begin", "not piece.name.startswith(COMPRESSION)", "True"
+    ),
+}
 STALE: dict[str, AnyBug] = {
     "a checkpoint is written from the tensors that training goes on with": _bug(
-        "_copied", "host.copy_(piece.of(tensors), non_blocking=True)", "piece.of(tensors)"
+        "make", "self._host[piece].copy_(view, non_blocking=True)", "self._host[piece] = view", SNAPSHOT
     ),
     "the optimizer's states are not copied for a checkpoint": _bug(
-        "_copied",
-        "zip(plan.pieces, self._host, strict=True)",
-        "[(p, h) for p, h in zip(plan.pieces, self._host, strict=True) if p.name.startswith('model/') "
-        "or copies.update({p: h})]",
+        "make",
+        "self._later.items()",
+        "[each for each in self._later.items() if each[0].name.startswith('model/')]",
+        SNAPSHOT,
     ),
     "the window of spikes in a checkpoint is that of the time of writing": _bug(
         "_head", "copy.deepcopy(trainer.spikes.state)", "trainer.spikes.state"
@@ -35,5 +46,6 @@ STALE: dict[str, AnyBug] = {
         "gathered(partial, dist.get_world_size(), self._thread.abandoned.is_set)",
         "gathered(partial, 1, self._thread.abandoned.is_set)",
     ),
+    **{name: UnitBug(mutation, SEEN_IN_STEPS, put_in_there=True) for name, mutation in IN_STEPS.items()},
     "a checkpoint is begun while the one before it is still written": _bug("save", "self.settle()", "pass"),
 }

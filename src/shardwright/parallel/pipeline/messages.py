@@ -27,6 +27,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.parallel.point_to_point import Message, OnItsWay, start
 from shardwright.schedule.messages import Exchange
 
 Need = tuple[int, Literal["F", "B"], int]
@@ -40,42 +41,32 @@ class Messages:
         """`rank`: this rank of `pp`; `groups`: (lower rank, higher rank) of `pp` -> the process group of the two, for
         every rank that this one exchanges messages with."""
         self.rank, self.groups = rank, groups
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._receiving: dict[Need, tuple[dist.Work, Tensor]] = {}
+        self._sending: deque[OnItsWay] = deque()
+        self._receiving: dict[Need, OnItsWay] = {}
 
     def start(self, exchange: Exchange, results: dict[Need, Tensor], empty: Callable[[], Tensor]) -> None:
         """Start the messages of one exchange: send tensors of `results`, which are removed from it, and receive into
         new tensors that `empty` makes."""
-        ops = []
+        peer, messages = 0 if self.rank == exchange.high else 1, []
         for stage, op, microbatch, sender, _ in exchange.messages:
             sends = sender == self.rank
             tensor = results.pop((stage, op, microbatch)).contiguous() if sends else empty()
-            ops.append(
-                dist.P2POp(
-                    dist.isend if sends else dist.irecv,
-                    tensor,
-                    group=self.groups[exchange.low, exchange.high],
-                    group_peer=0 if self.rank == exchange.high else 1,
-                )
-            )
-        works = dist.batch_isend_irecv(ops)
-        works *= len(ops) // len(works)  # NCCL returns one for the whole batch
-        for (stage, op, microbatch, sender, _), started, work in zip(exchange.messages, ops, works, strict=True):
+            messages.append(Message(sends, tensor, peer, f"the input of {stage}{op}{microbatch}"))
+        started = start(messages, self.groups[exchange.low, exchange.high], "pp")
+        for (stage, op, microbatch, sender, _), message in zip(exchange.messages, started, strict=True):
             if sender == self.rank:
-                self._sending.append((work, started.tensor))
+                self._sending.append(message)
             else:
-                self._receiving[stage, op, microbatch] = work, started.tensor
-        while self._sending and self._sending[0][0].is_completed():
+                self._receiving[stage, op, microbatch] = message
+        while self._sending and self._sending[0].is_completed():
             self._sending.popleft()
 
     def receive(self, need: Need) -> Tensor:
         """Wait for a message whose receive was started; returns its tensor."""
-        work, tensor = self._receiving.pop(need)
-        work.wait()
-        return tensor
+        return self._receiving.pop(need).wait()
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
         assert not self._receiving
         while self._sending:
-            self._sending.popleft()[0].wait()
+            self._sending.popleft().wait()

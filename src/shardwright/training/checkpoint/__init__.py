@@ -2,7 +2,7 @@
 
 RUN/checkpoints/
   step-00000200/             there under this name only when whole
-    manifest.json            tensors, their shards, a sha256 of each, and where the run stood
+    manifest.json            tensors, their shards, a checksum of each, and where the run stood
     rank-00000.safetensors   the shards that rank 0 wrote
     rank-00001.safetensors
     run.toml                 the resolved run file

@@ -1,7 +1,8 @@
 """manifest.json of a checkpoint: what is in it, where, and how to tell that it is undamaged.
 
 It ends with its own sha256, since a flipped digit in `samples` would be as bad as one in a weight. A manifest that was
-written wrongly has the right sha256 too, so types, bounds and shards are checked besides.
+written wrongly has the right sha256 too, so types, bounds and shards are checked besides. Shards, which are large, have
+an xxh3_128: damage is to be found, at the speed of memory, and nobody to be kept from writing other weights.
 """
 
 import hashlib
@@ -21,12 +22,13 @@ from shardwright.errors import CheckpointError, DamagedError
 from shardwright.training.loss_scale import LossScaleState
 from shardwright.training.spikes import SpikeState
 
-FORMAT = 3
+FORMAT = 4
 FILE_NAME = "manifest.json"
 
 _exact = with_config(ConfigDict(strict=True, extra="forbid"))
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
 """A file in the folder of the checkpoint itself: no path."""
 
@@ -46,12 +48,13 @@ def _not_all_zero(weights: list[int]) -> list[int]:
 @_exact
 @dataclass(frozen=True)
 class ShardRecord:
-    """A box of a tensor: where it begins in the whole, its shape, the file it is stored in, its sha256."""
+    """A box of a tensor: where it begins in the whole, its shape, the file it is stored in, the xxh3_128 of
+    its bytes."""
 
     offsets: tuple[Count, ...]
     shape: tuple[Count, ...]
     file: FileName
-    sha256: Sha256
+    xxh3_128: Xxh3
 
 
 @_exact
@@ -185,8 +188,9 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.exists():
         raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
     table = _table_of(folder)
-    if table.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} is of another version of shardwright; this one reads format {FORMAT}")
+    if (found := table.pop("format", None)) != FORMAT:
+        kind = f"format {found}" if isinstance(found, int) and 0 <= found < 1000 else "another format"
+        raise CheckpointError(f"{path} is of {kind}, of another version of shardwright; this one reads format {FORMAT}")
     try:
         manifest = _MANIFEST.validate_json(json.dumps(table))
     except ValidationError as error:

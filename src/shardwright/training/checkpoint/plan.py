@@ -29,9 +29,9 @@ class Piece:
     entry: Entry
     index: MetadataIndex
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def of(self, tensors: dict[str, Tensor]) -> Tensor:
         """The box itself, a view of the tensor in training."""
-        found = find_state_dict_object(dict(tensors), self.index)
+        found = find_state_dict_object(tensors, self.index)
         assert isinstance(found, Tensor), self.name
         return found.detach()
 

@@ -1,20 +1,19 @@
 """Saving the state of training, while it stands still or beside it.
 
-Synchronous: every rank writes its shards, rank 0 publishes, and then training goes on. Asynchronous: every rank copies
-its shards into memory of the host, kept from one checkpoint to the next, and training goes on; a thread of each rank
-writes the copies, and that of rank 0 publishes when the records of all are there (CheckFreq, Mohan et al., FAST '21:
-snapshot and persist are separate phases, and at most one checkpoint is under way).
+Synchronous: every rank writes its shards, rank 0 publishes, and then training goes on. Asynchronous: training goes on
+at once; a thread of each rank copies its shards into memory of the host, which training waits for before it changes
+them (`snapshot`), and writes the copies, and that of rank 0 publishes when the records of all are there (CheckFreq,
+Mohan et al., FAST '21: snapshot and persist are separate phases, and at most one checkpoint is under way).
 """
 
 import copy
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
@@ -32,7 +31,8 @@ from shardwright.training.checkpoint.manifest import (
     sha256_of_text,
 )
 from shardwright.training.checkpoint.plan import Piece, Plan, plan_of
-from shardwright.training.checkpoint.shards import gathered, host_copy, tell_failure, tensor_records, write_shards
+from shardwright.training.checkpoint.shards import gathered, tell_failure, tensor_records, write_shards
+from shardwright.training.checkpoint.snapshot import Snapshot
 from shardwright.training.checkpoint.state import checkpoint_bytes, named_tensors, stored_tensors, together
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.step import Trainer
@@ -40,15 +40,22 @@ from shardwright.training.step import Trainer
 
 @dataclass
 class _UnderWay:
-    """A checkpoint that is being written. `ended_s`: on the monotonic clock, when it was published."""
+    """A checkpoint that is being written. `ended_s`: on the monotonic clock, when it was published; `begun_in_s`: how
+    long training has waited for it, but for `snapshot`, the copy that is made beside it, if there is one."""
 
     head: Manifest
     run_toml: str
     began_s: float
-    blocked_s: float = 0.0
+    begun_in_s: float = 0.0
+    snapshot: Snapshot | None = None
     ended_s: float | None = None
     told: bool = False
     local: bool = False
+
+    @property
+    def blocked_s(self) -> float:
+        """How long training has waited for it."""
+        return self.begun_in_s + (0.0 if self.snapshot is None else self.snapshot.waited_s)
 
     @property
     def step(self) -> int:
@@ -73,7 +80,7 @@ class Saver:
         self.store, self.trainer = store, trainer
         self.asynchronous, self.local = asynchronous, local
         self._plan: Plan | None = None
-        self._host: list[Tensor] = []
+        self._snapshot: Snapshot | None = None
         self._under_way: _UnderWay | None = None
         self._thread = BackgroundThread("checkpoint", retries)
         self._news: list[Saved] = []
@@ -84,11 +91,12 @@ class Saver:
         return 0 if self._under_way is None else self._under_way.step
 
     def prepare(self) -> Plan:
-        """Plan who writes what, and where saving is asynchronous take the memory for the copies."""
+        """Plan who writes what, and where saving is beside training take the memory for the copies."""
         if self._plan is None:
             self._plan = plan_of(named_tensors(self.trainer))
             if self.asynchronous or self.local is not None:
-                self._host = host_copy(self._plan, pinned=self.trainer.device.type == "cuda")
+                self._snapshot = Snapshot(self._plan, self.trainer.device)
+                self.trainer.before_change = self._snapshot.wait
         return self._plan
 
     def save(self, progress: Progress, data: DataRecord, run_toml: str) -> Path:
@@ -109,7 +117,7 @@ class Saver:
                 ),
             )
             self._together(partial, lambda: self._publish(save, plan), rank=0)
-            save.blocked_s = time.monotonic() - began_s
+            save.begun_in_s = time.monotonic() - began_s
             self._took(save)
             return self.store.path_of(progress.step)
         self._begin_beside(save, plan, tensors, self._beside, partial)
@@ -156,32 +164,26 @@ class Saver:
             spikes=None if trainer.spikes is None else copy.deepcopy(trainer.spikes.state),
         )
 
-    def _copied(self, plan: Plan, tensors: Mapping[str, Tensor]) -> dict[Piece, Tensor]:
-        """Every piece of this rank, in memory that training does not change."""
-        copies = {}
-        for piece, host in zip(plan.pieces, self._host, strict=True):
-            copies[piece] = host.copy_(piece.of(tensors), non_blocking=True)
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)
-        return copies
-
     def _begin_beside(
         self,
         save: _UnderWay,
         plan: Plan,
-        tensors: Mapping[str, Tensor],
-        job: Callable[[_UnderWay, Plan, Mapping[Piece, Tensor]], None],
+        tensors: dict[str, Tensor],
+        job: Callable[[_UnderWay, Plan, Snapshot], None],
         partial: Path,
     ) -> None:
-        """Copy the pieces of this rank, and begin a job of the thread with the copies."""
-        copies = self._copied(plan, tensors)
-        save.blocked_s = time.monotonic() - save.began_s
+        """Begin a job of the thread with a copy of the pieces of this rank, as they are now."""
+        snapshot = save.snapshot = self._snapshot
+        assert snapshot is not None
+        snapshot.begin(tensors)
         self._under_way = save
-        self._thread.begin(lambda: job(save, plan, copies), lambda error: as_checkpoint_error(error, partial))
+        self._thread.begin(lambda: job(save, plan, snapshot), lambda error: as_checkpoint_error(error, partial))
+        save.begun_in_s = time.monotonic() - save.began_s
 
-    def _locally(self, save: _UnderWay, plan: Plan, copies: Mapping[Piece, Tensor]) -> None:
-        """The job of the thread: write the copies to this host, and have another keep them."""
+    def _locally(self, save: _UnderWay, plan: Plan, snapshot: Snapshot) -> None:
+        """The job of the thread: make the copies, write them to this host, and have another keep them."""
         assert self.local is not None
+        copies = snapshot.make()
 
         def rest(shards: Sequence[tuple[str, ShardRecord]]) -> list[str]:
             return [dataclasses.replace(save.head, tensors=tensor_records(plan, shards)).text(), save.run_toml]
@@ -189,11 +191,11 @@ class Saver:
         self.local.write(save.step, plan.pieces, copies.__getitem__, rest)
         save.ended_s = time.monotonic()
 
-    def _beside(self, save: _UnderWay, plan: Plan, copies: Mapping[Piece, Tensor]) -> None:
-        """The job of the thread: write the copies, publish."""
+    def _beside(self, save: _UnderWay, plan: Plan, snapshot: Snapshot) -> None:
+        """The job of the thread: make the copies, write them, publish."""
         partial = self.store.partial_of(save.step)
         try:
-            self._written(partial, plan, copies.__getitem__)
+            self._written(partial, plan, snapshot.make().__getitem__)
             if dist.get_rank() == 0:
                 self._publish(save, plan)
         except Exception as error:

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from shardwright.errors import CheckpointError
 from shardwright.hugging_face.writer import Entry, write_safetensors
 from shardwright.training.checkpoint.manifest import ShardRecord, TensorRecord
 from shardwright.training.checkpoint.plan import Piece, Plan
-from shardwright.training.checkpoint.storage import sha256_of
+from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.training.checkpoint.store import WRITTEN
 
 _LOOK_S = 0.01
@@ -54,7 +53,7 @@ def write_shards(folder: Path, rank: int, pieces: Sequence[Piece], take: Callabl
     def taken(entry: Entry) -> Tensor:
         piece = of_entry[entry]
         tensor = take(piece).detach().cpu().contiguous()
-        records.append((piece.name, ShardRecord(piece.offsets, entry.shape, file_name(rank), sha256_of(tensor))))
+        records.append((piece.name, ShardRecord(piece.offsets, entry.shape, file_name(rank), xxh3_128_of(tensor))))
         return tensor
 
     path = folder / file_name(rank)
@@ -110,14 +109,6 @@ def tensor_records(plan: Plan, shards: Sequence[tuple[str, ShardRecord]]) -> dic
     for name, record in records.items():
         assert record.is_whole, f"{name} would be saved with a gap"
     return records
-
-
-def host_copy(plan: Plan, pinned: bool) -> list[Tensor]:
-    """Room in the memory of the host for each piece of a rank; pinned where a GPU copies into it."""
-    return [
-        torch.zeros(piece.entry.shape, dtype=getattr(torch, piece.entry.dtype), pin_memory=pinned)
-        for piece in plan.pieces
-    ]
 
 
 def _put(path: Path, text: str) -> None:

@@ -23,6 +23,9 @@ from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.sources import past_problems
 from shardwright.training.step import Trainer
 
+COMPRESSION = "compression/"
+"""How names of what compressed gradients keep begin."""
+
 
 def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """All that a checkpoint holds, `model/NAME`, `optimizer/KIND/NAME` and, of compressed gradients,
@@ -32,7 +35,7 @@ def named_tensors(trainer: Trainer) -> dict[str, Tensor]:
     state = named_state(trainer.optimizer, parameters.items())
     kept = trainer.model.compression_state
     found = {f"model/{k}": v for k, v in parameters.items()} | {f"optimizer/{k}": v for k, v in state.items()}
-    return found | {f"compression/{k}": v for k, v in kept.items()}
+    return found | {f"{COMPRESSION}{k}": v for k, v in kept.items()}
 
 
 def stored_tensors(trainer: Trainer) -> dict[str, StoredTensor]:
