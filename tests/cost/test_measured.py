@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.cost import memory
+from shardwright.cost import holes, memory
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates, Job
@@ -23,7 +23,7 @@ KERNELS = "norm_bytes = 8.0, rmsnorm_bytes = 20.0, residual_bytes = 6.0, heads_b
 RATES = f"""
 memory_gib = {{memory}}
 process_gib = 0.25
-holes = 0.3
+holes = [0.3, 0.6, 0.6, 0.9]
 tflops = {{{{ fp32 = {{tflops}} }}}}
 memory_gb_per_s = 8.0
 ramp_k = 32.0
@@ -41,7 +41,7 @@ kernels = {{{{ {KERNELS}, gated_bytes = 12.0, gelu_bytes = 9.0, loss_bytes = 40.
 """
 MINE = f"""
 [measured]
-version = 2
+version = 3
 date = "2026-11-23"
 shardwright = "0"
 torch = "2.13.0"
@@ -141,14 +141,14 @@ def test_a_process_is_counted_before_any_of_a_model(mine: Path):
     assert job("mine:2", mine).stack.workspace_bytes == 0.25 * GiB
 
 
-def test_holes_of_the_c_library_grow_with_tensors_of_less_than_2_mib(mine: Path):
-    """A layer of 4 d^2 and 3 d f parameters: with d = 512 and f = 1536 a matrix of attention has 1 MiB in fp32, and one
-    of the network 3 MiB; tp 2 halves both. With 256 tokens in a micro-batch no activation has 2 MiB, nor have the
-    logits of 1024 words, whose matrices have 2 MiB."""
-    sizes = {"n_layers": 2, "d_model": 512, "d_ffn": 1536, "n_heads": 8, "n_kv_heads": 8, "head_dim": 64}
-    model = replace(resolve("debug"), **sizes, vocab_size=1024)
+def test_holes_of_the_c_library_grow_with_tensors_of_less_than_32_mib(mine: Path):
+    """A layer of 4 d^2 and 3 d f parameters: with d = 2048 and f = 6144 a matrix of attention has 16 MiB in fp32, and
+    one of the network 48 MiB; tp 2 halves both. With 256 tokens in a micro-batch no activation has 32 MiB, nor have the
+    logits of 4096 words, whose matrices have 32 MiB."""
+    sizes = {"n_layers": 2, "d_model": 2048, "d_ffn": 6144, "n_heads": 32, "n_kv_heads": 32, "head_dim": 64}
+    model = replace(resolve("debug"), **sizes, vocab_size=4096)
     of = replace(job("mine:2", mine), model=model, seq_len=256)
-    d, f, t, v = 512, 1536, 256, 1024
+    d, f, t, v = 2048, 6144, 256, 4096
     always = 2 * 4 * (2 * d) + 4 * d  # norms: weights, gradients, two states
     activations = 2 * t * (4 * d + 4 * d + 4 * f) + 2 * t * v
     attention, network, ends = 2 * 4 * 4 * d * d, 2 * 4 * 3 * d * f, 4 * 2 * v * d
@@ -160,6 +160,10 @@ def test_holes_of_the_c_library_grow_with_tensors_of_less_than_2_mib(mine: Path)
     assert reserved_bytes(of, Candidates.of(Layout(dp_replicate=2), 1)) == pytest.approx(found.reserved_bytes)
     halved = memory.of(of, Candidates.of(Layout(tp=2), 1))
     assert halved.lost_bytes == pytest.approx(0.3 * (halved.rank_bytes - 0.25 * GiB))
+    for zero, kept in ((1, 0.6), (2, 0.6), (3, 0.9)):
+        candidates = Candidates.of(Layout(dp_shard=2, zero=zero), 1)
+        sharded, share = memory.of(of, candidates), holes.small_share(of, candidates)
+        assert sharded.lost_bytes == pytest.approx(kept * share * (sharded.rank_bytes - 0.25 * GiB))
 
 
 def test_a_job_on_a_packaged_accelerator_stays_as_it_is():
@@ -185,8 +189,8 @@ def test_many_layouts_are_priced_at_once_as_each_alone(mine: Path):
     ("change", "problem"),
     [
         (
-            ("version = 2", "version = 1"),
-            r"measured.version=1, and this shardwright reads version 2; measure the machine",
+            ("version = 3", "version = 1"),
+            r"measured.version=1, and this shardwright reads version 3; measure the machine",
         ),
         (('clock = "wall"', 'clock = "sun"'), "measured.clock='sun'"),
         (("ramp_k = 32.0", "ramp_kk = 32.0"), r"rates.1.ramp_kk: there is no such key; .*ramp_k"),

@@ -19,7 +19,7 @@ from shardwright.units import GiB
 if TYPE_CHECKING:
     from shardwright.cost.job import Job
 
-VERSION = 2
+VERSION = 3
 """Of the tables below; a file of another version was written by another version of shardwright."""
 Kernel = Literal[
     "norm_bytes", "rmsnorm_bytes", "residual_bytes", "heads_bytes", "rope_bytes", "gated_bytes", "gelu_bytes",
@@ -84,8 +84,12 @@ class RatesTable(Table):
 
     memory_gib: Positive = Field(description="GiB that a rank can have")
     process_gib: NotNegative = Field(description="GiB that a rank holds before any of a model")
-    holes: NotNegative = Field(
-        0.0, description="bytes that the C library keeps for each byte of tensors of less than 32 MiB; cost/holes.py"
+    holes: list[NotNegative] = Field(
+        default_factory=lambda: [0.0] * 4,
+        min_length=4,
+        max_length=4,
+        description="bytes that the C library keeps for each byte of tensors of less than 32 MiB, by ZeRO stage; "
+        "cost/holes.py",
     )
     tflops: ByPrecision = Field(description="best rate of a large matmul by precision, 1e12 FLOP/s")
     memory_gb_per_s: Positive = Field(description="bandwidth of a large copy, read and written, GB/s")
@@ -162,5 +166,5 @@ def on_machine(job: "Job") -> "Job":
         )
     stack = replace(job.stack, speed=speed, workspace_bytes=rates.process_gib * GiB)
     if chip.on_host:
-        stack = replace(stack, fragmentation=rates.holes, of_process=True)
+        stack = replace(stack, holes=tuple(rates.holes), of_process=True)
     return replace(job, calibration=fitted, stack=stack)

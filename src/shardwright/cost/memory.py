@@ -149,8 +149,10 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
 
 def lost_share(job: Job, candidates: Candidates) -> Floats:
     """What the allocator reserves beyond the tensors, as a fraction, (n,)."""
-    found = np.full(len(candidates), job.stack.fragmentation)
-    return found * holes.small_share(job, candidates) if job.stack.of_process else found
+    if not job.stack.of_process:
+        return np.full(len(candidates), job.stack.fragmentation)
+    kept = np.array(job.stack.holes)[candidates.zero]
+    return np.asarray(kept * holes.small_share(job, candidates), dtype=np.float64)
 
 
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:

@@ -52,8 +52,8 @@ class Stack:
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
     libraries; `expert_workspace_bytes`: of grouped matmuls, in addition. `fragmentation`: bytes that the allocator
     reserves beyond the tensors, as a fraction. `of_process`: on a CPU, where the allocator is the C library, the
-    workspace is what the process holds, of which nothing is reserved, and the fraction is of small tensors
-    (cost/holes.py).
+    workspace is what the process holds, of which nothing is reserved, and the fraction is `holes` of small tensors, by
+    ZeRO stage (cost/holes.py).
     """
 
     name: str
@@ -93,6 +93,7 @@ class Stack:
     expert_workspace_bytes: float = 0.0
     fragmentation: float = 0.05
     of_process: bool = False
+    holes: tuple[float, ...] = (0.0,) * 4
 
 
 SHARDWRIGHT = Stack(

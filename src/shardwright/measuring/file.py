@@ -176,6 +176,8 @@ def _written(value: object) -> str:
     if isinstance(value, float):
         text = f"{value:.5g}"
         return text if "." in text or "e" in text else f"{text}.0"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{key} = {_written(each)}' for key, each in value.items())} }}"
     return json.dumps(value)

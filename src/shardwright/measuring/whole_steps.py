@@ -99,17 +99,24 @@ def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dic
     return {key: float(factor) for key, factor in zip(np.array(keys)[told], found, strict=True) if factor > 0}
 
 
-def holes(text: str, name: str, steps: Sequence[WholeStep]) -> float:
-    """Bytes that the C library keeps for each byte of small tensors: least squares of relative errors of the most that
-    these steps held, beside process and tensors as `text` predicts them, a hardware file with accelerator `name`."""
-    columns, rest = [], []
+def holes(text: str, name: str, steps: Sequence[WholeStep]) -> list[float]:
+    """Bytes that the C library keeps for each byte of small tensors, by ZeRO stage: least squares of relative errors of
+    the most that these steps held, beside process and tensors as `text` predicts them, a hardware file with accelerator
+    `name`. Stage 2 is as 1, and a stage that no step has is as 0: the buffers of FSDP2 are what breaks up holes."""
+    columns: dict[int, list[float]] = {}
+    rest: dict[int, list[float]] = {}
     for step in steps:
         found = _estimate(text, name, step)
         memory, share = found.memory, small_share(found.job, found.candidates)[0]
         tensors = float((memory.rank_bytes - memory.kinds["workspace"]).max())
-        columns.append([tensors * share / step.peak_bytes])
-        rest.append(1 - float(memory.peak_bytes[0]) / step.peak_bytes)
-    return float(not_negative(np.array(columns), np.array(rest))[0])
+        stage = int(found.candidates.zero[0])
+        columns.setdefault(stage, []).append(tensors * share / step.peak_bytes)
+        rest.setdefault(stage, []).append(1 - float(memory.peak_bytes[0]) / step.peak_bytes)
+    kept = {
+        stage: float(not_negative(np.array(those)[:, None], np.array(rest[stage]))[0])
+        for stage, those in columns.items()
+    }
+    return [kept.get(stage, kept[0]) for stage in (0, 1, 1, 3)]
 
 
 def _predicted(text: str, name: str, step: WholeStep, clock: str) -> dict[str, float]:
