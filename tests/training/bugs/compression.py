@@ -116,7 +116,7 @@ STALE: dict[str, AnyBug] = {
 }
 RESUME: dict[str, AnyBug] = {
     "what PowerSGD has not sent is lost on resume": ResumeBug(
-        Mutation(f"{STATE}:named_tensors", "found | {f'compression/{k}': v for k, v in kept.items()}", "found"),
+        Mutation(f"{STATE}:named_tensors", "found | {f'{COMPRESSION}{k}': v for k, v in kept.items()}", "found"),
         (_THIN[0], _THIN[0]),
     ),
 }
