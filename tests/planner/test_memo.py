@@ -1,6 +1,7 @@
 """Proves that what a search keeps in tables and leaves out changes no answer: times and memory of all layouts that fit
 are those that each group of layouts has when it is computed alone, and none that fits is missing."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,26 @@ def differences(asked: Job) -> float:
 @pytest.mark.parametrize("name", rest_prove(list(JOBS), "mixture"))
 def test_a_survey_finds_what_each_group_alone_costs(name: str):
     assert differences(JOBS[name]) < 1e-12
+
+
+def test_a_memo_that_forgets_its_tables_finds_the_same(monkeypatch: pytest.MonkeyPatch):
+    cleared: list[int] = []
+
+    class Tables(dict):
+        def clear(self) -> None:
+            cleared.append(len(self))
+            super().clear()
+
+    begin = memo.Memo.__init__
+
+    def begin_counted(self: memo.Memo, values: Mapping[str, Sequence[int]]) -> None:
+        begin(self, values)
+        self._tables = Tables()
+
+    monkeypatch.setattr(memo.Memo, "__init__", begin_counted)
+    monkeypatch.setattr(memo, "MOST_BYTES", 10_000)
+    assert differences(JOBS["mixture"]) < 1e-12
+    assert len(cleared) > 10
 
 
 # What is left out follows from the others: all ranks of the cluster are used, and sequence_parallel goes with tp.

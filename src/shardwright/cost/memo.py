@@ -12,6 +12,7 @@ from shardwright.cost import ledger
 from shardwright.cost.job import COLUMNS, Candidates, Floats, Ints, Job
 from shardwright.cost.passes import Passes
 from shardwright.layout_keys import KEYS, RECOMPUTE
+from shardwright.units import MiB
 
 Arrays = dict[str, Floats]
 OF_A_PASS = ("tp", "cp", "ep", "sequence_parallel", "micro_batch", "recompute")
@@ -24,6 +25,11 @@ NOT_OF_A_PASS = {name for name in KEYS if name.startswith(("pp", "virtual", "sta
 NOT_OF_A_STAGE = {"pp_schedule", "virtual_stages"}
 NOT_OF_STATES = NOT_OF_A_STAGE | {"loss_chunk_tokens", "cp_method"}
 """Keys that the layouts of a group share, and on which these do not depend; stages and their ranks are told apart."""
+
+
+MOST_BYTES = 128 * MiB
+"""Of the tables of a memo, which forgets them all when they are larger: of 405B on 16,384 accelerators those of stages
+would take 5 GiB."""
 
 
 class Memo:
@@ -41,6 +47,8 @@ class Memo:
 
     def table(self, columns: Sequence[str], *of: Hashable) -> "Table":
         """That of some columns, for what is computed with all else equal, which `of` names."""
+        if sum(table.n_bytes for table in self._tables.values()) > MOST_BYTES:
+            self._tables.clear()
         if of not in self._tables:
             self._tables[of] = Table([(name, self.values[name]) for name in columns])
         return self._tables[of]
@@ -72,6 +80,7 @@ class Table:
     def __init__(self, columns: Sequence[tuple[str, Ints]]) -> None:
         self.columns = columns
         self.values: Arrays = {}
+        self.n_bytes = 0
         self._keys, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def rows(self, candidates: Candidates, compute: Callable[[Candidates], Arrays]) -> Ints:
@@ -101,6 +110,7 @@ class Table:
             shape = (arrays if name in arrays else self.values)[name].shape[1:]
             before = self.values.get(name, np.zeros((n, *shape)))
             self.values[name] = np.concatenate([before, np.broadcast_to(arrays.get(name, 0.0), (more, *shape))])
+        self.n_bytes = sum(each.nbytes for each in self.values.values())
         together = np.concatenate([self._keys, keys])
         order = np.argsort(together, kind="stable")
         self._keys, self._places = together[order], np.concatenate([self._places, np.arange(n, n + more)])[order]
