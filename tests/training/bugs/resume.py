@@ -66,7 +66,7 @@ RESUME: dict[str, AnyBug] = {
         Mutation(
             "shardwright.training.checkpoint.saver:write_shards",
             "take(piece).detach().cpu().contiguous()",
-            "take(piece).detach().cpu().bfloat16().to(getattr(torch, entry.dtype)).contiguous()",
+            "take(piece).detach().cpu().bfloat16().to(take(piece).dtype).contiguous()",
         ),
         (ONE, ONE),
     ),
