@@ -15,7 +15,6 @@ from shardwright.training.build import build_model, build_trainer
 from tests.distributed import run_ranks
 
 DENSE = {
-    "n_layers": 4,
     "d_model": 64,
     "n_heads": 4,
     "n_kv_heads": 2,
@@ -38,13 +37,14 @@ Table = dict[str, Any]
 
 
 def run_file(model: str, layout: dict[str, Any], compute: str = "fp32", **more: Any) -> Table:
-    """Three micro-batches of two sequences on each data rank, in a pipeline twice as many as it has ranks."""
-    data_ranks = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1)
-    n = 2 * layout.get("pp", 1) if layout.get("pp", 1) > 1 else 3
+    """Three micro-batches of two sequences on each data rank and three layers; in a pipeline twice as many micro-batches
+    as it has ranks, and four layers."""
+    data_ranks, piped = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1), layout.get("pp", 1) > 1
+    n = 2 * layout["pp"] if piped else 3
     table = {
         "out": "none",
         "steps": 10,
-        "model": MODELS[model],
+        "model": MODELS[model] | {"n_layers": 4 if piped else 3},
         "data": {"path": "none"},
         "batch": {"seq_len": 32, "global_batch": 2 * n * data_ranks, "micro_batch": 2},
         "layout": layout,
