@@ -23,7 +23,7 @@ import torch
 
 from shardwright.config import RunConfig, parse
 from shardwright.dry_run.planned import Planned, grouped, planned
-from shardwright.dry_run.record import RankRecord, traffic
+from shardwright.dry_run.record import LINK, RankRecord, traffic
 from shardwright.dry_run.run import How, dry_run, fullest_by_plan
 from shardwright.keys import written
 from shardwright.units import GiB
@@ -159,6 +159,7 @@ class Dry:
         """Of a record, without the numbers of a few bytes and the scores that are computed again."""
         priced = [each for each in record.messages if each.action not in NOT_PRICED and "int" not in each.dtype]
         large = traffic(priced, record.repeats)
+        large |= {key: sums for key, sums in record.sent.items() if key[0] == LINK}
         again = sum(n for op, n in record.flops.items() if "attention" in op and "backward" in op)
         return Dry(
             record.rank,

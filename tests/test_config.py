@@ -308,6 +308,7 @@ def test_the_examples_are_valid():
     [
         ("optimizer.clip_norm=inf", "optimizer.clip_norm=inf: input should be a finite number"),
         ("out=", "out='': string should have at least 1 character"),
+        ("offload_path=", "offload_path='': string should have at least 1 character"),
         ("lr_schedule.shape=wsd", "lr_schedule.decay_steps=0 with lr_schedule.shape='wsd' never falls"),
         ("model.rope_scaling={factor = 8.0}", "model.rope_scaling.low_freq_factor: missing"),
         ("model.moe.top_k=2", "model.moe.n_experts: missing, and model.preset='debug' has no moe to take it from"),

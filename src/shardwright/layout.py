@@ -141,7 +141,8 @@ class Layout(LayoutKeys, NumberedRanks):
     def changed(self, **changes: Any) -> "Layout":
         """This layout with changes, and what they entail: a key that has no meaning any more goes back to its default,
         another schedule has its own number of stages, ep divides the ranks that are left, and ZeRO is 0 where nothing
-        is left to shard over. None as a value means the derived default.
+        is left to shard over, unless it says what goes to the host from one rank. None as a value means the derived
+        default.
 
         Raises LayoutError where the changes themselves do not fit.
         """
@@ -149,7 +150,8 @@ class Layout(LayoutKeys, NumberedRanks):
             changes = {"virtual_stages": None, "stage_layers": None} | changes
         wanted = {name: changes.get(name, getattr(self, name)) for name in KEYS}
         wanted["ep"] = gcd(wanted["ep"], wanted["dp_shard"] * wanted["cp"] * wanted["tp"])
-        if wanted["dp_shard"] * wanted["cp"] == 1:
+        alone = wanted["dp_shard"] * wanted["cp"] == 1
+        if alone and (wanted["dp_replicate"] > 1 or wanted["offload_parameters"] == "none"):
             wanted["zero"] = 0
         draft = object.__new__(Layout)
         draft.__dict__.update(wanted)

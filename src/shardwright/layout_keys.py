@@ -46,6 +46,11 @@ def _over_data(layout: Any) -> Any:
     return layout.dp_replicate * layout.dp_shard * layout.cp > 1
 
 
+def _shards(zero: Any) -> Any:
+    """Whether a ZeRO stage, which is None where it is still to be derived, shards anything."""
+    return (zero == 1) | (zero == 2) | (zero == 3)
+
+
 def _nodes(tp: int, node_size: int) -> str:
     return "within a node" if node_size % tp == 0 else f"over {-(-tp // node_size)} nodes or more"
 
@@ -141,11 +146,12 @@ class LayoutKeys:
         help="sharded over dp_shard x cp (ZeRO, arXiv 1910.02054): 0 nothing, 1 optimizer states, 2 and gradients, "
         "3 and parameters; if not given, 3 when dp_shard > 1, else 0",
         words=lambda layout, sizes: (
-            _ZERO_WORDS[layout.zero] + (f" over {layout.dp_shard * layout.cp} ranks" if layout.zero else "")
+            _ZERO_WORDS[layout.zero]
+            + (f" over {n} rank{'s' * (n > 1)}" if layout.zero and (n := layout.dp_shard * layout.cp) else "")
         ),
         choices=lambda: (0, 1, 2, 3),
         derived=lambda layout: 3 if layout.dp_shard > 1 else 0,
-        used=_over_data,
+        used=lambda layout: _over_data(layout) | (layout.offload_parameters != "none"),
         said=True,
         off=lambda layout: {"zero": 0, "dp_replicate": layout.data_ranks, "dp_shard": 1},
         milder=1,
@@ -227,11 +233,12 @@ class LayoutKeys:
     offload_parameters: str = _key(
         "none",
         help="where the shards of parameters and of their gradients are: none: in the memory of the device; cpu: in "
-        "that of the host, from which each gather copies them, and where the optimizer updates them",
+        "that of the host, from which each gather copies them, to which each reduction copies gradients, and where the "
+        "optimizer updates them",
         words=lambda layout, sizes: f"shards of parameters are {_OFFLOADED_WORDS[layout.offload_parameters]}",
         choices=lambda: ("none", "cpu"),
-        used=lambda layout: (layout.zero == 3) & (layout.offload_optimizer != "none"),
-        needs="zero=3 and offload_optimizer='cpu' or 'disk'",
+        used=lambda layout: _shards(layout.zero) & (layout.offload_optimizer != "none"),
+        needs="zero=1, 2 or 3 and offload_optimizer='cpu' or 'disk'",
         in_turn=("cpu",),
         planned=lambda layout: (layout.offload_parameters,),
     )

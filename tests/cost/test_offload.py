@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from shardwright.cost import memory
 from shardwright.cost.activations import layer
 from shardwright.cost.blocks import blocks
 from shardwright.cost.estimate import estimate
 from shardwright.cost.hardware import cluster
 from shardwright.cost.host import host_bytes
-from shardwright.cost.job import Job
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.traffic import shards_over_link
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.presets import PRESETS
@@ -74,6 +76,32 @@ def test_with_shards_on_the_host_only_what_is_gathered_is_on_the_device_and_the_
     longer_s = shards.parts_s["data parallel"] - states.parts_s["data parallel"]
     assert longer_s == pytest.approx(m * (2 + layers) * shard_bytes / 1e8, rel=0.05)
     assert shards.parts_s["optimizer"] == pytest.approx(32 * MODEL.n_parameters / 2 / 18e9, rel=0.02)
+
+
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_reduced_gradients_leave_the_device_with_every_zero_stage_and_what_is_not_reduced_stays(
+    zero: int, dp_replicate: int
+):
+    shards, m = 8 // dp_replicate, 4
+    job = replace(JOB, cluster=cluster("h100:8"), global_batch=8 * m)
+    layout = Layout(dp_shard=shards, dp_replicate=dp_replicate, zero=zero, offload_optimizer="cpu")
+    candidates = Candidates.of(layout.changed(offload_parameters="cpu"), 1)
+    step, n = memory.Step(job, candidates), MODEL.n_parameters
+    gathered = step.states["weights"] + step.states["gathered"]
+    assert gathered[0, 0] == pytest.approx(2 * n, rel=1e-3) if zero < 3 else gathered[0, 0] < 0.3 * n
+    assert step.states["master"][0, 0] == step.states["gradients"][0, 0] == step.states["optimizer"][0, 0] == 0
+    held = {1: n, 2: n / shards, 3: n / shards}[zero] if zero == 1 or dp_replicate > 1 else 0
+    assert step.of_stage.accumulating[0, 0] == pytest.approx(4 * held)
+    assert step.of_stage.reduced[0, 0] == 0
+    assert sum(kind[0, 0] for kind in step.at_update().values()) < gathered[0, 0] + 2**28
+    # To the host once a step what is reduced once a step, over replicas or at all.
+    sent = shards_over_link(job, candidates, 0)
+    times = 1 if zero == 1 or dp_replicate > 1 else m
+    untrained = n - sent["to the host"][1] * shards / 4 / times
+    assert untrained == pytest.approx(0, abs=1)
+    if zero < 3:
+        assert sent["to the device"][1] == pytest.approx(4 * n / shards)
 
 
 def test_host_and_disk_are_offered_where_nothing_fits_and_found_where_they_are_asked_for():

@@ -44,6 +44,11 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "fp32",
         {"dp_replicate": 2, "dp_shard": 2, "offload_optimizer": "disk", "offload_parameters": "cpu"},
     ),
+    "gradients on the host as they are reduced": (
+        "dense",
+        "bf16",
+        {"dp_shard": 2, "zero": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
     "states on a disk": ("dense", "bf16", {"dp_shard": 2, "zero": 1, "offload_optimizer": "disk"}),
     "activations on the host": ("dense", "bf16", {"dp_shard": 2, "recompute": "selective", **ON_HOST}),
     "activations of a pipeline on the host": ("mixture", "fp32", {"pp": 2, "pp_schedule": "zb-h1", **ON_HOST}),

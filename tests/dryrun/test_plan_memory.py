@@ -16,6 +16,11 @@ SHORT: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
         (2048, 2, 1),
         {"pp": 2, "tp": 2, "zero": 0, "pp_schedule": "interleaved-1f1b", "virtual_stages": 2},
     ),
+    "gradients on the host as they are reduced": (
+        "llama-3.2-1b",
+        (2048, 8, 1),
+        {"dp_shard": 4, "zero": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
     "mixture": ("mixtral-8x7b", (2048, 16, 1), {"dp_shard": 8, "ep": 8, "zero": 1}),
     "tied, between two ranks of a pipeline": ("gpt-7.5b", (2048, 8, 1), {"pp": 4, "zero": 0}),
 }

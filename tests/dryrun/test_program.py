@@ -102,6 +102,26 @@ def test_states_on_the_host_are_no_bytes_of_a_gpu_and_are_told_apart():
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reduced_gradients_go_to_the_host_and_a_gpu_has_none_at_the_update(ranks: int, zero: int):
+    on_host = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    table = run_file("dense", {"dp_shard": ranks, "zero": zero} | on_host, "bf16")
+    (found,) = run_ranks(dry, 1, table, 0, True)
+    shard_bytes = parse(table).model.spec().n_parameters * 4 // ranks
+    assert found.sent[LINK, TO_DEVICE].n_bytes == shard_bytes, "once a step"
+    assert found.sent[LINK, TO_HOST].n_bytes == {1: 1, 2: 3}[zero] * shard_bytes, "once, or each micro-batch"
+    by_plan = planned(parse(table), 0)
+    assert isinstance(by_plan, Planned)
+    assert {key: sums for key, sums in by_plan.sent.items() if key[0] == LINK} == {
+        key: sums for key, sums in found.sent.items() if key[0] == LINK
+    }
+    assert found.curve[-2].action == "optimizer"
+    assert found.curve[-2].kinds["gradients"] == found.curve[-2].kinds["gathered"] == 0
+    assert found.host_bytes >= 4 * shard_bytes, "weights, gradients and two states"
+
+
+@pytest.mark.prove
 def test_shards_on_the_host_are_no_bytes_of_a_gpu_and_each_gather_and_reduction_copies_them():
     shared = {"dp_shard": 2, "zero": 3}
     on_host = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}

@@ -81,6 +81,17 @@ def test_each_row_of_the_vocabulary_is_on_one_rank(vocab_size: int, tp: int):
             "(12 = 8*1 + 4), and to divide 4 or be a multiple of it; valid: 1, 2, 4, 12; cp_method='zigzag'",
         ),
         (Layout(cp=16, cp_method="usp", ulysses_degree=8), 64, "layout.ulysses_degree=8 partitions the heads"),
+        (
+            Layout(recompute="full", recompute_layers=99),
+            64,
+            "layout.recompute_layers=99: the model has 4 layers; valid: 1 to 4, or leave it out, for all",
+        ),
+        (
+            Layout(recompute="selective", recompute_modules=("experts", "mla_up")),
+            64,
+            "layout.recompute_modules=['experts', 'mla_up']: the model has none of these parts, so nothing would be "
+            "recomputed; valid: norms, activation, rope, attention",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_its_arithmetic(layout: Layout, seq_len: int, complaint: str):

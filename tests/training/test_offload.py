@@ -207,7 +207,8 @@ def test_a_model_whose_states_do_not_fit_into_memory_trains_with_a_disk(tmp_path
 
 
 def refused(folder: Path) -> list[str]:
-    """What a rank says of a folder below a file, of files that may not grow so large, and of a disk without room."""
+    """What a rank says of a folder below a file, of one with a name that is too long, of files that may not grow so
+    large, and of a disk without room."""
     (folder / f"file-{dist.get_rank()}").touch()
     statvfs, said = os.statvfs, []
 
@@ -222,6 +223,7 @@ def refused(folder: Path) -> list[str]:
         said.append(str(caught.value))
 
     build(folder / f"file-{dist.get_rank()}" / "states")
+    build(folder / ("a" * 300))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     build(folder / "states")
@@ -232,9 +234,10 @@ def refused(folder: Path) -> list[str]:
 
 
 def test_a_place_that_cannot_hold_the_states_is_refused_before_the_first_step_with_the_arithmetic(tmp_path: Path):
-    for rank, (below_a_file, too_large, no_room) in enumerate(run_ranks(refused, 2, tmp_path)):
+    for rank, (below_a_file, too_long, too_large, no_room) in enumerate(run_ranks(refused, 2, tmp_path)):
         assert f"offload_path='{tmp_path}/file-{rank}/states': a file of 140 KiB cannot be made there" in below_a_file
         assert "Not a directory; name a folder with that room on a local disk that can be written" in below_a_file
+        assert "a file of 140 KiB cannot be made there: File name too long; name a folder" in too_long
         assert "a file of 140 KiB cannot be made there: File too large" in too_large
         assert f"offload_path='{tmp_path}/states': the optimizer states of 2 ranks on" in no_room
         assert "take 140 KiB + 140 KiB = 280 KiB, and 12 KiB are free there; free 268 KiB more" in no_room

@@ -19,16 +19,35 @@ from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.bug import EVEN, EXPERTS
 from tests.training.bugs.offload_parameters import ON_RANKS
-from tests.training.checkpoints import equal
+from tests.training.checkpoints import Logical, equal
 from tests.training.test_offload_host import trained
 from tests.training.worlds import CASE, OPTIMIZER
 
 ON_HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 LAYOUTS = {
+    "zero 1": Layout(dp_shard=2, zero=1),
+    "zero 2, hybrid": Layout(dp_replicate=2, dp_shard=2, zero=2),
+    "zero 1, pp": Layout(pp=2, dp_shard=2, zero=1, pp_schedule="zb-h1"),
     "states on a disk": Layout(dp_shard=2, zero=3, offload_optimizer="disk"),
     "tp, ep, hybrid": Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3, ep=4),
     "pp, gathered for each micro-batch": Layout(pp=2, cp=2, zero=3, zero_pp_gather="microbatch"),
 }
+
+
+def one_rank(layout: Layout, *bugs: Mutation) -> tuple[Logical, str]:
+    """The training state after three steps of one rank, and what reduces its gradients."""
+    with mutated(*bugs):
+        engine = verify_rank.build_trainer(CASE, layout, "adamw").model.runner.engine  # type: ignore[attr-defined]
+    return trained(layout, OPTIMIZER, "float64", bugs), type(engine).__name__
+
+
+def test_one_rank_has_its_parameters_and_gradients_on_the_host_and_the_same_bits(*bugs: Mutation):
+    ((expected, _),) = run_ranks(one_rank, 1, Layout())
+    layout = Layout(zero=2, **ON_HOST)
+    assert layout.changed(recompute="full").offload_parameters == "cpu"
+    ((found, engine),) = run_ranks(one_rank, 1, layout, *bugs)
+    assert equal(found, expected)
+    assert engine == "Sharded"
 
 
 @pytest.mark.prove
@@ -124,9 +143,8 @@ def test_a_step_copies_the_shards_of_layers_twice_a_microbatch_and_all_others_on
 
 
 @pytest.mark.parametrize("layout", [{"offload_optimizer": "cpu"}, {"dp_shard": 2}, {"dp_shard": 2, "zero": 2}])
-def test_it_needs_zero_3_and_states_that_are_offloaded_too(layout: dict[str, object]):
+def test_it_needs_zero_1_to_3_and_states_that_are_offloaded_too(layout: dict[str, object]):
     run = {"out": "o", "steps": 1, "data": {"path": "d"}, "batch": {"seq_len": 8, "global_batch": 8}}
-    with pytest.raises(
-        ConfigError, match=r"offload_parameters='cpu' needs zero=3 and offload_optimizer='cpu' or 'disk'; set that"
-    ):
+    needs = "needs zero=1, 2 or 3 and offload_optimizer='cpu' or 'disk'; set that"
+    with pytest.raises(ConfigError, match=f"offload_parameters='cpu' {needs}"):
         parse(run | {"layout": {**layout, "offload_parameters": "cpu"}})

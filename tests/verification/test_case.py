@@ -243,6 +243,14 @@ def test_any_stage_layers_keep_their_order(counts: tuple[int, ...], random: Rand
             assert (before[one] > before[other]) == (after[one] > after[other])
 
 
+@pytest.mark.parametrize(("given", "found"), [(4, 2), (3, 1), (1, 1), (9, 9)])
+def test_layers_that_recompute_are_cut_to_all_where_all_did_and_to_some_where_some_did(given: int, found: int):
+    whole, layout = config("debug", 128), Layout(recompute="full", recompute_layers=given)
+    case = cut(case_of(whole), [layout])
+    assert (case_of(whole).spec.n_layers, case.spec.n_layers) == (4, 2)
+    assert cut_layout(layout, case_of(whole), case).recompute_layers == found
+
+
 def test_stage_layers_that_are_not_those_of_the_model_are_refused_and_not_mended():
     whole, layout = config("debug", 128), Layout(pp=2, stage_layers=(1, 2))
     case = cut(case_of(whole), [layout])

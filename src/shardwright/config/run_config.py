@@ -52,6 +52,7 @@ class RunConfig(Section):
     )
     offload_path: str | None = Field(
         None,
+        min_length=1,
         description="folder, best on a local disk, for the files of layout.offload_optimizer='disk', which have no "
         "names and end with the run; if not given, OUT/offload",
     )

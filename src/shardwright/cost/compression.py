@@ -70,3 +70,10 @@ class Sums:
             Message(f"{what}, all-to-all", all_to_all, n_bytes, size, stride, calls),
             Message(f"{what}, all-gather", all_gather, n_bytes, size, stride, calls),
         ]
+
+
+def waits_for_replicas(layout: Layout) -> bool:
+    """Whether shards of gradients that have replicas stay on the device until the last micro-batch of a step, where
+    FSDP2 sums them over replicas. Compressed ones are summed after the step's last backward pass, wherever they are
+    (`parallel.compressed.OverReplicas`)."""
+    return layout.compress_gradients == "none"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwright.cost import ledger, parameters, pipeline, products
 from shardwright.cost.blocks import Block
 from shardwright.cost.collectives import all_gather, all_reduce
-from shardwright.cost.compression import SENT_BYTES, Sums
+from shardwright.cost.compression import SENT_BYTES, Sums, waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.kinds import DATA
 from shardwright.cost.message import Message
@@ -264,7 +264,7 @@ class _Traffic:
                 terms[host] = ledger.compute(
                     host, "in_step * calls * bucket_s", in_step=slower, calls=calls, bucket_s=bucket_s
                 )
-            if self.candidates.shared.offload_parameters == "cpu" and what in (GATHERED, GATHERED_AGAIN, SCATTERED):
+            if self.candidates.shared.offload_parameters == "cpu" and what != SUMMED:
                 terms |= {f"{what}, {group.name}, host": self._over_link(what, group) for group in self.groups}
             self._sent[what] = ledger.total(what, terms)
         return self._sent[what]
@@ -273,18 +273,23 @@ class _Traffic:
         """Seconds in which shards in fp32 come from the host to be gathered, or go there when they are reduced."""
         return ledger.compute(
             f"{what}, {group.name}, host", "4 * elements / host_rate", "s", "FSDP2 copies shards in fp32",
-            elements=over_link(what, group)[1], host_rate=self.job.cluster.accelerator.host_bytes_per_s,
+            elements=over_link(self.candidates.shared, what, group)[1],
+            host_rate=self.job.cluster.accelerator.host_bytes_per_s,
         )  # fmt: skip
 
 
-def over_link(what: str, group: Group) -> tuple[Ints, Floats]:
+def over_link(layout: Layout, what: str, group: Group) -> tuple[Ints, Floats]:
     """Copies between device and host that go with one of the collectives of a group whose shards are on the host, and
-    the elements that they have together, (n,)."""
+    the elements that they have together, (n,). `layout`: as of `data_messages`."""
     if what == GATHERED_AGAIN:  # parts that a rank keeps are on the device
         return np.where(group.keeps_parts, 0, group.calls_again), np.where(
             group.keeps_parts, 0.0, group.again / group.shards
         )
-    return group.calls, group.count / group.shards
+    copied: NDArray[np.bool_] = np.ones(len(group.count), dtype=bool)
+    if what in (SCATTERED, ACROSS):
+        across = waits_for_replicas(layout) & (group.reduce_ranks > group.shards)
+        copied = across if what == ACROSS else ~across
+    return np.where(copied, group.calls, 0), np.where(copied, group.count / group.shards, 0.0)
 
 
 def stage_collectives(candidates: Candidates, zero: int) -> list[tuple[str, tuple[str, ...], str]]:

@@ -153,14 +153,23 @@ COMPILED = Speed(
     merge_bytes=38.0,
 ).calibrated(CALIBRATED)
 SHARDWRIGHT_COMPILED = Speed(
-    kind="shardwright-compiled", hides_tp_backward=True, flash_gain=FLASH_2, reduce_bytes=4.0
+    kind="shardwright-compiled",
+    hides_tp_backward=True,
+    flash_gain=FLASH_2,
+    reduce_bytes=4.0,
+    loss_bytes=36.0,
+    loss_cast_bytes=6.0,
+    loss_over_tp_bytes=42.0,
 ).calibrated(CALIBRATED)
 # Of the loss (parallel/loss.py), what each kernel reads and writes for each logit, w = 4 bytes of fp32 and e = 2:
 #   fp32, in place   amax w; less the largest 2 w; exp 2 w; sum w; times the factor 2 w; in I times the gradient 2 w
 #   16 bits          amax e; cast e + w; less the largest 2 w; exp 2 w; sum w; times the factor 2 w; cast back w + e;
 #                    in I cast, times the gradient, cast back 2 (w + e) + 2 w
 #   16 bits over tp  the exponentials are computed once more, when their sums are known: e + w + 4 w
-# 40, 62 and 84. What stays in the caches of a GPU (LOGITS_TOGETHER) counts as memory.
+# 40, 62 and 84. Compiled, the kernels that torch.compile makes of it (PyTorch 2.13), where tp has none:
+#   fp32             amax w; exp and its sum 2 w; times the factor 2 w; copy into the logits 2 w; in I as above 2 w
+#   16 bits          amax e; exp and its sum e + w; times the factor 2 w; copy into the logits w + e; in I as above
+# 36 and 42. What stays in the caches of a GPU (LOGITS_TOGETHER) counts as memory. Ignored: over tp in fp32, 4 more.
 SHARDWRIGHT = replace(
     SHARDWRIGHT_COMPILED,
     kind="shardwright",

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from shardwright.compression import powersgd_rank
 from shardwright.cost import ledger, parameters, products
+from shardwright.cost.compression import waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.parameters import Parameters
 from shardwright.cost.pipeline import Stages
@@ -81,7 +82,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     nothing = np.zeros(shape)
     if candidates.shared.offload_parameters == "cpu":
         ledger.note("shards on the host", "", np.zeros(1), "B", "master weights, kept weights, reduced gradients")
-        found |= {"weights": nothing, "master": nothing}
+        found |= {"weights": np.where(sharded[:, None], 0.0, found["weights"]), "master": nothing}
         found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
@@ -262,6 +263,11 @@ def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters
             np.where(sharded, over, 1)[:, None] for over in (candidates.shards, candidates.expert_shards)
         )
         found.append(each * (held.dense / ranks + held.expert / expert_ranks))
+    if candidates.shared.offload_parameters == "cpu":
+        # Shards go to the host once they are reduced: over replicas in the last micro-batch.
+        waits = waits_for_replicas(candidates.shared) & (candidates.dp_replicate > 1)
+        stays = ~shares_gradients(candidates) | waits
+        found = [found[0] * stays[:, None], 0.0 * found[1]]
     largest = np.max([(dense + expert)[:, None] * (stages.of_kind[block] > 0)
                       for block, (dense, expert) in held.of_block.items()], axis=0)  # fmt: skip
     gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
@@ -272,9 +278,10 @@ def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters
 def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
     """Whether gradients have memory for the whole step: in a stack whose buffers for them do, or, without FSDP, in
     buckets that are all-reduced (parallel/data.py)."""
-    if job.stack.keeps_gradients or candidates.shared.offload_parameters == "cpu" or powersgd_rank(candidates.shared):
+    if job.stack.keeps_gradients or powersgd_rank(candidates.shared):
         return np.full(len(candidates), True)
-    bucketed = (candidates.zero == 0) | (candidates.shards == 1)
+    on_host = candidates.shared.offload_parameters == "cpu"
+    bucketed = (candidates.zero == 0) | ((candidates.shards == 1) & (not on_host))
     return bucketed & (candidates.gradient_ranks > 1) & (job.precision == "fp32")
 
 

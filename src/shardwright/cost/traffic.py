@@ -50,11 +50,11 @@ def shards_over_link(job: Job, candidates: Candidates, rank: int) -> dict[str, t
     calls: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for times, what, group in _collectives(job, candidates, held, int(candidates.microbatches(job.global_batch)[0])):
-        if what != data_parallel.ACROSS:
-            where = "to the host" if what == data_parallel.SCATTERED else "to the device"
-            n, count = data_parallel.over_link(what, group)
-            calls[where] += times * int(n[0])
-            elements[where] += times * round(float(count[0]))
+        reduced = what in (data_parallel.SCATTERED, data_parallel.ACROSS)
+        where = "to the host" if reduced else "to the device"
+        n, count = data_parallel.over_link(candidates.shared, what, group)
+        calls[where] += times * int(n[0])
+        elements[where] += times * round(float(count[0]))
     return {where: (calls[where], 4 * elements[where]) for where in calls}
 
 

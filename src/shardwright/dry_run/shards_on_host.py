@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardwright.dry_run.record import TO_DEVICE, TO_HOST
 from shardwright.dry_run.recorder import Recorder
@@ -20,10 +21,20 @@ def copies_of_shards(recorder: Recorder) -> Iterator[None]:
     copied."""
     theirs: Any = _fsdp_param_group
     gather, reduce, inputs = theirs.foreach_all_gather, theirs.foreach_reduce, _inputs()
+    wait = FSDPParamGroup.wait_for_unshard
+
+    def come(parameters: list[FSDPParam]) -> None:
+        recorder.copied(TO_DEVICE, sum(each._sharded_param_data.nbytes for each in parameters if _comes(each)))
 
     def gathered(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-        recorder.copied(TO_DEVICE, sum(each._sharded_param_data.nbytes for each in parameters if _comes(each)))
+        come(parameters)
         return gather(parameters, *args, **kwargs)
+
+    def waited(group: FSDPParamGroup) -> None:
+        result = group._all_gather_result
+        if result is not None and not result.all_gather_input_split_sizes:  # of one rank, which copies only now
+            come(group.fsdp_params)
+        wait(group)
 
     def inputs_on_device(parameter: FSDPParam) -> Any:
         if not (recorder.gpu and _comes(parameter)):
@@ -43,11 +54,13 @@ def copies_of_shards(recorder: Recorder) -> Iterator[None]:
         return found
 
     theirs.foreach_all_gather, theirs.foreach_reduce = gathered, reduced
+    FSDPParamGroup.wait_for_unshard = waited  # type: ignore[method-assign]
     FSDPParam.all_gather_inputs = property(inputs_on_device)  # type: ignore[assignment]
     try:
         yield
     finally:
         theirs.foreach_all_gather, theirs.foreach_reduce = gather, reduce
+        FSDPParamGroup.wait_for_unshard = wait  # type: ignore[method-assign]
         FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
 
 

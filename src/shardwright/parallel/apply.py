@@ -13,7 +13,7 @@ from shardwright.compression import powersgd_rank
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.model.matmul import Linear
-from shardwright.model.moe import expert_layers
+from shardwright.model.moe import MoE, expert_layers
 from shardwright.model.number_formats import Fp8
 from shardwright.model.recompute import checkpointed, recompute_parts
 from shardwright.model.spec import ModelSpec
@@ -212,7 +212,7 @@ def _save_activations(
     last = blocks[-1] if layout.pp == 1 else None
     for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
         if layout.recompute == "full":
-            _recompute(block, compiled)
+            _recompute(block, layout, compiled)
         else:
             keep = None if store is None or block is last else store.keep
             recompute_parts(block, layout.recompute_modules, keep)
@@ -221,8 +221,15 @@ def _save_activations(
             store.wrap(block, first=block is blocks[0], keeps=block is last)
 
 
-def _recompute(block: nn.Module, compiled: bool) -> None:
+def _recompute(block: nn.Module, layout: Layout, compiled: bool) -> None:
     for module in block.modules():
         if isinstance(module, Linear | RowLinear):
             module.saves_first = True
-    block.forward = checkpointed(block.forward, decides=bool(expert_layers(block)), compiled=compiled)
+    # The compiler leaves all alone that is checkpointed if it cannot go through it, as at collectives. Then pieces of
+    # it are compiled, but of experts, whose choices have to be kept; else these pieces are one with the block.
+    experts, whole = bool(expert_layers(block)), layout.tp * layout.cp * layout.ep == 1
+    if compiled and not (experts and whole):
+        for part in block.children() if experts else (block,):
+            if not isinstance(part, MoE):
+                part.forward = torch.compile(part.forward)
+    block.forward = checkpointed(block.forward, decides=experts, compiled=compiled and whole)

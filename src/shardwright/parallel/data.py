@@ -247,15 +247,19 @@ def shard(
         replicas = f"{prefix}replicas"
         shards = f"{prefix}shards"
         replicated = compression.gradients is None and replicas in (along.mesh_dim_names or ())
+        over = along[replicas, shards] if replicated else along[shards]
         group = fully_shard(
             module,
-            mesh=along[replicas, shards] if replicated else along[shards],
+            mesh=over,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard,
             shard_placement_fn=(lambda _: Shard(dim)) if dim else None,
             ignored_params=untrained,
         )
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        if over.size() > 1:  # one rank has the sum, and would divide it by 1 into a tensor of its own
+            group.set_gradient_divide_factor(1.0)
         if along[shards].size() > 1:
             compression.apply(group, prefix)
         if reshard and not dim and prefix in secondary:
@@ -273,9 +277,6 @@ def shard(
         units.append([group_of(block, mesh, "", layout.regathers), *inner])
     root = group_of(model, mesh, "", False)
     groups = [root, *chain(*units)]
-    for group in groups:  # neither setting applies to nested groups
-        group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        group.set_gradient_divide_factor(1.0)
     if layout.zero == 3:
         _gather_ahead(root, units)
     over_replicas = None if compression.gradients is None else OverReplicas(compression)
@@ -295,5 +296,7 @@ def _gather_ahead(root: FSDPModule, units: Sequence[Sequence[FSDPModule]]) -> No
 
 
 def needs_sharding(layout: Layout, compute_dtype: torch.dtype, param_dtype: torch.dtype) -> bool:
-    """Whether FSDP2 is used: for ZeRO 1 to 3, and wherever the compute type differs from the parameter type."""
-    return (layout.zero > 0 and layout.dp_shard * layout.cp > 1) or compute_dtype != param_dtype
+    """Whether FSDP2 is used: for ZeRO 1 to 3, wherever the compute type differs from the parameter type, and on one
+    rank whose parameters are in the memory of the host."""
+    shards = layout.zero > 0 and layout.dp_shard * layout.cp > 1
+    return shards or compute_dtype != param_dtype or layout.offload_parameters != "none"

@@ -4,7 +4,8 @@
 | ------------------- | ---------------------------------------------------------------------------------------- |
 | degrees             | all with pp x dp_replicate x dp_shard x cp x tp = the number of accelerators               |
 | ep                  | every degree that divides the experts and dp_shard x cp x tp                               |
-| zero                | 0 without dp_shard, else 1 to 3; under a pipeline 3 gathers once a step or a micro-batch    |
+| zero                | 0 without dp_shard, else 1 to 3; under a pipeline 3 gathers once a step or a micro-batch;   |
+|                     | with shards in the memory of the host 1 to 3 without dp_shard too                           |
 | sequence_parallel   | wherever there is tp                                                                       |
 | cp_method           | zigzag and ulysses; the other methods move more bytes or leave ranks idle                  |
 | pp_schedule         | all that are priced; where a schedule leaves its virtual stages open, those of its row    |
@@ -66,7 +67,7 @@ def groups_of(job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
         if method not in by_method:
-            by_method[method] = _rows(job, pp, method)
+            by_method[method] = _rows(job, pp, method, shared.offload_parameters != "none")
         found = _group(job, shared, by_method[method])
         if len(found):
             yield found
@@ -126,9 +127,9 @@ def _takes(layout: Layout, microbatches: Ints) -> NDArray[np.bool_]:
     return np.array(can, dtype=bool)[back]
 
 
-def _rows(job: Job, pp: int, method: str) -> Columns:
+def _rows(job: Job, pp: int, method: str, on_host: bool) -> Columns:
     """Every valid choice of what the layouts of a group differ in."""
-    found = _degrees(job.model, job.cluster.size // pp, job.seq_len, method)
+    found = _degrees(job.model, job.cluster.size // pp, job.seq_len, method, on_host)
     data = found["dp_replicate"] * found["dp_shard"]
     found = _where(found, job.global_batch % data == 0)
     choices = {"micro_batch": divisors(job.global_batch), "recompute": _RECOMPUTED}
@@ -137,8 +138,9 @@ def _rows(job: Job, pp: int, method: str) -> Columns:
     return _where(found, job.global_batch % unit == 0)
 
 
-def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str) -> Columns:
-    """Every valid choice of degrees, ZeRO stage and ep for `n_ranks` ranks of a stage, whatever the batch."""
+def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str, on_host: bool = False) -> Columns:
+    """Every valid choice of degrees, ZeRO stage and ep for `n_ranks` ranks of a stage, whatever the batch. `on_host`:
+    shards are in the memory of the host, for which the stage has a meaning without ranks to shard over, too."""
     moe = spec.moe
     found = _times(
         {},
@@ -153,7 +155,7 @@ def _degrees(spec: ModelSpec, n_ranks: int, seq_len: int, method: str) -> Column
     tp, cp, dp_shard, zero, ep = (found[name] for name in ("tp", "cp", "dp_shard", "zero", "ep"))
     fold = dp_shard * cp * tp
     valid = n_ranks % fold == 0
-    valid &= np.where(zero == 0, dp_shard == 1, dp_shard * cp > 1)
+    valid &= np.where(zero == 0, dp_shard == 1, (dp_shard * cp > 1) | (on_host & (n_ranks == fold)))
     valid &= fold % ep == 0
     chunks = np.where(cp > 1, 2 * cp, 1) if method == "zigzag" else np.ones_like(cp)
     valid &= seq_len % np.lcm(cp * tp, chunks) == 0

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import lcm
 
 from shardwright.layout import Layout
+from shardwright.layout_keys import RECOMPUTE_MODULES
 from shardwright.model.spec import ModelSpec
 from shardwright.split import stages
 from shardwright.split.tensor import vocabulary_rows
@@ -13,7 +14,8 @@ from shardwright.split.tensor import vocabulary_rows
 def problems(spec: ModelSpec, layout: Layout, seq_len: int) -> list[str]:
     """Every rule that `layout` breaks for this model and sequence length, one sentence each; empty where it fits."""
     found = [*_tensor(spec, layout.tp), *_context(spec, layout), *_experts(spec, layout)]
-    found += stages.problems(spec, layout)
+    of_stages = list(stages.problems(spec, layout))
+    found += of_stages or _recomputation(spec, layout, seq_len)
     # The sequence length is only checked for a valid tp.
     return found + list(_sequence(layout if tp_divides(spec, layout.tp) else replace(layout, tp=1, ep=1), seq_len))
 
@@ -98,6 +100,25 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
                     f"tp / ep), which divide neither the {experts // layout.ep} experts nor {name}={size}; choose a "
                     f"larger ep"
                 )
+
+
+def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
+    """The stages have to be valid."""
+    if layout.recompute_layers is not None:
+        most = max(map(len, stages.stage_layers(spec, layout, seq_len)))
+        if layout.recompute_layers > most:
+            of = "a stage has at most" if layout.pp > 1 else "the model has"
+            yield (
+                f"layout.recompute_layers={layout.recompute_layers}: {of} {most} layers; valid: 1 to {most}, or leave "
+                f"it out, for all"
+            )
+    missing = {"experts": spec.moe is None, "mla_up": spec.latent_attention is None}
+    if layout.recomputes_parts and all(missing.get(part) for part in layout.recompute_modules):
+        valid = ", ".join(part for part in RECOMPUTE_MODULES if not missing.get(part))
+        yield (
+            f"layout.recompute_modules={list(layout.recompute_modules)}: the model has none of these parts, so nothing "
+            f"would be recomputed; valid: {valid}"
+        )
 
 
 def _sequence(layout: Layout, seq_len: int) -> Iterator[str]:

@@ -77,7 +77,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
                 f"rank {place.rank}: {str(error).splitlines()[0]}; to need less: batch.micro_batch below "
                 f"{config.batch.micro_batch}, layout.zero above {layout.zero}, a larger layout.dp_shard, "
                 f"tp or cp, layout.recompute='selective' or 'full', layout.loss_chunk_tokens, "
-                f"layout.offload_optimizer='cpu' or 'disk', with zero 3 layout.offload_parameters='cpu', "
+                f"layout.offload_optimizer='cpu' or 'disk', with zero above 0 layout.offload_parameters='cpu', "
                 f"layout.offload_activations='cpu', or precision.compute='bf16'"
             ) from None
 

@@ -14,7 +14,7 @@ from itertools import accumulate, count
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.split.stages import schedule_problems
+from shardwright.split.stages import problems, schedule_problems, stage_layers
 from shardwright.verification.case import Case
 from shardwright.verification.formats import cut_fp8, cut_optimizer
 
@@ -76,12 +76,19 @@ def cut_each(case: Case, layouts: Sequence[Layout]) -> list[tuple[Case, Layout]]
 
 def cut_layout(layout: Layout, true: Case, case: Case) -> Layout:
     """A layout of `true` for the case that is reduced from it: `stage_layers` reduced as the layers are, in the same
-    order; and `loss_chunk_tokens` as the tokens of a micro-batch are, for several chunks where there were.
+    order; `recompute_layers` with these, to fewer than all of a stage where it was so; and `loss_chunk_tokens` as the
+    tokens of a micro-batch are, for several chunks where there were.
 
     Those that do not fit the true model are left as they are, to be refused.
     """
+    most = _most_layers(layout, true)
     if counts := _cut_stages(layout, true.spec.n_layers, case.spec.n_layers):
         layout = replace(layout, stage_layers=counts)
+    if layout.recompute_layers is not None and layout.recompute_layers <= most:
+        some = layout.recompute_layers < most
+        layout = replace(
+            layout, recompute_layers=max(1, min(layout.recompute_layers, _most_layers(layout, case) - some))
+        )
     chunk, whole, tokens = (
         layout.loss_chunk_tokens,
         *(each.micro_batch * each.seq_len // layout.cp for each in (true, case)),
@@ -182,6 +189,12 @@ def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | 
         return None
     heights = dict(zip(levels, accumulate(rises), strict=True))
     return tuple(heights[count] for count in counts)
+
+
+def _most_layers(layout: Layout, case: Case) -> int:
+    """Those of the stage that has most of them; 0 where the layers cannot be partitioned so."""
+    possible = not list(problems(case.spec, layout))
+    return max(map(len, stage_layers(case.spec, layout, case.seq_len))) if possible else 0
 
 
 def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:

@@ -10,10 +10,15 @@ from tests.training.bugs.bug import APPLY, UnitBug
 _TESTS = "tests/training/test_offload_parameters.py:"
 _HERE = "tests.training.test_offload_parameters"
 _PLACES, _BESIDE = "trained parameters are on the host and nothing else is", "the optimizer updates them where they are"
+_ALONE = "one rank has its parameters and gradients on the host and the same bits"
 _COST = "shardwright.cost"
 _PLANNED = (
     "tests/cost/test_offload.py:"
     "test_with_shards_on_the_host_only_what_is_gathered_is_on_the_device_and_the_link_is_part_of_each_gather"
+)
+_LESS = (
+    "tests/cost/test_offload.py:"
+    "test_reduced_gradients_leave_the_device_with_every_zero_stage_and_what_is_not_reduced_stays"
 )
 
 ON_RANKS: dict[str, tuple[str, Mutation]] = {
@@ -35,6 +40,14 @@ ON_RANKS: dict[str, tuple[str, Mutation]] = {
             'layout.offload_optimizer == "cpu"',
         ),
     ),
+    "on one rank shards are on the host, and nothing copies them to the device": (
+        _ALONE,
+        Mutation(
+            "shardwright.parallel.apply:needs_sharding",
+            "shards or compute_dtype != param_dtype or layout.offload_parameters != 'none'",
+            "shards or compute_dtype != param_dtype",
+        ),
+    ),
 }
 """By name what a bug breaks, and its change of code."""
 
@@ -43,22 +56,54 @@ SHARD = {
 }
 SCALE = {
     "the plan leaves master weights of shards on the host on the device": UnitBug(
-        Mutation(f"{_COST}.states:of_ranks", '{"weights": nothing, "master": nothing}', '{"weights": nothing}'),
+        Mutation(
+            f"{_COST}.states:of_ranks",
+            "{'weights': np.where(sharded[:, None], 0.0, found['weights']), 'master': nothing}",
+            "{'weights': np.where(sharded[:, None], 0.0, found['weights'])}",
+        ),
         _PLANNED,
+    ),
+    "the plan leaves reduced gradients on the device until the update": UnitBug(
+        Mutation(
+            f"{_COST}.states:of_stages",
+            "found = [found[0] * stays[:, None], 0.0 * found[1]]",
+            "found = [found[0] * stays[:, None], found[1]]",
+        ),
+        _LESS,
+        (2, 1),
+    ),
+    "the plan sends gradients to the host before they are reduced": UnitBug(
+        Mutation(f"{_COST}.states:of_stages", "~shares_gradients(candidates) | waits", "waits & (candidates.zero > 0)"),
+        _LESS,
+        (1, 1),
+    ),
+    "the plan keeps no gathered weights of zero 1 and 2": UnitBug(
+        Mutation(f"{_COST}.states:of_ranks", "np.where(sharded[:, None], 0.0, found['weights'])", "nothing"),
+        _LESS,
+        (2, 1),
+    ),
+    "the plan copies gradients of replicas to the host before they are summed": UnitBug(
+        Mutation(
+            f"{_COST}.data_parallel:over_link",
+            "waits_for_replicas(layout) & (group.reduce_ranks > group.shards)",
+            "np.zeros(len(group.count), dtype=bool)",
+        ),
+        _LESS,
+        (2, 2),
     ),
     "the plan copies shards of layers that are gathered again for nothing": UnitBug(
         Mutation(
             f"{_COST}.data_parallel:_Traffic.sent",
-            "(GATHERED, GATHERED_AGAIN, SCATTERED)",
-            "(GATHERED, SCATTERED)",
+            "what != SUMMED",
+            "what not in (SUMMED, GATHERED_AGAIN)",
         ),
         _PLANNED,
     ),
     "the plan copies shards of all ranks from the host for each gather": UnitBug(
         Mutation(
             f"{_COST}.data_parallel:over_link",
-            "return group.calls, group.count / group.shards",
-            "return group.calls, group.count",
+            "np.where(copied, group.count / group.shards, 0.0)",
+            "np.where(copied, group.count, 0.0)",
         ),
         _PLANNED,
     ),

@@ -42,10 +42,8 @@ REDUCTION: dict[str, Bug] = {
     "6: only the outermost group is told to sum": Bug(
         Mutation(
             f"{APPLY}:shard",
-            "for group in groups:\n"
-            "    group.set_force_sum_reduction_for_comms(True)\n    group.set_gradient_divide_factor(1.0)",
-            "for group in (root,):\n"
-            "    group.set_force_sum_reduction_for_comms(True)\n    group.set_gradient_divide_factor(1.0)",
+            "over.size() > 1",
+            "over.size() > 1 and module is model",
         ),
         [ZERO_1, ZERO_3],
     ),

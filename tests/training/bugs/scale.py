@@ -80,7 +80,7 @@ SCALE: dict[str, AnyBug] = {
     "7: gradients of experts are divided by the degree of ep": Bug(
         Mutation(
             f"{APPLY}:shard",
-            "group.set_gradient_divide_factor(1.0)",
+            "if over.size() > 1:\n    group.set_gradient_divide_factor(1.0)",
             "group.set_gradient_divide_factor(layout.ep if type(group).__name__ == 'FSDPExpertPart' else 1.0)",
         ),
         [EP_OF_4, SP_EP],

@@ -104,7 +104,7 @@ def _take_room(descriptor: int, n_bytes: int) -> None:
 def require_room(folder: Path, n_bytes: int) -> None:
     """Raises InputError, on every rank, unless all ranks of each machine together have room for their `n_bytes` in
     `folder`. A collective; every rank calls it."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
     found = os.statvfs(there)
     mine = (socket.gethostname(), there.stat().st_dev, n_bytes, found.f_bavail * found.f_frsize)
     disks = defaultdict(list)
