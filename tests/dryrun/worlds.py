@@ -37,8 +37,8 @@ Table = dict[str, Any]
 
 
 def run_file(model: str, layout: dict[str, Any], compute: str = "fp32", **more: Any) -> Table:
-    """Three micro-batches of two sequences on each data rank and three layers; in a pipeline twice as many micro-batches
-    as it has ranks, and four layers."""
+    """Three micro-batches of two sequences on each data rank, and three layers; in a pipeline four layers, and twice as
+    many micro-batches as it has ranks."""
     data_ranks, piped = layout.get("dp_shard", 1) * layout.get("dp_replicate", 1), layout.get("pp", 1) > 1
     n = 2 * layout["pp"] if piped else 3
     table = {

@@ -54,7 +54,7 @@ def copies_of_shards(recorder: Recorder) -> Iterator[None]:
         return found
 
     theirs.foreach_all_gather, theirs.foreach_reduce = gathered, reduced
-    FSDPParamGroup.wait_for_unshard = waited  # type: ignore[method-assign]
+    FSDPParamGroup.wait_for_unshard = waited  # type: ignore[method-assign, assignment]
     FSDPParam.all_gather_inputs = property(inputs_on_device)  # type: ignore[assignment]
     try:
         yield
