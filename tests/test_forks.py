@@ -1,6 +1,8 @@
-"""Proves that the server that ranks are forked from can be reached whatever the temporary folder is called."""
+"""Proves that the server that ranks are forked from can be reached whatever the temporary folder is called, and begins
+with the environment that it needs."""
 
 import multiprocessing
+import os
 import shutil
 from multiprocessing import util
 from pathlib import Path
@@ -40,3 +42,22 @@ def test_an_address_of_the_length_that_is_let_through_can_be_bound(name: str, mo
         assert forks._temporary_folder() == str(folder)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/listener-12345678")
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, str(forks.SPINS)),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+    ],
+)
+def test_openmp_threads_wait_as_the_user_says_or_briefly(given: dict[str, str], seen: str | None, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with forks.undisturbed():
+        assert os.environ.get("GOMP_SPINCOUNT") == seen
+    assert dict(os.environ) == before

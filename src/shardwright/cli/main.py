@@ -3,7 +3,6 @@
 import functools
 import inspect
 import keyword
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -171,7 +170,4 @@ def shardwright_(
 
 def main() -> None:
     """Entry point of the installed command."""
-    # A thread that waits for another then sleeps and does not spin. Where other programs load the cores too, a step of
-    # one process with two threads took a third of the time with it. OpenMP reads this as torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
