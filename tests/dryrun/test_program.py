@@ -56,7 +56,7 @@ def large(tmp: str = "none", **layout: Any) -> Table:
         "steps": 1,
         "model": {"preset": "llama-3.1-8b", "n_layers": 2},
         "data": {"path": "none"},
-        "batch": {"seq_len": 8192, "global_batch": 1024},
+        "batch": {"seq_len": 2048, "global_batch": 1024},
         "layout": layout,
         "precision": {"compute": "bf16"},
     }
