@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import forks
+from shardwright import forks, openmp
 
 
 def test_where_the_temporary_folder_has_a_long_name_the_socket_is_in_tmp(tmp_path: Path, monkeypatch):
@@ -47,7 +47,7 @@ def test_an_address_of_the_length_that_is_let_through_can_be_bound(name: str, mo
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
-        ({}, str(forks.SPINS)),
+        ({}, str(openmp.SPINS)),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
         ({"GOMP_SPINCOUNT": "7"}, "7"),
     ],

@@ -20,15 +20,12 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
+from shardwright.openmp import brief_waiting
+
 context = multiprocessing.get_context("forkserver")
 LONGEST_ADDRESS = 107
 """Characters of the path of a Unix socket, on Linux."""
 _imported: list[str] = []
-_SPINS = "GOMP_SPINCOUNT"
-SPINS = 3000
-"""Turns of the loop in which a thread of OpenMP waits for another before it sleeps, some 0.1 ms, in the processes that
-are forked. Without waiting a step of one process with two threads takes a fifth longer; as long as OpenMP has them wait
-it takes twice as long where other programs load the cores."""
 _TEMPORARY = "SHARDWRIGHT_TEMPORARY"
 """In the environment that the server starts with: the temporary folder of the process that starts it."""
 if _of_starter := os.environ.pop(_TEMPORARY, None):
@@ -50,9 +47,7 @@ def undisturbed() -> Iterator[None]:
     resource_tracker.ensure_running()  # which ends by unblocking SIGINT, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     sys.modules["__main__"] = ModuleType("__main__")
-    given = {_TEMPORARY: _temporary_folder()}
-    if not {_SPINS, "OMP_WAIT_POLICY"} & {*os.environ}:
-        given[_SPINS] = str(SPINS)
+    given = {_TEMPORARY: _temporary_folder()} | brief_waiting()
     os.environ.update(given)
     try:
         forkserver.ensure_running()

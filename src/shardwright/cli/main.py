@@ -3,6 +3,7 @@
 import functools
 import inspect
 import keyword
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import shardwright
 from shardwright.errors import InputError
+from shardwright.openmp import brief_waiting
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """What click raises for a word, an option or a value that it does not take; typer has no name of its own for it."""
@@ -170,4 +172,5 @@ def shardwright_(
 
 def main() -> None:
     """Entry point of the installed command."""
+    os.environ.update(brief_waiting())  # this process computes too, while ranks need the cores
     app()
