@@ -81,15 +81,17 @@ def test_keys_of_another_rank_are_seen():
 
 
 def _page_faults(mutations: tuple[Mutation, ...]) -> int:
-    """Of a pass that reads prompts, after two like it."""
+    """Of a pass that reads prompts, after two like it: the least of three, as a loaded machine adds some of its own."""
     spec = replace(GROUPED, n_layers=2, d_model=256, d_ffn=704, max_seq_len=130)
     prompts = {index: [(index + at) % 31 for at in range(128)] for index in range(8)}
     with mutated(*mutations):
         batcher = Batcher(WholeEngine(whole_model(spec, torch.float32), 8, 130), GREEDY, 130)
-        for _ in range(3):
+        faults = []
+        for _ in range(5):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             batcher.complete(prompts, 1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(faults[2:])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc gives memory back, other libraries do not")
@@ -97,7 +99,7 @@ def test_a_pass_keeps_the_memory_of_the_one_before():
     from tests.training.bugs.generation import GIVEN_BACK
 
     (kept,), (faulted,) = (run_ranks(_page_faults, 1, mutations) for mutations in ((), (GIVEN_BACK,)))
-    assert kept < faulted / 10, (kept, faulted)
+    assert kept < 200 < faulted / 5, (kept, faulted)
 
 
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped", "latent"])
