@@ -105,7 +105,7 @@ def _experts(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[str]:
     """The stages have to be valid."""
     if layout.recompute_layers is not None:
-        most = max(map(len, stages.stage_layers(spec, layout, seq_len)))
+        most = stages.most_layers(spec, layout, seq_len)
         if layout.recompute_layers > most:
             of = "a stage has at most" if layout.pp > 1 else "the model has"
             yield (

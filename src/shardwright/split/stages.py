@@ -31,6 +31,11 @@ def stage_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[range, 
     return tuple(range(begin, end) for begin, end in pairwise(ends))
 
 
+def most_layers(spec: ModelSpec, layout: Layout, seq_len: int) -> int:
+    """How many layers the stage that has most of them has; as `stage_layers`."""
+    return max(map(len, stage_layers(spec, layout, seq_len)))
+
+
 def problems(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     """Why the layers cannot be partitioned into the stages of a layout, one sentence each."""
     if layout.pp == 1:

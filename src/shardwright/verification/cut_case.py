@@ -14,7 +14,7 @@ from itertools import accumulate, count
 from shardwright.layout import Layout
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
-from shardwright.split.stages import problems, schedule_problems, stage_layers
+from shardwright.split.stages import most_layers, problems, schedule_problems
 from shardwright.verification.case import Case
 from shardwright.verification.formats import cut_fp8, cut_optimizer
 
@@ -193,8 +193,7 @@ def _cut_stages(layout: Layout, whole: int, n_layers: int) -> tuple[int, ...] | 
 
 def _most_layers(layout: Layout, case: Case) -> int:
     """Those of the stage that has most of them; 0 where the layers cannot be partitioned so."""
-    possible = not list(problems(case.spec, layout))
-    return max(map(len, stage_layers(case.spec, layout, case.seq_len))) if possible else 0
+    return 0 if any(problems(case.spec, layout)) else most_layers(case.spec, layout, case.seq_len)
 
 
 def _multiples(numbers: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
