@@ -36,6 +36,7 @@ from pathlib import Path
 
 from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, wait_for, write_tokens
 from parts import Log, Record
+from shardwright.ranks_at import State
 
 LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
 POLICY = [
@@ -100,12 +101,7 @@ class Disturbed:
         """A fault, and what is said of it once a step is taken after it."""
         run, rank = self.run, self.chance.randrange(4)
         events, processes = len(run.events()), {pid for pid, _ in run.states().values()}
-        states = run.states()
-        while len(states) < 4:
-            assert run.ended() is None, f"the run ended before this fault\n{run.said[-3000:]}"
-            time.sleep(0.02)
-            states = run.states()
-        pid, state = states[rank]
+        pid, state = wait_for(self.all_states, "4 ranks")[rank]
         since_s, step = time.monotonic(), state.step
         if kind in ("kill", "stop"):
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -129,6 +125,12 @@ class Disturbed:
             run.next_step_of(processes)
         new = [f"{each.kind}: {each.text.partition(chr(10))[0]}" for each in run.events()[events:]]
         self.found.faults.append((f"{kind} of rank {rank}", " | ".join(new), time.monotonic() - since_s))
+
+    def all_states(self) -> dict[int, tuple[int, State]] | None:
+        """Process and state of each rank; None while one has not reported."""
+        assert self.run.ended() is None, f"the run ended before this fault\n{self.run.said[-3000:]}"
+        states = self.run.states()
+        return states if len(states) == 4 else None
 
     def wait_beyond(self, step: int) -> None:
         """Until that step is done, or the run has ended, or has gone back."""

@@ -27,13 +27,13 @@ def losses(layout: Layout, compiled: bool, spec: ModelSpec = GROUPED) -> tuple[l
     model = apply(spec, layout, CPU, seed=SEED, compile_blocks=compiled)
     optimizer = build_optimizer(model.named_parameters, model.spec, OPTIMIZER)
     trainer = Trainer(model, optimizer, device=CPU, seed=SEED, clip_norm=1.0, compile_loss=compiled)
-    found, graphs = [], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    stats = torch._dynamo.utils.counters["stats"]
+    found, graphs = [], stats["unique_graphs"]
     for step in range(3):
         batch = local_batch(step, layout.data_rank(dist.get_rank()), layout.data_ranks, accumulation=2)
         loss = trainer.step(batch, step, RATE).loss_part
         model.sum_over_losses(loss)
         found.append(float(loss))
-    stats = torch._dynamo.utils.counters["stats"]
     return found, stats["unique_graphs"] - graphs
 
 
