@@ -87,10 +87,10 @@ def test_each_row_of_the_vocabulary_is_on_one_rank(vocab_size: int, tp: int):
             "layout.recompute_layers=99: the model has 4 layers; valid: 1 to 4, or leave it out, for all",
         ),
         (
-            Layout(recompute="selective", recompute_modules=("experts", "mla_up")),
+            Layout(recompute="selective", recompute_modules=("experts", "rope")),
             64,
-            "layout.recompute_modules=['experts', 'mla_up']: the model has none of these parts, so nothing would be "
-            "recomputed; valid: norms, activation, rope, attention",
+            "layout.recompute_modules=['experts', 'rope']: the model has none of these parts, so nothing would be "
+            "recomputed; valid: norms, activation, attention",
         ),
     ],
 )

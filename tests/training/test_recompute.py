@@ -73,11 +73,22 @@ def test_a_layout_that_recomputes_every_part_trains_as_one_process_does(verifier
     proves_equal(verifier, case_of(LAYOUTS[name], **MODELS[model]), LAYOUTS[name])
 
 
+# A model that has the part, for each but the experts.
+ALONE = {"norms": "dense", "activation": "gpt", "rope": "latent", "mla_up": "latent", "attention": "gpt"}
+assert {*ALONE, "experts"} == set(RECOMPUTE_MODULES)
+
+
 @prove
-@pytest.mark.parametrize(("part", "model"), in_turn(RECOMPUTE_MODULES))
+@pytest.mark.parametrize(("part", "model"), ALONE.items())
 def test_each_part_alone(verifier: Verifier, part: str, model: str):
     layout = LAYOUTS["tensor, ring and zero 3"]
     proves_equal(verifier, case_of(layout, **MODELS[model]), layout, (part,))
+
+
+@prove
+def test_experts_alone(verifier: Verifier):
+    layout = EXPERT_LAYOUTS["ep in tensor"]
+    proves_equal(verifier, case_of(layout, moe=FEW_PLACES, dropout=0.1), layout, ("experts",))
 
 
 @prove

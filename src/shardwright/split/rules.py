@@ -112,7 +112,8 @@ def _recomputation(spec: ModelSpec, layout: Layout, seq_len: int) -> Iterator[st
                 f"layout.recompute_layers={layout.recompute_layers}: {of} {most} layers; valid: 1 to {most}, or leave "
                 f"it out, for all"
             )
-    missing = {"experts": spec.moe is None, "mla_up": spec.latent_attention is None}
+    latent = spec.latent_attention is not None
+    missing = {"experts": spec.moe is None, "mla_up": not latent, "rope": not (latent or spec.qk_norm)}
     if layout.recomputes_parts and all(missing.get(part) for part in layout.recompute_modules):
         valid = ", ".join(part for part in RECOMPUTE_MODULES if not missing.get(part))
         yield (
