@@ -1,17 +1,27 @@
 """Proves that what a run writes in its folder is what is read from it."""
 
 import json
+import os
+import resource
 from pathlib import Path
 
+import pytest
+
+from shardwright.errors import InputError
 from shardwright.run_folder import (
+    EVENTS,
     Evaluated,
+    Event,
+    GrowingFile,
     Logged,
     PipelineStep,
     Started,
+    append_event,
     as_record,
     checkpoint_name,
     now,
     published,
+    read_events,
     read_metrics,
     read_pipeline_steps,
 )
@@ -39,3 +49,33 @@ def test_published_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path):
         (tmp_path / name).mkdir()
     assert [path.name for path in published(tmp_path)] == ["step-00000050", "step-100000000"]
     assert published(tmp_path / "none") == []
+
+
+EVENT_LIST = [Event("fault", step, "the disk is full", rank=1) for step in range(3)]
+
+
+def test_an_event_that_a_full_disk_takes_half_of_is_not_there_and_the_next_one_is(tmp_path: Path):
+    file = tmp_path / EVENTS
+    append_event(tmp_path, EVENT_LIST[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, limits[1]))
+    try:
+        append_event(tmp_path, EVENT_LIST[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_event(tmp_path, EVENT_LIST[2])
+    assert len(file.read_text().splitlines()) == 2
+    assert read_events(tmp_path) == [EVENT_LIST[0], EVENT_LIST[2]]
+
+
+def test_an_event_after_the_half_one_of_a_killed_process_is_read_and_a_damaged_one_refused(tmp_path: Path):
+    file, growing = tmp_path / EVENTS, GrowingFile(tmp_path / EVENTS)
+    append_event(tmp_path, EVENT_LIST[0])
+    os.truncate(file, file.stat().st_size - 20)
+    assert growing.new_lines() == (True, [])
+    append_event(tmp_path, EVENT_LIST[1])
+    assert read_events(tmp_path) == [EVENT_LIST[1]]
+    assert len(growing.new_lines()[1]) == 2
+    file.write_text(file.read_text() + '{"kind": 5}\n')
+    with pytest.raises(InputError, match="line 3 is not an event"):
+        read_events(tmp_path)

@@ -279,16 +279,25 @@ class Event:
 
 def append_event(out: Path, event: Event) -> None:
     """Add an event to the file of the run in `out`; each line is one write, so that processes may add at once. A disk
-    that is full or a folder that is gone must not be a second fault: then it is not written."""
+    that is full or a folder that is gone must not be a second fault: then it is not written, nor is a part of it."""
     told = asdict(event)
     if not event.samples:
         del told["samples"]
-    with suppress(OSError), (out / EVENTS).open("ab", buffering=0) as file:
-        file.write(json.dumps(told).encode() + b"\n")
+    line = json.dumps(told).encode() + b"\n"
+    with suppress(OSError), (out / EVENTS).open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        if file.read(1) not in (b"", b"\n"):
+            line = b"\n" + line  # after the part of a line of a process that was killed in its write
+        written = file.write(line)
+        # Where this is still the end: another process may have found space since.
+        if written < len(line) and file.tell() == os.fstat(file.fileno()).st_size:
+            file.truncate(file.tell() - written)
 
 
 def read_events(out: Path) -> list[Event]:
-    """The events of a run, in order, if there are any. Raises InputError for a line that is damaged."""
+    """The events of a run, in order, if there are any. Raises InputError for a line that is damaged; one that ends
+    early is passed over: its writer was killed."""
     return list(events_of(whole_lines(out / EVENTS), out / EVENTS))
 
 
@@ -296,7 +305,7 @@ def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Even
     """The events of some lines of events.jsonl, of which the first has number `first`."""
     reader = TypeAdapter(Event)
     way_out = "remove the line; the file is only read by people, `shardwright report` and `shardwright watch`"
-    return _parsed(lines, path, first, lambda line: reader, "an event of a run", way_out)
+    return _parsed(lines, path, first, lambda line: reader, "an event of a run", way_out, may_end_early=True)
 
 
 def whole_lines(path: Path) -> list[str]:
@@ -346,8 +355,11 @@ def _parsed(
     reader_of: Callable[[str], TypeAdapter[T]],
     what: str,
     way_out: str,
+    may_end_early: bool = False,
 ) -> Iterator[T]:
     for number, line in enumerate(lines, start=first):
+        if may_end_early and not line.endswith("}"):
+            continue
         try:
             yield reader_of(line).validate_json(line, strict=True)
         except (ValueError, TypeError, KeyError) as error:
