@@ -51,7 +51,7 @@ POLICY = [
 FAULTS = ("kill", "stop", "nan", "disk", "flip", "slow")
 LASTS_S = 10.0
 """How long a rank is slow."""
-DISK = "24m"
+DISK = "512m"
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Disturbed:
             return
         ballast = self.disk / "ballast"
         with ballast.open("wb", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(2**12)):
+            while file.write(bytes(2**16)):
                 pass
         self.wait_beyond(until)
         ballast.unlink()
@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--part", type=float, default=5.0, help="minutes of a run of the chaos")
     parser.add_argument("--gap", type=float, nargs=2, default=(60.0, 120.0), metavar="S", help="between two faults")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="of the chaos")
-    parser.add_argument("--d-model", type=int, default=64, help="of the model of the chaos")
+    parser.add_argument("--d-model", type=int, default=512, help="of the model of the chaos")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="what is done; the command goes on after it")
     parser.add_argument("--seconds", type=float, default=0.0, help="after which no further part is begun; 0: all are")
