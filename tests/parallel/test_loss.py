@@ -12,6 +12,7 @@ from torch.profiler import profile
 
 from shardwright.parallel import loss
 from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
+from tests.marks import prove
 
 B, T, D, V = 2, 32, 24, 300
 N = B * T
@@ -165,6 +166,24 @@ def test_the_peak_in_16_bits_has_the_last_product_beside_the_sum():
     kept = N * D * e + V * D * 4
     assert 0 <= found[0] - (kept + 4 * V * e + V * D * (e + 4)) < 1000
     assert 0 <= found[1] - formula(50, e) < 5000
+
+
+@prove
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_the_loss_has_two_buffers_of_some_tokens_at_a_time(dtype: torch.dtype):
+    """As `Stack.compiles_loss` has them priced."""
+    together, targets_N = 8, inputs()[1].flatten()
+    given, expected, found = (torch.randn(N, V, generator=torch.Generator().manual_seed(2)).to(dtype) for _ in range(3))
+    factor = torch.tensor(1 / 7)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loss, "LOGITS_TOGETHER", together * V)
+        eager, compiled = (bound(range(V), IGNORED, None, each) for each in (False, True))
+        compiled(given, targets_N, factor)
+        sums = [eager(expected, targets_N, factor)]
+        most = peak_bytes(lambda: sums.append(compiled(found, targets_N, factor)))
+    torch.testing.assert_close(sums[1], sums[0])
+    torch.testing.assert_close(found, expected)
+    assert 0 <= most - 2 * together * V * 4 < 10 * N * 4
 
 
 def test_an_input_whose_tokens_are_not_one_after_another_has_the_same_gradient():

@@ -127,6 +127,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         times = "predictions * " * (job.model.mtp_modules > 0)
         formulas.values["loss_bytes_a_logit"] = cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept
         formulas.values |= {"sum_bytes": max(4.0, e), "copied": int(e < 4), "logits_together": stack.logits_together}
+        formulas.values["loss_buffers"] = np.where(stack.compiles_loss & (candidates.tp == 1), 2, int(e < 4))
         first = formulas("dropout mask", "T_shard * h * mask")
         last = formulas("around the last norm", "(T_shard + T_read) * h * e")
         sent = formulas("sent on", "T_shard * h * e * keeps_outputs")
@@ -136,7 +137,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         waiting = formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e")
         in_loss = "T * vocabulary_rows * loss_bytes_a_logit"
         if stack.logits_together:
-            in_loss = "min(T * vocabulary_rows, logits_together) * sum_bytes * copied"
+            in_loss = "min(T * vocabulary_rows, logits_together) * sum_bytes * loss_buffers"
         loss = formulas("loss", in_loss, "logits, copies, gradients; cost/stack.py")
         return Ends(first, last, sent, logits, waiting, loss, logits - waiting)
 
@@ -148,7 +149,7 @@ def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tup
     kept = formulas(
         "gradients kept by the loss", f"{times}(T_shard * h * e + vocabulary_rows * h * sum_bytes)", "parallel/loss.py"
     )
-    chunk = "C * vocabulary_rows * e + min(C * vocabulary_rows, logits_together) * sum_bytes * copied"
+    chunk = "C * vocabulary_rows * e + min(C * vocabulary_rows, logits_together) * sum_bytes * loss_buffers"
     product = "(C * vocabulary_rows + vocabulary_rows * h) * e * copied"
     loss = formulas(
         "loss", f"max({chunk}, {product}) + cut * 2 * T * h * e", "logits of a chunk; gathered inputs; parallel/loss.py"

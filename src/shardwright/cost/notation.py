@@ -78,7 +78,8 @@ _SYMBOLS = (
      "without weight, the router's input in fp32, what a stage sends"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),
     ("logit_bytes loss_bytes_a_logit", "B", "of a logit, kept; in the loss on top"),
-    ("logits_together", "", "16-bit logits that the loss raises to fp32 at a time"),
+    ("logits_together loss_buffers", "", "logits that the loss takes at a time; its buffers in fp32 of them: 2 where "
+     "it is compiled, else 1 in 16 bits"),
     ("loss logits_of_a_microbatch", "B", "in the loss on top of logits, or gradient of the head's matrix if that is "
      "larger; what the last stage keeps for its loss"),
     ("factored left_rows right_columns r moved_bytes", "B", "of matrices whose gradients travel as products of rank r: "

@@ -44,7 +44,8 @@ class Stack:
     `keeps_casts`: weights are cast once a step, and that is kept.
     `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
     between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp. `logits_together`: the loss
-    overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum; 0: not.
+    overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum, and none
+    of logits in fp32; 0: not. `compiles_loss`: then with two copies, of logits in fp32 too, unless they are sharded.
 
     `expands_heads`: over cp, keys, values and their gradients have all query heads in the backward pass of attention.
     `pads_rows`: a parameter is sharded by rows, which are filled up to a multiple of the ranks and sent so (FSDP2).
@@ -88,6 +89,7 @@ class Stack:
     logit_peak_bytes: float = 6.0
     logit_cut_bytes: float = 0.0
     logits_together: float = 0.0
+    compiles_loss: bool = False
     vocabulary_multiple: int = 0
     workspace_bytes: float = 64 * MiB
     expert_workspace_bytes: float = 0.0
@@ -120,6 +122,7 @@ SHARDWRIGHT_COMPILED = replace(
     SHARDWRIGHT,
     name="shardwright-compiled",
     about="the same with precision.compile: element-wise operations of a block, and the loss, fused",
+    compiles_loss=True,
     speed=speed.SHARDWRIGHT_COMPILED,
 )
 MEGATRON = Stack(

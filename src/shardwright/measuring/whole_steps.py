@@ -63,26 +63,43 @@ def table_of(layout: dict[str, Any], ranks: int, micro_batch: int) -> dict[str, 
     return run_file(MODEL, batch, layout, "fp32")
 
 
-def whole_steps(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> tuple[WholeStep, ...]:
-    """Seconds of a step of each layout of so many ranks, each of so many threads, and the most that a rank holds:
-    medians over `ROUNDS` worlds.
+class WholeSteps:
+    """Seconds of a step of each layout of so many ranks, and the most that a rank holds: medians over rounds, of which
+    each runs every layout in a world of its own.
 
-    The layouts of all numbers of ranks take turns, so that one is not measured on a faster machine than another where
-    other programs or other guests of a virtual machine come and go.
+    The caller spreads the rounds over all that it measures, and the layouts of all numbers of ranks take turns, so that
+    neither kernels and steps nor two layouts are measured at different speeds of the machine alone, where other
+    programs or other guests of a virtual machine come and go.
     """
-    cases = [(ranks, *case) for ranks in threads_of for case in cases_of(ranks)]
-    seconds: list[list[float]] = [[] for _ in cases]
-    peaks: list[list[int]] = [[] for _ in cases]
-    for _ in range(ROUNDS):
-        for of_case, held, (ranks, layout, micro_batch) in zip(seconds, peaks, cases, strict=True):
-            threads, table = threads_of[ranks], table_of(layout, ranks, micro_batch)
-            found = run_ranks(run_steps, ranks, table, STEPS, n_threads=threads)
-            of_case.append(seconds_of(found, clock) / (threads if clock == "cpu" else 1))
+
+    def __init__(self, run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> None:
+        """`threads_of`: of each rank, by the number of ranks."""
+        self.run_ranks, self.clock, self.threads_of = run_ranks, clock, threads_of
+        self.cases = [(ranks, *case) for ranks in threads_of for case in cases_of(ranks)]
+        self.seconds: list[list[float]] = [[] for _ in self.cases]
+        self.peaks: list[list[int]] = [[] for _ in self.cases]
+        self.rounds = 0
+
+    @property
+    def are_enough(self) -> bool:
+        return self.rounds >= ROUNDS
+
+    def measure(self) -> None:
+        """One more round."""
+        for of_case, held, (ranks, layout, micro_batch) in zip(self.seconds, self.peaks, self.cases, strict=True):
+            threads, table = self.threads_of[ranks], table_of(layout, ranks, micro_batch)
+            found = self.run_ranks(run_steps, ranks, table, STEPS, n_threads=threads)
+            of_case.append(seconds_of(found, self.clock) / (threads if self.clock == "cpu" else 1))
             held.append(max(each.peak_bytes for each in found))
-    return tuple(
-        WholeStep(*case, statistics.median(each), int(statistics.median(held)))
-        for case, each, held in zip(cases, seconds, peaks, strict=True)
-    )
+        self.rounds += 1
+
+    def medians(self, ranks: int) -> tuple[WholeStep, ...]:
+        """Of the layouts of so many ranks."""
+        return tuple(
+            WholeStep(*case, statistics.median(each), int(statistics.median(held)))
+            for case, each, held in zip(self.cases, self.seconds, self.peaks, strict=True)
+            if case[0] == ranks
+        )
 
 
 def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:

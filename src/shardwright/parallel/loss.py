@@ -43,10 +43,7 @@ def cross_entropy(
     token, its largest logit, then its sum of exponentials and its target's logit (Shoeybi et al., arXiv 1909.08053,
     section 3). Logits of 16 bits are raised to fp32 some tokens at a time, and their gradient is rounded once.
     """
-    n_together = len(logits_Nv) if torch.compiler.is_compiling() else max(1, LOGITS_TOGETHER // logits_Nv.shape[-1])
-    if group is None and len(logits_Nv) > n_together:
-        parts = zip(logits_Nv.split(n_together), targets_N.split(n_together), strict=True)
-        return torch.stack([cross_entropy(*part, factor, rows=rows, ignore=ignore, group=None) for part in parts]).sum()
+    n_together = len(logits_Nv) if torch.compiler.is_compiling() else _n_together(logits_Nv)
     wide = torch.promote_types(logits_Nv.dtype, torch.float32)
     largest_N = logits_Nv.amax(-1).to(wide)
     if group is not None:
@@ -83,6 +80,11 @@ def cross_entropy(
     return total
 
 
+def _n_together(logits_Nv: Tensor) -> int:
+    """Of how many tokens logits are raised to fp32 at a time."""
+    return max(1, LOGITS_TOGETHER // logits_Nv.shape[-1])
+
+
 def _split(n_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same tokens of each, `n_tokens` at a time."""
     return zip(*(each.split(n_tokens) for each in tensors), strict=True)
@@ -104,7 +106,17 @@ CrossEntropy = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: bool) -> CrossEntropy:
     """`cross_entropy` with these; `compiled`: with torch.compile, unless it has collectives."""
     of = torch.compile(cross_entropy) if compiled and group is None else cross_entropy
-    return partial(of, rows=rows, ignore=ignore, group=group)
+    whole = partial(of, rows=rows, ignore=ignore, group=group)
+    return whole if group is not None else partial(_in_parts, whole)
+
+
+def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
+    """The sum of `of` some tokens at a time: compiled, it holds two buffers in fp32 of all logits that it is given."""
+    n_together = _n_together(logits_Nv)
+    if len(logits_Nv) <= n_together:
+        return of(logits_Nv, targets_N, factor)
+    parts = zip(logits_Nv.split(n_together), targets_N.split(n_together), strict=True)
+    return torch.stack([of(*part, factor) for part in parts]).sum()
 
 
 def loss_sum(of: CrossEntropy, logits_BTv: Tensor, targets_BT: Tensor, factor: Tensor | None = None) -> Tensor:
@@ -144,7 +156,7 @@ def _multiply(x_Nv: Tensor, ratio: Tensor) -> None:
     if x_Nv.dtype == ratio.dtype:
         x_Nv.mul_(ratio)
         return
-    for x_Pv in x_Nv.split(max(1, LOGITS_TOGETHER // x_Nv.shape[-1])):
+    for x_Pv in x_Nv.split(_n_together(x_Nv)):
         x_Pv.copy_(x_Pv.to(ratio.dtype).mul_(ratio))
 
 

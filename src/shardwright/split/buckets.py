@@ -10,4 +10,4 @@ REPLICA_BUCKET_BYTES = 64 * MiB
 """Bytes of compressed gradients, as they are before that, that are summed over replicas at once where FSDP2 shards,
 unless one has more."""
 LOGITS_TOGETHER = 2**22
-"""16-bit logits that the loss raises to fp32 at a time: 16 MiB, which stay in the caches of a GPU."""
+"""Logits that the loss takes at a time where it copies them to fp32: 16 MiB, which stay in the caches of a GPU."""

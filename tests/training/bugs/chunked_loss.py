@@ -54,6 +54,11 @@ CHUNKS: dict[str, AnyBug] = {
         ),
         [replace(SP, **CHUNKS)],
     ),
+    "the compiled loss takes all tokens at once": UnitBug(
+        Mutation("shardwright.parallel.loss:bound", "partial(_in_parts, whole)", "whole"),
+        "tests/parallel/test_loss.py:test_compiled_the_loss_has_two_buffers_of_some_tokens_at_a_time",
+        (torch.bfloat16,),
+    ),
     "gradients of chunks are accumulated in 16 bits": UnitBug(
         Mutation(FORWARD, "torch.zeros_like(weight_vD, dtype=wide)", "torch.zeros_like(weight_vD)"),
         "tests/parallel/test_loss.py:test_the_heads_gradient_in_16_bits_is_rounded_once",
