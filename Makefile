@@ -1,6 +1,8 @@
 # Everything runs in .venv; `make` alone says what there is.
 PYTHON ?= python3
 BIN := .venv/bin
+# Modules are compiled when they are first imported; all of them would take a minute, and most are never imported.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 QUICKSTART ?=
 # One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
@@ -23,12 +25,12 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.base: constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwright needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
 	@touch $@
 
 .venv/.dev: .venv/.base
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 quickstart: .venv/.base
