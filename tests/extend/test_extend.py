@@ -78,7 +78,7 @@ def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(
     table = tomllib.loads(written.read_text())
     assert table["extensions"] == [str(file) for file in FILES]
     assert (table["model"]["family"], table["optimizer"]["name"]) == ("parallel-block", "signum")
-    found = shardwright("plan", RUN, "--cluster", "h100:8", "--json", "--top", 2000)
+    found = shardwright("plan", RUN, "--cluster", "h100:4/4", "--json", "--top", 2000)
     assert "eager-1f1b" in found
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.processes import STOPPING
+from shardwright.run_folder import Event, read_events
 from tests.distributed import context
 
 Fault = Callable[[int], None]
@@ -135,6 +136,11 @@ def trajectory(run_file: Path, out: str = "out") -> list[tuple[int, float, float
     if not (run_file.parent / out / "metrics.jsonl").exists():
         return []
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records(run_file, out) if r["kind"] == "train"]
+
+
+def events(run_file: Path, out: str = "out") -> list[Event]:
+    """What happened to the run, but for stragglers: where other programs load the cores, a rank is slower."""
+    return [each for each in read_events(run_file.parent / out) if each.kind != "straggler"]
 
 
 def checkpoints(run_file: Path, out: str = "out") -> list[str]:

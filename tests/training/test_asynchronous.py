@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardwright.config import parse
 from shardwright.errors import CheckpointError, ConfigError, WorkerError
 from shardwright.layout import Layout
-from shardwright.run_folder import published, read_events
+from shardwright.run_folder import published
 from shardwright.training.checkpoint import saver as saver_module
 from shardwright.training.checkpoint.manifest import Progress, read_manifest
 from shardwright.training.checkpoint.saver import Saver
@@ -34,7 +34,7 @@ from tests.marks import prove
 from tests.mutation import Mutation, mutated
 from tests.training.bugs.saving import IN_STEPS, STALE
 from tests.training.checkpoints import DATA, ONE, ZERO_3, take_step
-from tests.training.runs import checkpoints, checksums, lines, train, trajectory, write_run_file
+from tests.training.runs import checkpoints, checksums, events, lines, train, trajectory, write_run_file
 from tests.training.worlds import SEED, build
 
 ASYNC = ("--set", "checkpoint.async_mode=async")
@@ -229,8 +229,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(run_fil
     assert told in run.stdout
     assert "rank 1: [Errno 5] Input/output error; the run goes on, the last good one is" in run.stdout
     assert checkpoints(run_file) == ["step-00000015", "step-00000020"]
-    events = read_events(run_file.parent / "out")
-    assert [(each.kind, each.step) for each in events] == [
+    assert [(each.kind, each.step) for each in events(run_file)] == [
         ("start", 0),
         ("save", 5),
         ("fault", 10),

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from shardwright.config.faults import FaultsSection
 from shardwright.data.batches import Batch
 from shardwright.layout import Layout
-from shardwright.run_folder import read_events
 from shardwright.training.spikes import Recheck, Spike, SpikeGuard, SpikeState, suspects
 from shardwright.training.step import LossParts, Trainer
 from shardwright.verification import rank as verify_rank
@@ -19,7 +18,7 @@ from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.checkpoints import equal, logical
-from tests.training.runs import checksums, train, trajectory
+from tests.training.runs import checksums, events, train, trajectory
 from tests.training.test_spikes import LAYOUTS
 from tests.training.worlds import CASE, EVEN, LONG, RATE
 
@@ -119,7 +118,7 @@ def test_a_run_goes_on_past_a_fault_of_a_device_to_the_same_last_bit_and_names_i
     run = train(run_file, *RECHECKED, fault=partial(nan_in_tries, 7, 1))
     assert trajectory(run_file) == trajectory(uninterrupted)
     assert checksums(run_file, 20) == checksums(uninterrupted, 20)
-    (event,) = [each for each in read_events(run_file.parent / "out") if each.kind not in ("start", "save")]
+    (event,) = [each for each in events(run_file) if each.kind not in ("start", "save")]
     assert (event.kind, event.step, event.rank) == ("fault", 7, 1)
     assert event.text.startswith("step 7: the loss is nan (loss nan, gradient norm ")
     assert "gave another result (loss 5." in event.text
@@ -132,10 +131,10 @@ def test_a_run_whose_data_or_model_gives_no_number_says_so(run_file):
     run = train(run_file, *RECHECKED, fault=partial(nan_in_tries, 7, 9), expect=3)
     assert run.stderr.startswith("error: step 7: the loss is nan"), run.stderr
     assert "it gave the same: the data or the model, not a device" in run.stderr
-    events = read_events(run_file.parent / "out")
-    assert [(each.kind, each.step) for each in events] == [("start", 0), ("save", 5), ("spike", 7)]
-    assert [place.sample for place in events[-1].samples] == [24, 25, 26, 27]
-    of_rank_1 = f"; its samples of rank 1 are 26: {events[-1].samples[2]}; 27: {events[-1].samples[3]}\n"
+    told = events(run_file)
+    assert [(each.kind, each.step) for each in told] == [("start", 0), ("save", 5), ("spike", 7)]
+    assert [place.sample for place in told[-1].samples] == [24, 25, 26, 27]
+    of_rank_1 = f"; its samples of rank 1 are 26: {told[-1].samples[2]}; 27: {told[-1].samples[3]}\n"
     assert of_rank_1 in run.stderr
 
 

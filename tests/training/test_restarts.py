@@ -14,12 +14,13 @@ import pytest
 from shardwright.config import RunConfig, parse
 from shardwright.config.shrink import shrunk
 from shardwright.errors import WorkerError
-from shardwright.run_folder import Event, read_events
+from shardwright.run_folder import Event
 from shardwright.training.restarts import Restarts
 from tests.marks import prove
 from tests.training.runs import (
     checkpoints,
     checksums,
+    events,
     is_alive,
     kill_itself,
     train,
@@ -180,7 +181,7 @@ def is_killed_in_step_13(marker: Path, rank: int) -> None:
 
 
 def events_of(run_file: Path) -> list[Event]:
-    return [each for each in read_events(run_file.parent / "out") if each.kind not in ("start", "save")]
+    return [each for each in events(run_file) if each.kind not in ("start", "save")]
 
 
 def test_after_a_kill_the_run_goes_on_by_itself_to_the_same_last_bit(run_file, uninterrupted):

@@ -20,7 +20,6 @@ from torch import Tensor
 from shardwright.config.faults import SPIKE_WINDOW, FaultsSection
 from shardwright.data.batches import Batches, merged
 from shardwright.layout import Layout
-from shardwright.run_folder import read_events
 from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
@@ -32,7 +31,7 @@ from tests.distributed import run_ranks
 from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.checkpoints import DATA, equal, logical
-from tests.training.runs import checkpoints, checksums, records, train, trajectory, write_run_file
+from tests.training.runs import checkpoints, checksums, events, records, train, trajectory, write_run_file
 from tests.training.test_resume import records_samples
 from tests.training.worlds import CASE, EVEN, LONG, RATE, SEED
 
@@ -229,8 +228,7 @@ def test_a_run_that_stops_at_a_gradient_that_is_not_finite_names_it_and_saves_no
     assert "Traceback" not in run.stderr
     assert run.stderr.rstrip().endswith("step-00000005; go on from it with --resume")
     assert checkpoints(run_file) == ["step-00000005"]
-    events = read_events(run_file.parent / "out")
-    assert [(each.kind, each.step) for each in events] == [("start", 0), ("save", 5), ("spike", 7)]
+    assert [(each.kind, each.step) for each in events(run_file)] == [("start", 0), ("save", 5), ("spike", 7)]
     train(run_file, "--set", "faults.spike=stop", "--resume")
     assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 21))
 
@@ -294,7 +292,7 @@ def check_rollback(folder: Path, tokens: Path, mutations: tuple[Mutation, ...] =
     run = train(run_file, "--set", "faults.spike=rollback", fault=fault)
     assert "step 7: the gradient norm is inf" in run.stdout
     assert "(step 5), from now on without samples 24 to 27" in run.stdout
-    (back,) = [each for each in read_events(folder / "out") if each.kind == "rollback"]
+    (back,) = [each for each in events(run_file) if each.kind == "rollback"]
     assert [place.sample for place in back.samples] == [24, 25, 26, 27]
     assert f"; its samples are 24: {back.samples[0]}; 25: " in back.text
     seen = [int(i) for path in folder.glob("samples-*") for i in path.read_text().split()]
@@ -302,7 +300,7 @@ def check_rollback(folder: Path, tokens: Path, mutations: tuple[Mutation, ...] =
     assert sorted(seen) == sorted([*range(84), *again])
     assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 21))
     assert all(math.isfinite(norm) for _, _, norm in trajectory(run_file))
-    kinds = [(each.kind, each.step) for each in read_events(folder / "out")]
+    kinds = [(each.kind, each.step) for each in events(run_file)]
     assert kinds == [("start", 0), ("save", 5), ("rollback", 7), ("save", 10), ("save", 15), ("save", 20)]
     # What the last checkpoint says is left out stays so in a run that goes on from it.
     train(run_file, "--set", "faults.spike=rollback", "--set", "steps=21", "--resume", fault=fault)
