@@ -12,7 +12,6 @@ from shardwright.cli import measure as module
 from shardwright.cli.main import app
 from shardwright.cost.hardware import cluster
 from shardwright.measuring.generation import passes_of
-from shardwright.measuring.whole_steps import OF_TWO
 from shardwright.model.presets import resolve
 from shardwright.processes import threads_of_a_rank
 from shardwright.serving import forms
@@ -32,7 +31,6 @@ def measure(*arguments: object) -> Result:
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for part in ("generation", "whole_steps"):
         monkeypatch.setattr(f"shardwright.measuring.{part}.ROUNDS", 1)  # the least or median of several takes minutes
-    monkeypatch.setattr("shardwright.measuring.whole_steps.OF_TWO", OF_TWO[::2])  # each kind of messages once
     out, page = tmp_path / "mine.toml", tmp_path / "mine.html"
     result = measure("--out", out, "--html", page, "--budget", 0.002, "--clock", "cpu", "--device", "cpu", "--ranks", 2)
     assert result.exit_code == 0, result.output

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwright.measuring import whole_steps
 from shardwright.measuring.clock import Clock, Kind
 from shardwright.measuring.generation import generation_points
 from shardwright.measuring.kernels import attention, copies, kernels, matmuls
 from shardwright.measuring.messages import disk_bytes_per_s, host_bytes_per_s, messages
 from shardwright.measuring.overheads import overheads, update_seconds
-from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints
-from shardwright.measuring.whole_steps import WholeSteps
+from shardwright.measuring.points import KernelPoint, Machine, MessagePoint, Overheads, RankPoints, WholeStep
 from shardwright.parallel.objects import gathered
 from shardwright.processes import machine_bytes, threads_of_a_rank
 from shardwright.training.device import configure_malloc
@@ -39,10 +39,15 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
     points: list[RankPoints] = []
     inside: tuple[MessagePoint, ...] = ()
     threads_of = {count: threads_of_a_rank(count) for count in (sorted(set(ranks)) if on_host else (1,))}
-    steps = WholeSteps(run_ranks, kind, threads_of)
+    rounds: list[list[WholeStep]] = []
+
+    def run_rounds(wanted: int) -> None:
+        while on_host and len(rounds) < min(wanted, whole_steps.ROUNDS):
+            say("steps of a small model in several layouts")
+            rounds.append(whole_steps.one_round(run_ranks, kind, threads_of))
+
     for count, threads in threads_of.items():
-        if on_host and not steps.are_enough:
-            _round(steps, say)
+        run_rounds(len(points) + 1)
         say(f"{count} {'rank' if count == 1 else 'ranks'}, each of {threads} threads: matmuls, attention, kernels")
         found = run_ranks(rank_points, count, kind, device, count, budget_s, timeout_s=600, n_threads=threads)
         mine = _middle([each for each, _ in found])
@@ -53,10 +58,9 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
             say("passes of generate")
             mine = replace(mine, generation=generation_points(run_ranks, kind, budget_s, threads, inside))
         points.append(mine)
-    if on_host:
-        while not steps.are_enough:
-            _round(steps, say)
-        points = [replace(mine, steps=steps.medians(mine.ranks)) for mine in points]
+    run_rounds(whole_steps.ROUNDS)
+    steps = whole_steps.medians(rounds)
+    points = [replace(mine, steps=tuple(each for each in steps if each.ranks == mine.ranks)) for mine in points]
     say("the disk")
     return Machine(
         name=machine_name(device),
@@ -70,11 +74,6 @@ def measure_here(kind: Kind, device: str, ranks: Sequence[int], folder: Path, bu
         disk_bytes_per_s=disk_bytes_per_s(folder),
         remarks=remarks,
     )
-
-
-def _round(steps: WholeSteps, say: Say) -> None:
-    say("steps of a small model in several layouts")
-    steps.measure()
 
 
 def measure_as_rank(kind: Kind, device: torch.device, ranks_here: int, folder: Path, budget_s: float) -> Machine | None:

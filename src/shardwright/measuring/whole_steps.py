@@ -4,6 +4,7 @@ where ranks also compute, relative to kernels and messages alone."""
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,43 +64,32 @@ def table_of(layout: dict[str, Any], ranks: int, micro_batch: int) -> dict[str, 
     return run_file(MODEL, batch, layout, "fp32")
 
 
-class WholeSteps:
-    """Seconds of a step of each layout of so many ranks, and the most that a rank holds: medians over rounds, of which
-    each runs every layout in a world of its own.
+def one_round(run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> list[WholeStep]:
+    """A step of each layout of so many ranks, each of so many threads; every layout is run in a world of its own.
 
-    The caller spreads the rounds over all that it measures, and the layouts of all numbers of ranks take turns, so that
+    The caller spreads rounds over all that it measures, and the layouts of all numbers of ranks take turns, so that
     neither kernels and steps nor two layouts are measured at different speeds of the machine alone, where other
     programs or other guests of a virtual machine come and go.
     """
+    steps = []
+    for ranks, threads in threads_of.items():
+        for layout, micro_batch in cases_of(ranks):
+            found = run_ranks(run_steps, ranks, table_of(layout, ranks, micro_batch), STEPS, n_threads=threads)
+            seconds = seconds_of(found, clock) / (threads if clock == "cpu" else 1)
+            steps.append(WholeStep(ranks, layout, micro_batch, seconds, max(each.peak_bytes for each in found)))
+    return steps
 
-    def __init__(self, run_ranks: RunRanks, clock: Kind, threads_of: Mapping[int, int]) -> None:
-        """`threads_of`: of each rank, by the number of ranks."""
-        self.run_ranks, self.clock, self.threads_of = run_ranks, clock, threads_of
-        self.cases = [(ranks, *case) for ranks in threads_of for case in cases_of(ranks)]
-        self.seconds: list[list[float]] = [[] for _ in self.cases]
-        self.peaks: list[list[int]] = [[] for _ in self.cases]
-        self.rounds = 0
 
-    @property
-    def are_enough(self) -> bool:
-        return self.rounds >= ROUNDS
-
-    def measure(self) -> None:
-        """One more round."""
-        for of_case, held, (ranks, layout, micro_batch) in zip(self.seconds, self.peaks, self.cases, strict=True):
-            threads, table = self.threads_of[ranks], table_of(layout, ranks, micro_batch)
-            found = self.run_ranks(run_steps, ranks, table, STEPS, n_threads=threads)
-            of_case.append(seconds_of(found, self.clock) / (threads if self.clock == "cpu" else 1))
-            held.append(max(each.peak_bytes for each in found))
-        self.rounds += 1
-
-    def medians(self, ranks: int) -> tuple[WholeStep, ...]:
-        """Of the layouts of so many ranks."""
-        return tuple(
-            WholeStep(*case, statistics.median(each), int(statistics.median(held)))
-            for case, each, held in zip(self.cases, self.seconds, self.peaks, strict=True)
-            if case[0] == ranks
+def medians(rounds: Sequence[Sequence[WholeStep]]) -> list[WholeStep]:
+    """The steps of a round with the medians of all rounds."""
+    return [
+        replace(
+            same[0],
+            seconds=statistics.median(each.seconds for each in same),
+            peak_bytes=int(statistics.median(each.peak_bytes for each in same)),
         )
+        for same in zip(*rounds, strict=True)
+    ]
 
 
 def in_step(text: str, name: str, steps: Sequence[WholeStep], clock: str) -> dict[str, float]:

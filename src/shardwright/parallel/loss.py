@@ -111,7 +111,7 @@ def bound(rows: range, ignore: int, group: dist.ProcessGroup | None, compiled: b
 
 
 def _in_parts(of: CrossEntropy, logits_Nv: Tensor, targets_N: Tensor, factor: Tensor | None) -> Tensor:
-    """The sum of `of` some tokens at a time: compiled, it holds two buffers in fp32 of all logits that it is given."""
+    """The sum of `of` some tokens at a time: it holds all logits that it is given in fp32, compiled twice."""
     n_together = _n_together(logits_Nv)
     if len(logits_Nv) <= n_together:
         return of(logits_Nv, targets_N, factor)
