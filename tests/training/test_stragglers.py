@@ -1,6 +1,5 @@
 """Proves that a rank that computes longer than its peers is named within 20 steps, and that equal ranks are not."""
 
-import multiprocessing
 from functools import partial
 from pathlib import Path
 
@@ -53,15 +52,15 @@ def test_what_is_said_of_a_straggler_holds_its_numbers():
     (slow,) = judged(FOUR, slowed(times(60, 4, noise=0.0), 2, 40))
     assert slow == Change(
         2,
-        48,
+        56,
         "rank 2 is a straggler: it computes 1.30 times as long as the median of ranks 0, 1, 3, with the same work (124 "
-        "ms and 100 ms a step in steps 39 to 48; before, 1.00 times); the others wait 24 ms a step for it",
+        "ms and 100 ms a step in steps 37 to 56; before, 1.00 times); the others wait 24 ms a step for it",
     )
 
 
 def test_a_rank_that_is_slow_from_the_first_step_on_is_named():
     (slow,) = judged(FOUR, slowed(times(30, 4), 0, 0))
-    assert (slow.rank, slow.step) == (0, 12)  # two steps are not judged, and ten are needed
+    assert (slow.rank, slow.step) == (0, 22)  # two steps are not judged, and twenty are needed
 
 
 def test_stages_are_compared_with_their_own_past_and_not_with_other_stages():
@@ -96,11 +95,17 @@ def test_ranks_that_other_programs_slow_down_for_some_steps_are_not_named():
     assert judged(FOUR, own_s) == []
 
 
-def test_a_slow_rank_is_named_later_where_steps_vary():
-    for seed in range(5):
-        slow, *_ = judged(FOUR, slowed(times(200, 4, noise=0.1, seed=seed), 2, 100, factor=1.35))
-        assert slow.rank == 2
-        assert 100 < slow.step <= 130
+def test_equal_ranks_that_other_programs_slowed_down_are_not_named():
+    """Own times of two runs of 4 equal ranks of a tiny model, 100 steps each, on 2 cores beside 2 other programs that
+    only compute (2026-11-25, AMD EPYC): up to two ranks at a time take 1.2 to 1.25 times as long as the others for 10
+    steps and more. `own_s_by_rank` of their metrics.jsonl, logged each step."""
+    recorded = np.loadtxt(Path(__file__).parent / "own_times_under_load.csv", delimiter=",", skiprows=1)
+    for run in (1, 2):
+        own_s = recorded[recorded[:, 0] == run, 2:] / 1e3
+        assert judged(FOUR, own_s) == []
+        found = judged(FOUR, slowed(own_s, 2, 50, factor=1.5))
+        assert [change.rank for change in found] == [2]
+        assert found[0].step <= 70
 
 
 def test_a_world_of_two_names_the_slower_one():
@@ -207,24 +212,3 @@ def test_a_rank_that_repeats_a_part_of_its_matmuls_is_named_in_the_log_and_the_f
     quick, slow = named.own_s_by_rank
     assert named.slowest_costs_s == pytest.approx(slow - quick, rel=0.02)
     assert "| rank 1 costs " in done.stdout
-
-
-def spin() -> None:
-    """What another program on the machine does."""
-    while True:
-        sum(range(1000))
-
-
-@prove
-def test_equal_ranks_on_a_loaded_machine_are_not_named(tokens, tmp_path):
-    """As many other programs as cores, and twice as many ranks."""
-    others = [multiprocessing.get_context("fork").Process(target=spin, daemon=True) for _ in range(2)]
-    for other in others:
-        other.start()
-    try:
-        run_of(tokens, tmp_path, n_ranks=4, steps=60, slow=None)
-    finally:
-        for other in others:
-            other.kill()
-            other.join()
-    assert stragglers(tmp_path) == []

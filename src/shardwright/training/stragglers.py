@@ -7,10 +7,10 @@ Peers of a rank are the ranks that have the same work: those of the same stage o
 Its ratio in a step is its own time over the median of its peers'. A rank without peers is compared with all other
 ranks, and that ratio with its own past: stages are unequal, but stay as unequal as they are.
 
-A rank is a straggler if the median of its ratio over the last 10 steps is 1.2 or more and 8 of the 10 are 1.15 or more;
-until that median is below 1.1. Where ratios vary so much from step to step that 1.2 is within three standard
-deviations, 10 steps count only if their median is beyond those; else the same has to hold for the last 20 steps.
-nvidia-resiliency-ext flags ranks at 1.33 (a score below 0.75), by both comparisons.
+A rank is a straggler if the median of its ratio over the last 20 steps is 1.2 or more and 16 of the 20 are 1.15 or
+more; until that median is below 1.1. Other programs that share the cores make equal ranks differ by as much for up to
+12 steps at a time, so a window of 10 steps would name ranks that are not slow. nvidia-resiliency-ext flags ranks at
+1.33 (a score below 0.75), by both comparisons.
 """
 
 from collections import deque
@@ -27,13 +27,10 @@ from shardwright.parallel.collectives import all_gather_single
 from shardwright.processes import ranks_in_words
 from shardwright.units import format_seconds
 
-WINDOW, LONG_WINDOW = 10, 20
-"""Steps that a rank is judged by, and those where its ratio varies much from step to step."""
+WINDOW = 20
+"""Steps that a rank is judged by."""
 HITS, HIT = 0.8, 1.15
 """This part of these steps has to have a ratio that high."""
-DEVIATIONS = 3
-"""So many standard deviations of the logarithm of a ratio a rank has to be slower by, to be named after `WINDOW` steps.
-Other programs that share the cores of equal ranks make their ratios vary by 10 to 30 %, for 5 to 10 steps at a time."""
 SLOW, AGAIN = 1.2, 1.1
 """Median of the ratio over the window from which on a rank is a straggler, and below which it is none any more."""
 PAST, LEAST_PAST = 200, 20
@@ -81,7 +78,7 @@ class Stragglers:
         self.named: set[int] = set()
         """Ranks that are stragglers now."""
         self._n_steps = 0
-        self._window: deque[tuple[Times, Times]] = deque(maxlen=LONG_WINDOW)
+        self._window: deque[tuple[Times, Times]] = deque(maxlen=WINDOW)
         """Own times and ratios of the last steps."""
         self._past: deque[Times] = deque(maxlen=PAST)
         """Ratios of the steps before."""
@@ -99,7 +96,7 @@ class Stragglers:
         for at, (own_R, ratio_R) in enumerate(zip(own_s, own_s / self._of_peers(own_s), strict=True), 1):
             self._n_steps += 1
             if self._n_steps > NOT_JUDGED:
-                if len(self._window) == LONG_WINDOW:
+                if len(self._window) == WINDOW:
                     self._past.append(self._window[0][1])
                 self._window.append((own_R, ratio_R))
                 changes += self._changes(step - len(own_s) + at)
@@ -114,14 +111,11 @@ class Stragglers:
                 ratios[:, self.alone] = 1.0
             else:
                 ratios[:, self.alone] /= np.median(np.stack(self._past), 0)[self.alone]
-        last = ratios[-WINDOW:]
-        often_R = _often(last)
-        long_R = _often(ratios) if len(ratios) == LONG_WINDOW else np.zeros_like(often_R)
-        if not (self.named or often_R.any() or long_R.any()):
+        often_R = (ratios >= HIT).sum(0) >= HITS * len(ratios)
+        if not (self.named or often_R.any()):
             return []  # nearly always, and without a median, which takes longer than all the rest
-        median_R, long_median_R = np.median(last, 0), np.median(ratios, 0)
-        slow_R = often_R & (median_R >= max(SLOW, np.exp(DEVIATIONS * _deviation(last))))
-        slow_R |= long_R & (long_median_R >= SLOW) & (median_R >= AGAIN)
+        median_R = np.median(ratios, 0)
+        slow_R = often_R & (median_R >= SLOW)
         slow = {int(rank) for rank in np.flatnonzero(slow_R)} - self.named
         again = {rank for rank in self.named if median_R[rank] < AGAIN}
         self.named = (self.named | slow) - again
@@ -132,7 +126,7 @@ class Stragglers:
         return changes
 
     def _in_words(self, rank: int, step: int, ratio: float) -> str:
-        own_s = np.stack([own_R for own_R, _ in self._window])[-WINDOW:]
+        own_s = np.stack([own_R for own_R, _ in self._window])
         mean_s = own_s.mean(0, keepdims=True)
         mine_s, theirs_s = float(mean_s[0, rank]), float(self._of_peers(mean_s)[0, rank])
         before = ""
@@ -172,18 +166,6 @@ def peers(layout: Layout) -> list[NDArray[np.intp]]:
         at = layout.coordinates(rank)
         groups.setdefault(tuple(at[axis] for axis in axes), []).append(rank)
     return [np.array(group) for group in groups.values()]
-
-
-def _often(ratios: Times) -> NDArray[np.bool_]:
-    """Which ranks are slow in most of these steps; (steps, ranks)."""
-    return (ratios >= HIT).sum(0) >= HITS * len(ratios)
-
-
-def _deviation(ratios: Times) -> float:
-    """Standard deviation of the logarithm of a rank's ratio from step to step, by its median deviation (x 1.4826, as of
-    a normal distribution), in the median over the ranks; (steps, ranks)."""
-    log_ratios = np.log(ratios)
-    return 1.4826 * float(np.median(np.median(np.abs(log_ratios - np.median(log_ratios, 0)), 0)))
 
 
 def _median_of_others(own_s: Times) -> Times:
