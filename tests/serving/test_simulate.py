@@ -37,26 +37,37 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
     read: dict[int, int] = {}
     left: dict[int, int] = {}
     cached: dict[int, int] = {}
-    now = requests[0].arrival_s
+    now, held_passes = requests[0].arrival_s, 0
     while coming or waiting or read or left:
         arrived = sorted((i for i in coming if sent[i] + table.arrive_s <= now), key=lambda i: (sent[i], i))
         coming = [i for i in coming if i not in arrived]
         waiting += arrived
         while waiting and len(left) + len(read) < limit.max_batch:
-            held = sum(requests[i].input_len + requests[i].output_len / 2 for i in (*left, *read))
-            first = requests[waiting[0]]
-            if held + first.input_len + first.output_len / 2 > limit.cache_tokens and held:
+            taken = [requests[i] for i in (*left, *read, waiting[0])]
+            held = sum(each.input_len + limit.reserved * each.output_len for each in taken)
+            if held > limit.cache_tokens and len(taken) > 1:
                 break
             read[waiting.pop(0)] = 0
         if not read and not left:
             now = min(sent[i] for i in coming) + table.arrive_s
             continue
         decoding = list(left) if limit.mixed or not read else []
-        room, tokens, pairs, ready = max(1, limit.max_tokens - len(decoding)), 0, 0.0, []
-        for i in list(read):
-            if tokens >= room:
+        room, chunks = max(1, limit.max_tokens - len(decoding)), {}
+        for i, done in read.items():
+            unread = requests[i].input_len - done
+            fits = unread <= room - sum(chunks.values()) or (not chunks and not limit.chunked)
+            if not fits and (not limit.chunked or sum(chunks.values()) == room):
                 break
-            chunk = min(requests[i].input_len - read[i], room - tokens)
+            chunks[i] = unread if fits else room - sum(chunks.values())
+        enough = sum(chunks.values()) + len(left) >= limit.hold_tokens or len(read) >= limit.hold_prompts
+        begun = any(done > 0 for done in read.values())
+        if chunks and left and not enough and not begun and held_passes < limit.hold_passes:
+            held_passes += 1
+            chunks, decoding = {}, list(left)
+        elif chunks:
+            held_passes = 0
+        tokens, pairs, ready = 0, 0.0, []
+        for i, chunk in chunks.items():
             pairs += chunk * (read[i] + chunk / 2)
             tokens, read[i] = tokens + chunk, read[i] + chunk
             if read[i] == requests[i].input_len:
@@ -84,11 +95,22 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
     return times - np.array(sent)[:, None]
 
 
-@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "prefill first"])
+SCHEDULERS = {
+    "mixed": {},
+    "prefill first": {"mixed": False},
+    "whole prompts": {"chunked": False, "max_tokens": 1000},
+    "no eviction": {"reserved": 1.0},
+    "held for tokens": {"hold_passes": 9, "hold_tokens": 298.0, "max_batch": 7, "cache_tokens": 1e6},
+    "held for prompts": {"hold_passes": 9, "hold_prompts": 3, "max_batch": 7, "cache_tokens": 1e6},
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("users", [None, 7], ids=["poisson", "closed loop"])
-def test_passes_computed_at_once_are_those_computed_one_by_one(mixed: bool, users: int | None):
+def test_passes_computed_at_once_are_those_computed_one_by_one(scheduler: str, users: int | None):
     table = a_table()
-    limit = Scheduler(max_batch=5, max_tokens=300, cache_tokens=1500, mixed=mixed)
+    usual = {"max_batch": 5, "max_tokens": 300, "cache_tokens": 1500}
+    limit = Scheduler(**(usual | SCHEDULERS[scheduler]))  # type: ignore[arg-type]
     ins, outs = lengths(900, 0.1, 40, seed=5), lengths(60, 0.1, 40, seed=6)
     requests = poisson(20.0, ins, outs) if users is None else closed_loop(ins, outs)
     found = run(table, limit, requests, users)
@@ -145,3 +167,27 @@ def test_more_accepted_tokens_end_sooner():
         for accepted in (1.0, 2.5)
     )
     assert drafted < 0.6 * plain
+
+
+def test_without_eviction_a_request_waits_until_its_whole_answer_has_room():
+    """Two requests of 100 tokens of prompt and answer need 400 at their ends, and 300 on average."""
+    table, requests = a_table(), closed_loop([100, 100], [100, 100])
+    together, apart = (run(table, Scheduler(8, 2048, 350, reserved=part), requests, 2) for part in (0.5, 1.0))
+    assert together.ttft_s[1] == together.ttft_s[0]
+    assert apart.ttft_s[1] > apart.e2e_s[0]
+
+
+def test_prompts_wait_for_others_while_others_decode_and_not_longer_than_they_may():
+    """The first prompt finds nobody; the second waits 20 passes, as no third one comes; with a third it does not."""
+    table = a_table()
+    limit = Scheduler(8, 2048, 1e6, hold_passes=20, hold_prompts=2)
+    first = Request(0.0, 256, 101)
+    begins = table.arrive_s + table.read_s(256, 256 * 128, 0, 0)
+    waits = run(table, limit, [first, Request(begins, 256, 11)])
+    held = sum(table.decode_s(1) + table.cached_s * (256 + k) for k in range(20))
+    assert waits.ttft_s[0] == pytest.approx(begins)
+    assert waits.ttft_s[1] > table.arrive_s + held
+    plain = run(table, replace(limit, hold_passes=0), [first, Request(begins, 256, 11)])
+    assert waits.ttft_s[1] - plain.ttft_s[1] == pytest.approx(held, rel=0.05)
+    together = run(table, limit, [first, Request(begins, 256, 11), Request(begins, 256, 11)])
+    assert together.ttft_s[1] < plain.ttft_s[1] + 2 * table.decode_s(1)

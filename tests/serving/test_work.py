@@ -7,6 +7,7 @@ import pytest
 
 from shardwright.cost.cache import cache_bytes_per_token
 from shardwright.serving import forms
+from shardwright.serving.engines import UNNAMED
 from shardwright.serving.memory import BLOCK_TOKENS, largest_batch, memory
 from shardwright.serving.setting import Batch, Degrees, Settings
 from shardwright.serving.work import latency_s, period_s
@@ -72,7 +73,7 @@ def test_a_pipeline_has_as_many_tokens_a_second_and_waits_for_its_stages():
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "qwen3-235b-a22b", "gpt-20b"])
 def test_weights_and_cache_of_one_rank_are_those_of_the_model(model: str):
     there = serving(model, "h100:1/1")
-    found = memory(there, ONE, 1024)
+    found = memory(there, ONE, UNNAMED)
     assert float(found.weights[0]) == 2 * there.model.n_parameters
     each = there.model.n_layers * cache_bytes_per_token(there.model, 1, 2)
     assert float(found.token[0]) == each
@@ -80,7 +81,7 @@ def test_weights_and_cache_of_one_rank_are_those_of_the_model(model: str):
 
 def test_experts_of_dp_attention_are_shared_by_all_ranks_and_the_rest_is_not():
     there = serving("deepseek-v3", "h100:8")
-    found = memory(there, Settings.of([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), 1024)
+    found = memory(there, Settings.of([Degrees(8, ep=8), Degrees(1, dp=8, ep=8)]), UNNAMED)
     experts = sum(block.expert_numel * len(layers) for block, layers in _blocks(there).items())
     rest = there.model.n_parameters - experts
     assert float(found.weights[1]) == pytest.approx(2 * (experts / 8 + rest), rel=1e-3)
@@ -95,10 +96,20 @@ def _blocks(there):  # type: ignore[no-untyped-def]
 
 def test_the_largest_batch_fills_the_cache_and_one_more_does_not_fit():
     there = serving("llama-3.1-8b", "h100:1/1")
-    held = memory(there, ONE, 8192)
-    n = float(largest_batch(there, ONE, 1000, 8192)[0])
+    held = memory(there, ONE, UNNAMED)
+    n = float(largest_batch(there, ONE, 1000, UNNAMED)[0])
     each = float(held.token[0]) * (1000 + BLOCK_TOKENS / 2)
     assert n * each <= float(held.cache[0]) < (n + 1) * each
+
+
+def test_an_engine_takes_its_part_of_all_memory_or_of_what_is_left():
+    there = serving("llama-3.1-8b", "h100:1/1")
+    whole = float(there.cluster.accelerator.memory_bytes)
+    part, left = (replace(UNNAMED, memory_share=a, cache_share=b) for a, b in ((0.5, 1.0), (1.0, 0.5)))
+    of_all, of_rest = (memory(there, ONE, engine) for engine in (part, left))
+    used = float(of_all.weights[0] + of_all.working[0])
+    assert float(of_all.cache[0]) == pytest.approx(0.5 * whole - used)
+    assert float(of_rest.cache[0]) == pytest.approx(0.5 * (whole - used))
 
 
 def test_a_prompt_lengthens_a_pass_by_less_where_several_share_it():

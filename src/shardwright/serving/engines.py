@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import inf
 
 from shardwright.serving.rates import OTHERS
 
@@ -14,7 +15,18 @@ class Engine:
 
     `max_batch`: requests in a pass that its tables at maximum load are run with; `max_tokens`: tokens of a pass;
     `mixed`: whether prompts are read in the same pass as others decode, cut into chunks where they are longer than
-    `max_tokens`, rather than before. `kv_fp8`: whether its cache is in fp8 where the weights are and nothing is said.
+    `max_tokens`, rather than before; `chunked`: whether they are cut there. `kv_fp8`: whether its cache is in fp8 where
+    the weights are and nothing is said.
+
+    `memory_share`: of an accelerator's memory, that it uses at most; `cache_share`: of what weights and working memory
+    leave of that, the part that it takes for the cache. `reserved`: of an answer, the part for which there has to be
+    room in the cache before its request is admitted. TensorRT-LLM never evicts a request unless told to
+    (`capacity_scheduler_policy`), so that is the whole answer; the others evict one that finds no room, which is not
+    simulated, and requests that are at different places of their answers have half of each on average.
+
+    `hold_passes`: prompts wait beside requests that decode for at most so many passes, until with these they have
+    `hold_share` of `max_tokens`, or are `hold_prompts` (`batch_wait_timeout_iters` and `attention_dp_config` of
+    TensorRT-LLM). 0: they do not wait.
     """
 
     name: str
@@ -23,18 +35,30 @@ class Engine:
     max_batch: int = 2048
     max_tokens: int = 8192
     mixed: bool = True
+    chunked: bool = True
     kv_fp8: bool = False
     like: str = OTHERS
+    memory_share: float = 1.0
+    cache_share: float = 0.9
+    reserved: float = 0.5
+    hold_passes: int = 0
+    hold_share: float = inf
+    hold_prompts: float = inf
+
+
+def _tensorrt(name: str, since: tuple[int, int], max_batch: int, *, mixed: bool, like: str = OTHERS) -> Engine:
+    words = r"trt-?llm|tensorrt-?llm"
+    return Engine(name, words, since, max_batch, mixed=mixed, chunked=False, kv_fp8=True, like=like, reserved=1.0)
 
 
 ENGINES = (
     Engine("fastertransformer", r"fastertransformer|\bft-gpt|\bft\b", mixed=False, like="trtllm-0.5"),
-    Engine("trtllm-0.5", r"trt-?llm|tensorrt-?llm", (0, 0), 256, mixed=False, kv_fp8=True, like="trtllm-0.8"),
-    Engine("trtllm-0.8", r"trt-?llm|tensorrt-?llm", (0, 7), 1024, mixed=False, kv_fp8=True, like="trtllm-0.17"),
-    Engine("trtllm-0.17", r"trt-?llm|tensorrt-?llm", (0, 10), 2048, kv_fp8=True),
-    Engine("trtllm-1", r"trt-?llm|tensorrt-?llm", (1, 0), 2048, kv_fp8=True),
-    Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True),
-    Engine("sglang", r"sglang", (0, 0), 1024),
+    _tensorrt("trtllm-0.5", (0, 0), 256, mixed=False, like="trtllm-0.8"),
+    _tensorrt("trtllm-0.8", (0, 7), 1024, mixed=False, like="trtllm-0.17"),
+    _tensorrt("trtllm-0.17", (0, 10), 2048, mixed=True),
+    _tensorrt("trtllm-1", (1, 0), 2048, mixed=True),
+    Engine("vllm", r"vllm", (0, 0), 1024, kv_fp8=True, memory_share=0.9, cache_share=1.0),
+    Engine("sglang", r"sglang", (0, 0), 1024, memory_share=0.88, cache_share=1.0),
     Engine("lmdeploy", r"lmdeploy|turbomind", (0, 0), 256, mixed=False, like="trtllm-0.5"),
 )
 """By engine, generations from old to new."""

@@ -163,7 +163,7 @@ def serving_of(case: Case, rates: Rates) -> Serving:
 
 def full_batch(case: Case, serving: Serving, settings: Settings) -> float:
     """Requests in a batch at maximum load: as many as fit, at most what the engine takes at once."""
-    fits = largest_batch(serving, settings, case.input_len + case.output_len, case.engine.max_tokens)
+    fits = largest_batch(serving, settings, case.input_len + case.output_len, case.engine)
     most = case.requests or case.engine.max_batch * case.degrees.dp
     return max(1.0, min(float(fits[0]), most, case.engine.max_batch * case.degrees.dp))
 
@@ -217,7 +217,7 @@ class _Held:
 def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
     case = held.case
     table, cache_tokens = _table(constants, _table_key(case), held)
-    limits = Scheduler(case.engine.max_batch * case.degrees.dp, case.engine.max_tokens, cache_tokens, case.engine.mixed)
+    limits = Scheduler.of(case.engine, case.engine.max_batch * case.degrees.dp, cache_tokens)
     concurrency = max(case.requests, 1)
     if case.shortest >= 1:
         return steady_loop(table, limits, case.input_len, case.output_len, concurrency, ROUNDS)
@@ -230,7 +230,7 @@ def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
 def _table(constants: _Constants, key: tuple[Any, ...], held: _Held) -> tuple[PassTable, float]:
     case = held.case
     serving = serving_of(case, constants.fitted.rates(case.engine.name, case.cluster.accelerator.die))
-    held_bytes = memory(serving, Settings.of([case.degrees]), case.engine.max_tokens)
+    held_bytes = memory(serving, Settings.of([case.degrees]), case.engine)
     tokens = float(np.max(held_bytes.cache / held_bytes.token)) * case.degrees.dp
     return PassTable(serving, case.degrees, case.engine.max_tokens), tokens
 

@@ -13,7 +13,7 @@ def explain(task: Task, degrees: Degrees, batch: int) -> list[Entry]:
     serving, settings = task.serving, Settings.of([degrees])
     context = forms.middle(task.input_len, task.output_len)
     with ledger.record() as memory_entries:
-        largest_batch(serving, settings, task.length, task.engine.max_tokens)
+        largest_batch(serving, settings, task.length, task.engine)
     with ledger.record() as decode_entries:
         each = forms.decode_s(serving, settings, float(batch), context)
         ledger.note("a token of each request", "", each, "s", "", "a pass that decodes")

@@ -13,6 +13,7 @@ from shardwright.cost.hardware import Cluster, accelerator, cluster
 from shardwright.errors import InputError, nearest
 from shardwright.files import read_csv, reason
 from shardwright.model.spec import ModelSpec
+from shardwright.serving import inferencex
 from shardwright.serving.engines import ENGINES, UNNAMED, Engine, engine_of
 from shardwright.serving.models import named
 from shardwright.serving.setting import Degrees
@@ -168,11 +169,14 @@ def _priced(line: Line) -> Case:
         assumed.append("weights and matmuls in bf16")
     if precision not in chip.flops_per_s:
         raise InputError(f"{chip.name} has no matmuls in {precision}")
+    lengths, requests = (int(line.input_len), int(line.output_len)), int(line.batch_or_concurrency or 0)
+    if inferencex.CLIENT in line.notes:
+        engine = inferencex.server(engine, model_name, chip.name, degrees, lengths, requests)
+        assumed.append("the server is started as the scripts of InferenceX do")
     return Case(
         line=line, model=model, model_name=model_name, cluster=_cluster(chip.name, degrees.size), engine=engine,
         degrees=degrees, precision=precision, kv_precision=_kv_precision(line, engine, precision, assumed),
-        input_len=int(line.input_len), output_len=int(line.output_len),
-        requests=int(line.batch_or_concurrency or 0), regime=_regime(line, engine),
+        input_len=lengths[0], output_len=lengths[1], requests=requests, regime=_regime(line, engine),
         shortest=0.8 if "0.8 to 1.0" in line.notes else 1.0, measured=float(line.value), assumed=tuple(assumed),
     )  # fmt: skip
 
@@ -220,7 +224,7 @@ def _usual_node(name: str) -> int:
 def _kv_precision(line: Line, engine: Engine, precision: str, assumed: list[str]) -> str:
     if line.precision_kv:
         return line.precision_kv
-    by_blocks = "block" in line.notes or "deepseek" in line.model.lower()
+    by_blocks = ("block" in line.notes or "deepseek" in line.model.lower()) and inferencex.CLIENT not in line.notes
     found = "fp8" if precision == "fp8" and engine.kv_fp8 and not by_blocks else "bf16"
     assumed.append(f"cache in {found}")
     return found

@@ -13,14 +13,13 @@ from shardwright.cost import ledger
 from shardwright.cost.blocks import blocks
 from shardwright.cost.job import Floats
 from shardwright.model.modules import end_rows
+from shardwright.serving.engines import Engine
 from shardwright.serving.setting import Serving, Settings
 from shardwright.serving.work import cache_token_bytes
 from shardwright.units import GiB
 
 BLOCK_TOKENS = 32
 """Tokens of a block of the cache: 16 to 64 in the engines."""
-CACHE_SHARE = 0.9
-"""Of what weights and working memory leave, the part that engines take for the cache."""
 CONTEXT_BYTES = 1.0 * GiB
 """CUDA's context, libraries and buffers of communication, on each accelerator. Of vLLM and TensorRT-LLM, about."""
 _SECTION = "memory of a rank"
@@ -37,19 +36,20 @@ class Memory:
     cache: Floats
 
 
-def memory(serving: Serving, settings: Settings, max_tokens: ArrayLike) -> Memory:
-    """The memory of a rank; `max_tokens` of a pass."""
+def memory(serving: Serving, settings: Settings, engine: Engine) -> Memory:
+    """The memory of a rank, as an engine divides it."""
     with ledger.section(_SECTION):
         weights = _weights(serving, settings)
-        working = _working(serving, settings, np.asarray(max_tokens))
+        working = _working(serving, settings, np.asarray(engine.max_tokens))
         layers = np.ceil(serving.model.n_layers / settings.pp)
         token = ledger.compute(
             "cache of a token", "layers * cache_bytes", "B", "cost/cache.py", layers=layers,
             cache_bytes=cache_token_bytes(serving, settings.tp),
         )  # fmt: skip
         cache = ledger.compute(
-            "memory for the cache", "max(0, (accelerator - weights - working) * share)", "B", "",
-            accelerator=serving.cluster.accelerator.memory_bytes, weights=weights, working=working, share=CACHE_SHARE,
+            "memory for the cache", "max(0, (accelerator * memory_share - weights - working) * cache_share)", "B",
+            "serving/engines.py", accelerator=serving.cluster.accelerator.memory_bytes,
+            memory_share=engine.memory_share, weights=weights, working=working, cache_share=engine.cache_share,
         )  # fmt: skip
     return Memory(weights, working, token, cache)
 
@@ -90,9 +90,9 @@ def _working(serving: Serving, settings: Settings, max_tokens: Floats) -> Floats
     )  # fmt: skip
 
 
-def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, max_tokens: ArrayLike) -> Floats:
+def largest_batch(serving: Serving, settings: Settings, length: ArrayLike, engine: Engine) -> Floats:
     """Requests of an instance whose `length` cached tokens each fit beside the weights, 0 where none does."""
-    found = memory(serving, settings, max_tokens)
+    found = memory(serving, settings, engine)
     return ledger.compute(
         "largest batch", "floor_cache / (token_bytes * (length + half_block)) * dp", "", "arXiv 2309.06180",
         floor_cache=found.cache, token_bytes=found.token, length=np.asarray(length), half_block=BLOCK_TOKENS / 2,

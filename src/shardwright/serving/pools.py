@@ -17,7 +17,7 @@ from math import ceil, inf, sqrt
 import numpy as np
 
 from shardwright.cost.job import Floats
-from shardwright.serving.simulate import RESERVED, PassTable, Request, Served
+from shardwright.serving.simulate import PassTable, Request, Served
 
 Action = Callable[[], None]
 
@@ -26,7 +26,7 @@ Action = Callable[[], None]
 class Pool:
     """Equal instances that do the same. `max_tokens`: of a pass over prompts; `max_batch`: requests that decode at a
     time in an instance, or prompts of a pass; `cache_tokens`: of an instance; `transfer_s`: of the cache of a token
-    through its links alone; `accepted`: tokens of a request in a decode pass."""
+    through its links alone; `accepted`: tokens of a request in a decode pass; `reserved`: as of an `Engine`."""
 
     table: PassTable
     instances: int
@@ -35,6 +35,7 @@ class Pool:
     cache_tokens: float
     transfer_s: float = 0.0
     accepted: float = 1.0
+    reserved: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class _Run:
             self._at(self.now + self.latency_s, partial(self._cross, _Transfer(at, reader, writer)))
 
     def _reserved(self, at: int) -> float:
-        return self.requests[at].input_len + RESERVED * self.requests[at].output_len
+        return self.requests[at].input_len + self.writing.reserved * self.requests[at].output_len
 
     def _cross(self, begun: _Transfer) -> None:
         self._advance_transfers()

@@ -143,7 +143,7 @@ def search(task: Task, top: int = 10) -> Plan:
     """Price every layout and batch, simulate the most promising, and keep those within the limits."""
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.of([each.degrees for each in every])
-    held = memory(task.serving, settings, task.engine.max_tokens)
+    held = memory(task.serving, settings, task.engine)
     largest = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp + 1e-9)
     options = price(task, every, largest)
     best, missed = _simulated(task, options, held, every, top)
@@ -287,7 +287,7 @@ def pass_table(task: Task, degrees: Degrees) -> PassTable:
 
 def simulate(task: Task, option: Option, table: PassTable, cache_tokens: float) -> Found:
     """A stream of requests through one instance of an option."""
-    limits = Scheduler(option.batch, task.engine.max_tokens, cache_tokens, task.engine.mixed, task.speculation.accepted)
+    limits = Scheduler.of(task.engine, option.batch, cache_tokens, task.speculation.accepted)
     if task.rate_per_s is None:
         users = option.batch if task.concurrency is None else ceil(task.concurrency / option.layout.replicas)
         rounds = max(3, min(100, LEAST_REQUESTS // users))
@@ -330,5 +330,5 @@ def smaller_need(task: Task) -> Iterator[str]:
 def _fits(task: Task) -> bool:
     every = list(layouts(task.serving.model, task.serving.cluster))
     settings = Settings.of([each.degrees for each in every])
-    held = memory(task.serving, settings, task.engine.max_tokens)
+    held = memory(task.serving, settings, task.engine)
     return bool(np.any(held.cache / (held.token * (task.length + 16)) * settings.dp >= 1))

@@ -7,7 +7,7 @@ Splitwise (arXiv 2311.18677), Zhong et al., DistServe (arXiv 2401.09670).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 
 import numpy as np
@@ -128,7 +128,7 @@ def _pools(task: Task, split: Split) -> tuple[Pool, Pool]:
     engine, found = task.engine, []
     for degrees in (split.prefill, split.decode):
         settings = Settings.of([degrees])
-        held = memory(task.serving, settings, engine.max_tokens)
+        held = memory(task.serving, settings, engine)
         found.append((float(np.max(held.cache / held.token)) * degrees.dp, float(token_transfer_s(task, settings)[0])))
     (read_room, sends_s), (write_room, receives_s) = found
     reads = PassTable(task.serving, split.prefill, engine.max_tokens)
@@ -137,7 +137,7 @@ def _pools(task: Task, split: Split) -> tuple[Pool, Pool]:
         Pool(reads, split.readers, most, engine.max_tokens, read_room, sends_s),
         Pool(
             pass_table(task, split.decode), split.writers, split.batch, engine.max_tokens, write_room, receives_s,
-            task.speculation.accepted,
+            task.speculation.accepted, engine.reserved,
         ),
     )  # fmt: skip
 
@@ -205,7 +205,7 @@ def waiting_s(per_s: float, each_s: float, instances: ArrayLike) -> Floats:
 def _readers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, float, float]]:
     """Layouts that hold weights and a prompt, with the seconds of a prompt and of sending its cache."""
     settings = Settings.of(degrees)
-    held = memory(task.serving, settings, max(task.engine.max_tokens, task.input_len))
+    held = memory(task.serving, settings, replace(task.engine, max_tokens=max(task.engine.max_tokens, task.input_len)))
     fits = held.cache / held.token * settings.dp >= task.input_len
     read = np.broadcast_to(forms.prefill_s(task.serving, settings, 1.0, task.input_len), fits.shape)
     way = transfer_s(task, settings)
@@ -228,7 +228,7 @@ def _writers(task: Task, degrees: Sequence[Degrees]) -> list[tuple[Degrees, int,
     """Layouts and batches that keep the limit of a further token, with its seconds and those of receiving the cache of
     a prompt."""
     settings = Settings.of(degrees)
-    held = memory(task.serving, settings, task.engine.max_tokens)
+    held = memory(task.serving, settings, task.engine)
     most = np.floor(held.cache / (held.token * (task.length + 16)) * settings.dp)
     pairs = [
         (at, batch)

@@ -10,18 +10,15 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
 from shardwright.cost.job import Floats
 from shardwright.serving import host
+from shardwright.serving.engines import Engine
 from shardwright.serving.setting import Batch, Degrees, Serving, Settings
 from shardwright.serving.work import period_s
-
-RESERVED = 0.5
-"""Share of an answer for which there has to be room in the cache before its request is admitted. Requests are at
-different places of their answers, so half of each is there on average; engines preempt one that finds no room, which is
-not simulated."""
 
 
 class PassTable:
@@ -83,15 +80,28 @@ def _between(xs: list[float], ys: list[float], x: float) -> float:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """`max_batch`: requests; `max_tokens`: of a pass; `cache_tokens`: of the whole instance; `mixed`: whether prompts
-    are read beside requests that decode. `accepted`: tokens of a request in a pass, above 1 with speculative
-    decoding."""
+    """`max_batch`: requests; `max_tokens`: of a pass; `cache_tokens`: of the whole instance; `accepted`: tokens of a
+    request in a pass, above 1 with speculative decoding. The others are those of an `Engine`, and `hold_tokens` is
+    `hold_share` of `max_tokens`."""
 
     max_batch: int
     max_tokens: int
     cache_tokens: float
     mixed: bool = True
     accepted: float = 1.0
+    chunked: bool = True
+    reserved: float = 0.5
+    hold_passes: int = 0
+    hold_tokens: float = inf
+    hold_prompts: float = inf
+
+    @staticmethod
+    def of(engine: Engine, max_batch: int, cache_tokens: float, accepted: float = 1.0) -> "Scheduler":
+        """The scheduler of an engine."""
+        return Scheduler(
+            max_batch, engine.max_tokens, cache_tokens, engine.mixed, accepted, engine.chunked, engine.reserved,
+            engine.hold_passes, engine.hold_share * engine.max_tokens, engine.hold_prompts,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,8 @@ class _Run:
         self.ends: list[tuple[int, int]] = []
         self.now = requests[0].arrival_s if requests else 0.0
         self.passes, self.cached, self.held = 0, 0.0, 0.0
+        self.held_since: int | None = None
+        """The pass from which on prompts wait for more of them."""
         for _ in range(min(concurrency or len(requests), len(requests))):
             self._send(self.later.popleft(), 0.0)
 
@@ -194,7 +206,7 @@ class _Run:
             while self.coming and self.coming[0][0] <= self.now:
                 self.waiting.append(heapq.heappop(self.coming)[1])
             self._admit()
-            if self.reading:
+            if self.reading and not self._holds():
                 self._read()
             elif self.ends:
                 self._decode()
@@ -223,22 +235,42 @@ class _Run:
 
     def _reserved(self, at: int) -> float:
         """Tokens of the cache that a request is admitted with."""
-        return self.requests[at].input_len + RESERVED * self.requests[at].output_len
+        return self.requests[at].input_len + self.scheduler.reserved * self.requests[at].output_len
+
+    def _chunks(self, decoding: int) -> list[int]:
+        """Tokens of each prompt that the next pass reads, in their order, beside so many requests that decode."""
+        room, found = max(1, self.scheduler.max_tokens - decoding), []
+        for at, done in self.reading:
+            left = self.requests[at].input_len - done
+            if room <= 0 or (found and left > room and not self.scheduler.chunked):
+                break
+            found.append(min(left, room) if self.scheduler.chunked else left)
+            room -= found[-1]
+        return found
+
+    def _holds(self) -> bool:
+        """Whether the prompts that could be read wait for more of them, while others decode."""
+        limit = self.scheduler
+        if limit.hold_passes and self.ends and not self.reading[0][1] and len(self.reading) < limit.hold_prompts:
+            decoding = len(self.ends)
+            since = self.passes if self.held_since is None else self.held_since
+            if self.passes < since + limit.hold_passes and sum(self._chunks(decoding)) + decoding < limit.hold_tokens:
+                self.held_since = since
+                return True
+        self.held_since = None
+        return False
 
     def _read(self) -> None:
         """One pass that reads prompts, and in which the requests of the batch decode if they are mixed."""
         decoding = len(self.ends) if self.scheduler.mixed else 0
-        room = max(1, self.scheduler.max_tokens - decoding)
         tokens, pairs, ready = 0, 0.0, []
-        while self.reading and tokens < room:
+        for chunk in self._chunks(decoding):
             at, done = self.reading[0]
-            chunk = min(self.requests[at].input_len - done, room - tokens)
             tokens += chunk
             pairs += chunk * (done + chunk / 2)
             self.reading[0][1] += chunk
-            if self.reading[0][1] < self.requests[at].input_len:
-                break
-            ready.append(self.reading.popleft()[0])
+            if done + chunk == self.requests[at].input_len:
+                ready.append(self.reading.popleft()[0])
         cached = self.cached if decoding else 0.0
         self.now += self.table.read_s(tokens + decoding, pairs, decoding, cached, max(len(ready), 1))
         if decoding:
@@ -255,6 +287,8 @@ class _Run:
     def _decode(self) -> None:
         """Passes up to the next end of a request, or the next arrival."""
         n, count = len(self.ends), self.ends[0][0] - self.passes
+        if self.held_since is not None:
+            count = min(count, self.held_since + self.scheduler.hold_passes - self.passes)
         each = self.table.decode_s(n) + self.table.cached_s * self.cached
         grows = self.table.cached_s * n * self.scheduler.accepted
         if self.coming and len(self.ends) < self.scheduler.max_batch:

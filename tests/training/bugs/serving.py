@@ -85,21 +85,41 @@ SERVING: dict[str, AnyBug] = {
             "self.held -= done.input_len",
         ),
         _ONE_BY_ONE,
-        (True, 7),
+        ("mixed", 7),
     ),
     "the cache grows one pass too early": UnitBug(
         Mutation(f"{_SIMULATION}._decode", "grows * count * (count - 1) / 2", "grows * count * (count + 1) / 2"),
         _ONE_BY_ONE,
-        (True, None),
+        ("mixed", None),
     ),
     "a chunk of a prompt attends to itself alone": UnitBug(
         Mutation(f"{_SIMULATION}._read", "chunk * (done + chunk / 2)", "chunk * (chunk / 2)"),
         _ONE_BY_ONE,
-        (False, 7),
+        ("prefill first", 7),
     ),
     "requests decode while prompts are read before them": UnitBug(
         Mutation(f"{_SIMULATION}._read", "len(self.ends) if self.scheduler.mixed else 0", "len(self.ends)"),
         _ONE_BY_ONE,
-        (False, None),
+        ("prefill first", None),
+    ),
+    "a request is admitted without room for its answer": UnitBug(
+        Mutation(f"{_SIMULATION}._reserved", "self.scheduler.reserved", "0.0"), _ONE_BY_ONE, ("no eviction", 7)
+    ),
+    "an engine that does not cut prompts cuts them": UnitBug(
+        Mutation(f"{_SIMULATION}._chunks", "not self.scheduler.chunked", "False"), _ONE_BY_ONE, ("whole prompts", 7)
+    ),
+    "prompts wait one pass too long for others": UnitBug(
+        Mutation(
+            f"{_SIMULATION}._decode",
+            "self.held_since + self.scheduler.hold_passes - self.passes",
+            "self.held_since + self.scheduler.hold_passes + 1 - self.passes",
+        ),
+        _ONE_BY_ONE,
+        ("held for prompts", 7),
+    ),
+    "requests that decode do not count to what a held pass needs": UnitBug(
+        Mutation(f"{_SIMULATION}._holds", "sum(self._chunks(decoding)) + decoding", "sum(self._chunks(decoding))"),
+        _ONE_BY_ONE,
+        ("held for tokens", None),
     ),
 }
