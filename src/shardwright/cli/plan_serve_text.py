@@ -10,7 +10,7 @@ from rich.table import Table
 from shardwright.cli.common import columns, console, print_table, say
 from shardwright.serving.search import PERCENTILE, Found, Plan, Task
 from shardwright.serving.simulate import Served
-from shardwright.serving.words import SIMULATED, reasons, simulated_cells
+from shardwright.serving.words import SIMULATED, reasons, simulated_cells, usable
 from shardwright.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -122,11 +122,10 @@ def print_nothing_fits(plan: Plan, remedies: list[str]) -> None:
     weights = float(np.broadcast_to(plan.memory.weights, len(plan.layouts))[least])
     working = float(np.broadcast_to(plan.memory.working, len(plan.layouts))[least])
     token = float(np.broadcast_to(plan.memory.token, len(plan.layouts))[least])
-    whole = plan.task.serving.cluster.accelerator.memory_bytes
     say(
         f"\nnothing fits: {plan.layouts[least]} needs least, {format_bytes(weights)} of weights + "
         f"{format_bytes(working)} of working memory + {format_bytes(token * plan.task.length)} for one request, of "
-        f"{format_bytes(whole)}"
+        f"{usable(plan.task)}"
     )
     say(
         f"would fit: {'; '.join(remedies)}"

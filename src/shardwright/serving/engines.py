@@ -19,10 +19,11 @@ class Engine:
     the weights are and nothing is said.
 
     `memory_share`: of an accelerator's memory, that it uses at most; `cache_share`: of what weights and working memory
-    leave of that, the part that it takes for the cache. `reserved`: of an answer, the part for which there has to be
-    room in the cache before its request is admitted. TensorRT-LLM never evicts a request unless told to
-    (`capacity_scheduler_policy`), so that is the whole answer; the others evict one that finds no room, which is not
-    simulated, and requests that are at different places of their answers have half of each on average.
+    leave of that, the part that it takes for the cache: the defaults of `gpu_memory_utilization` of vLLM,
+    `mem_fraction_static` of SGLang and `free_gpu_memory_fraction` of TensorRT-LLM. `reserved`: of an answer, the part
+    for which there has to be room in the cache before its request is admitted. TensorRT-LLM never evicts a request
+    unless told to (`capacity_scheduler_policy`), so that is the whole answer; the others evict one that finds no room,
+    which is not simulated, and requests that are at different places of their answers have half of each on average.
 
     `hold_passes`: prompts wait beside requests that decode for at most so many passes, until with these they have
     `hold_share` of `max_tokens`, or are `hold_prompts` (`batch_wait_timeout_iters` and `attention_dp_config` of

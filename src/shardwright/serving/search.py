@@ -59,6 +59,11 @@ class Task:
     price_per_hour: float | None = None
 
     @property
+    def usable_bytes(self) -> float:
+        """Of an accelerator, that the engine uses at most."""
+        return self.serving.cluster.accelerator.memory_bytes * self.engine.memory_share
+
+    @property
     def length(self) -> int:
         """Tokens of a request at its end."""
         return self.input_len + self.output_len

@@ -63,14 +63,20 @@ def _best_of(task: Task, options: list[Option]) -> tuple[Option, bool]:
     return min(options, key=lambda each: excess(task, each)), False
 
 
+def usable(task: Task) -> str:
+    """The memory of an accelerator that the engine uses."""
+    whole = format_bytes(task.usable_bytes)
+    share = task.engine.memory_share
+    return whole if share == 1 else f"{whole}, {share:.0%} of its memory, as {task.engine.name} takes"
+
+
 def _too_large(plan: Plan, at: int) -> str:
     weights, working, token = (
         float(np.broadcast_to(each, len(plan.layouts))[at])
         for each in (plan.memory.weights, plan.memory.working, plan.memory.token)
     )
-    whole = plan.task.serving.cluster.accelerator.memory_bytes
-    if weights + working > whole:
-        return f"weights {format_bytes(weights)} + {format_bytes(working)} of {format_bytes(whole)}"
+    if weights + working > plan.task.usable_bytes:
+        return f"weights {format_bytes(weights)} + {format_bytes(working)} of {usable(plan.task)}"
     return f"no room for one request: {format_bytes(token * plan.task.length)} of cache beside the weights"
 
 

@@ -9,7 +9,7 @@ ranks, and that ratio with its own past: stages are unequal, but stay as unequal
 
 A rank is a straggler if the median of its ratio over the last 20 steps is 1.2 or more and 16 of the 20 are 1.15 or
 more; until that median is below 1.1. Other programs that share the cores make equal ranks differ by as much for up to
-12 steps at a time, so a window of 10 steps would name ranks that are not slow. nvidia-resiliency-ext flags ranks at
+16 steps at a time, so a window of 10 steps would name ranks that are not slow. nvidia-resiliency-ext flags ranks at
 1.33 (a score below 0.75), by both comparisons.
 """
 
