@@ -42,7 +42,7 @@ LAYOUT = ["layout.dp_replicate=2", "layout.tp=2"]
 POLICY = [
     "faults.hang_after=3",
     'faults.spike="stop"',
-    "faults.spike_sigma=50",  # a norm of this tiny model is now and then 7 sigma off by itself
+    "faults.spike_sigma=1000",  # a norm was 61 sigma off by itself, in the quiet run too; NaN always counts
     "faults.recheck=true",
     "faults.check_copies_every=5",
     'checkpoint.on_error="continue"',
