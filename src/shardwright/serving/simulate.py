@@ -239,7 +239,8 @@ class _Run:
 
     def _chunks(self, decoding: int) -> list[int]:
         """Tokens of each prompt that the next pass reads, in their order, beside so many requests that decode."""
-        room, found = max(1, self.scheduler.max_tokens - decoding), []
+        room = max(1, self.scheduler.max_tokens - decoding)
+        found: list[int] = []
         for at, done in self.reading:
             left = self.requests[at].input_len - done
             if room <= 0 or (found and left > room and not self.scheduler.chunked):
