@@ -1,7 +1,6 @@
 """The search: what it finds is the best of what it priced, keeps the limits, and is found in time."""
 
 import cProfile
-import pstats
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -105,7 +104,7 @@ def calls(search_once: Callable[[], object]) -> int:
     """Function calls that it takes, which do not depend on the machine. An EPYC of 2.6 GHz makes 4 million a second."""
     profile = cProfile.Profile()
     profile.runcall(search_once)
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    return sum(each.callcount for each in profile.getstats())
 
 
 @prove

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def pass_by_pass(table: PassTable, limit: Scheduler, requests: list[Request], us
     return times - np.array(sent)[:, None]
 
 
-SCHEDULERS = {
+SCHEDULERS: dict[str, dict[str, Any]] = {
     "mixed": {},
     "prefill first": {"mixed": False},
     "whole prompts": {"chunked": False, "max_tokens": 1000},
@@ -109,8 +110,8 @@ SCHEDULERS = {
 @pytest.mark.parametrize("users", [None, 7], ids=["poisson", "closed loop"])
 def test_passes_computed_at_once_are_those_computed_one_by_one(scheduler: str, users: int | None):
     table = a_table()
-    usual = {"max_batch": 5, "max_tokens": 300, "cache_tokens": 1500}
-    limit = Scheduler(**(usual | SCHEDULERS[scheduler]))  # type: ignore[arg-type]
+    usual: dict[str, Any] = {"max_batch": 5, "max_tokens": 300, "cache_tokens": 1500}
+    limit = Scheduler(**(usual | SCHEDULERS[scheduler]))
     ins, outs = lengths(900, 0.1, 40, seed=5), lengths(60, 0.1, 40, seed=6)
     requests = poisson(20.0, ins, outs) if users is None else closed_loop(ins, outs)
     found = run(table, limit, requests, users)

@@ -95,6 +95,13 @@ def test_ranks_that_other_programs_slow_down_for_some_steps_are_not_named():
     assert judged(FOUR, own_s) == []
 
 
+def test_a_slow_rank_is_named_where_steps_vary():
+    for seed in range(5):
+        slow, *_ = judged(FOUR, slowed(times(200, 4, noise=0.1, seed=seed), 2, 100, factor=1.35))
+        assert slow.rank == 2
+        assert 100 < slow.step <= 130
+
+
 def test_equal_ranks_that_other_programs_slowed_down_are_not_named():
     """Own times of two runs of 4 equal ranks of a tiny model, 100 steps each, on 2 cores beside 2 other programs that
     only compute (2026-11-25, AMD EPYC): up to two ranks at a time take 1.2 to 1.25 times as long as the others for 10
@@ -185,11 +192,10 @@ def computes_more(slow: int, first: int, repeated: int, rank: int) -> None:
 REPLICAS = ("--set", "layout.dp_shard=1", "--set", "checkpoint.every=0", "--set", "metrics.every=5")
 
 
-def run_of(tokens: Path, folder: Path, n_ranks: int, steps: int, slow: int | None) -> Run:
+def run_of(tokens: Path, folder: Path, n_ranks: int, steps: int, slow: int) -> Run:
     overrides = [f"layout.dp_replicate={n_ranks}", f"batch.global_batch={MICROBATCHES * n_ranks}", f"steps={steps}"]
     arguments = [*REPLICAS, *(part for each in overrides for part in ("--set", each))]
-    fault = None if slow is None else partial(computes_more, slow, 13, 10)
-    return train(write_run_file(folder, tokens), *arguments, fault=fault)
+    return train(write_run_file(folder, tokens), *arguments, fault=partial(computes_more, slow, 13, 10))
 
 
 def stragglers(folder: Path) -> list[Event]:
