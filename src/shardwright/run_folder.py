@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shardwright.errors import InputError
-from shardwright.files import LOCK
+from shardwright.files import LOCK, parse_json
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"
@@ -207,7 +207,7 @@ def metrics_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Any
     """The records of some lines of metrics.jsonl, of which the first has number `first`."""
     kinds = " or ".join(map(repr, _KINDS))
     way_out = f"a record is a JSON object of kind {kinds}"
-    reader_of = lambda line: _READERS[json.loads(line)["kind"]]  # noqa: E731
+    reader_of = lambda line: _READERS[parse_json(line)["kind"]]  # noqa: E731
     return _parsed(lines, path, first, reader_of, "a record of a run", way_out)
 
 

@@ -40,6 +40,11 @@ def refused(arguments: list[Any], *said: str) -> None:
             ["plan", "examples/debug.toml", "--cluster", "h100:8", "--top", HUGE],
             "--top: a number",
         ),
+        (
+            ["plan", "--model", "debug", "--cluster", "h100:8", "--global-batch", 16, "--seq-len", 64, "--top", 10**9],
+            "--top 1,000,000,000: at most 2,000 is possible",
+        ),
+        (["export", ".", "--out", "out", "--max-shard-size", "9" * 5000], "give a number and a unit, such as 5GB"),
         (["generate", ".", "--prompt", "\udcff\udcfe"], "--prompt: the bytes given are not UTF-8 text"),
         (["train", "/dev/zero"], "/dev/zero: not valid TOML: longer than 16 MiB"),
         (["train", "a" * 300 + ".toml"], "File name too long"),

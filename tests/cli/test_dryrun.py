@@ -101,6 +101,7 @@ def test_what_does_not_fit_is_answered_with_1(run_file: Path):
     ("arguments", "said"),
     [
         ((), "the memory of a rank's device is not known; give --device-memory 80GiB"),
+        (("--device-memory", "80GiB", "--steps", "1000000"), "1,000,000 steps: at most 100 are taken"),
         (("--device-memory", "80"), "device memory 80: a number above 0 and a unit are needed"),
         (("--device-memory", "80GiB", "--accelerator", "h100"), "both say how much memory there is"),
         (("--accelerator", "h1000"), "accelerator 'h1000' is not known"),

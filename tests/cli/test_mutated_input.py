@@ -64,7 +64,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     ("eval", "NOTHING", "--data", "TOKENS", "--seq-len", "8", "--samples", "3", "--micro-batch", "2"),
     ("export", "NOTHING", "--out", "OUT", "--max-shard-size", "5GB"),
     ("train", "RUN", "--set", "steps=2"),
-    ("dryrun", "RUN", "--rank", "9", "--steps", "1"),
+    ("dryrun", "RUN", "--rank", "9", "--steps", "1", "--device-memory", "1GiB"),
     ("quickstart", "--out", "RUN", "--steps", "3"),
     ("watch", "RUN_DIR", "--once", "--every", "2"),
     ("plan", "diff", "RUN", "RUN", "--cluster", "h100:8"),

@@ -265,6 +265,9 @@ def test_a_damaged_line_is_named_and_an_escape_of_the_terminal_is_not_obeyed(tmp
     damaged = run(folder, "--once")
     assert damaged.exit_code == 2
     assert "metrics.jsonl, line 8 is not a record of a run" in damaged.stderr
+    (folder / "metrics.jsonl").write_text("[" * 100_000 + "\n")
+    nested = run(folder, "--once")
+    assert (nested.exit_code, "nested too deeply" in nested.stderr) == (2, True)
 
 
 def test_a_run_without_a_step_yet_is_shown(tmp_path: Path) -> None:

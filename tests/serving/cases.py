@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from shardwright.cost.hardware import cluster
+from shardwright.serving.engines import Engine
 from shardwright.serving.models import named
 from shardwright.serving.rates import Rates, fitted
 from shardwright.serving.search import Task
 from shardwright.serving.setting import Serving
+from shardwright.serving.simulate import Scheduler
 
 IDEAL = Rates(
     matmul_share=1.0, memory_share=1.0, cache_share=1.0, flash_share=1.0, cached_share=1.0, expert_share=1.0,
@@ -22,6 +24,13 @@ def serving(model: str = "llama-3.1-8b", machine: str = "h100:1/1", rates: Rates
     there = cluster(machine)
     usual = fitted()[0].rates("trtllm-1", there.accelerator.die)
     return Serving(model=named(model)[1], cluster=there, rates=rates or usual, **more)
+
+
+def scheduler(
+    max_batch: int = 8, max_tokens: int = 2048, cache_tokens: float = 1e6, accepted: float = 1.0, **engine: Any
+) -> Scheduler:
+    """The scheduler of an engine that has these values."""
+    return Scheduler(Engine("any", "any", max_tokens=max_tokens, **engine), max_batch, cache_tokens, accepted)
 
 
 def task(model: str, machine: str, precision: str = "fp8", **more: Any) -> Task:

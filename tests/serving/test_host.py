@@ -17,7 +17,7 @@ from shardwright.model.presets import resolve
 from shardwright.serving import forms, host
 from shardwright.serving.host import rates_of
 from shardwright.serving.setting import Degrees, Serving, Settings
-from shardwright.serving.simulate import PassTable, Scheduler, closed_loop, run
+from shardwright.serving.simulate import PassTable, closed_loop, run
 from shardwright.serving.space import layouts
 from tests.measuring.machines import (
     CACHED_HEAD_S,
@@ -29,6 +29,7 @@ from tests.measuring.machines import (
     machine,
     weights_points,
 )
+from tests.serving.cases import scheduler
 
 ONE, TWO = Settings.of([Degrees(1)]), Settings.of([Degrees(2)])
 PASSES = GenerationPoints(
@@ -131,7 +132,7 @@ def test_ranks_beyond_the_cores_share_them():
 def test_the_simulated_scheduler_takes_as_long_as_its_passes():
     there = served()
     table = PassTable(there, Degrees(1), 8192)
-    found = run(table, Scheduler(8, 8192, 1e9, mixed=False), closed_loop([512] * 8, [3] * 8), 8)
+    found = run(table, scheduler(8, 8192, 1e9, mixed=False), closed_loop([512] * 8, [3] * 8), 8)
     assert float(found.ttft_s.max()) == pytest.approx(prefill(there, 8.0, 512.0), rel=0.05)
     assert float(found.tpot_s.mean()) == pytest.approx(decode(there, 8.0, 512.5), rel=0.05)
 

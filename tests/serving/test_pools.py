@@ -14,7 +14,7 @@ from shardwright.serving.setting import Degrees, Settings
 from shardwright.serving.simulate import PassTable, Request, closed_loop, poisson
 from shardwright.serving.space import layouts
 from tests.marks import prove
-from tests.serving.cases import IDEAL, serving, task
+from tests.serving.cases import IDEAL, scheduler, serving, task
 
 INPUT, OUTPUT = 1024, 60
 TOKEN_S = 2e-6
@@ -29,8 +29,8 @@ def table() -> PassTable:
 def pools(readers: int = 1, writers: int = 1, prompts: int = 8, batch: int = 16, sends: float = TOKEN_S,
           receives: float = 0.0, cache_tokens: float = 1e9) -> tuple[Pool, Pool]:  # fmt: skip
     return (
-        Pool(table(), readers, prompts, 8192, cache_tokens, sends),
-        Pool(table(), writers, batch, 8192, 1e9, receives),
+        Pool(table(), readers, scheduler(prompts, 8192, cache_tokens), sends),
+        Pool(table(), writers, scheduler(batch, 8192, 1e9), receives),
     )
 
 

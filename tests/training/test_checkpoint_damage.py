@@ -122,7 +122,7 @@ def write_a_list(folder: Path) -> list[str]:
 
 def write_a_manifest_nested_too_deeply(folder: Path) -> list[str]:
     (folder / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
-    return [f"{folder / 'manifest.json'} is damaged: it is nested too deeply"]
+    return [f"{folder / 'manifest.json'} is damaged: nested too deeply"]
 
 
 def put_a_folder_in_the_place_of_the_manifest(folder: Path) -> list[str]:

@@ -244,6 +244,15 @@ def test_a_resumed_run_drops_the_start_of_one_that_took_no_step(tmp_path: Path):
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["run", "train"]
 
 
+@pytest.mark.parametrize("line", ["[" * 100_000, "[1]", '{"step": "x", "kind": "train"}', "{}", "null"])
+def test_a_resumed_run_refuses_a_line_that_is_no_record(tmp_path: Path, line: str):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl is damaged .* mend or remove it, and resume again"):
+        JsonLines(path, resumed_step=2)
+    assert path.read_text() == line + "\n"
+
+
 def test_tensorboard_gets_every_number(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -48,7 +48,7 @@ def export(
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,18})\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise InputError(f"--max-shard-size {text}: give a number and a unit, such as 5GB or 500MiB")
     return int(match[1]) * _UNITS[match[2].upper()]

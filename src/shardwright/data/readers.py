@@ -9,7 +9,6 @@ import functools
 import gzip
 import io
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, Literal, get_args
 from shardwright.data.chat import BadConversation, ChatFormat, Piece
 from shardwright.data.remote import File, size_bytes
 from shardwright.errors import DataError
+from shardwright.files import parse_json
 from shardwright.units import KiB, MiB, format_bytes
 
 EncodingErrors = Literal["error", "replace", "skip"]
@@ -284,8 +284,8 @@ def _record_text(raw: bytes, where: str, offset: int, reading: Reading) -> str |
     if not line:
         return None
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise BadRecord(f"{where}: not JSON ({error}); a .jsonl file holds one object a line. {SKIP_BAD}") from None
     if not isinstance(record, dict):
         told = f"{where}: a JSON {type(record).__name__}, not an object with the field {reading.text_key!r}"

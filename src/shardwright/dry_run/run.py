@@ -22,6 +22,8 @@ from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
 
 TIMEOUT_S = 3600.0
+MOST_STEPS = 100
+"""Of a dry run."""
 _MOST_REMEDIES = 3
 
 
@@ -54,6 +56,8 @@ def how_of(device_memory: str | float, count_as: str, steps: int, imbalance: flo
         wrong.append(f"counting as {count_as}: not one of gpu, cpu")
     if steps < 2:
         wrong.append(f"{steps} steps: 2 or more are needed; the first one prepares what all later ones use")
+    if steps > MOST_STEPS:
+        wrong.append(f"{steps:,} steps: at most {MOST_STEPS} are taken; all after the first need and send the same")
     if not 1 <= imbalance < float("inf"):
         wrong.append(f"an imbalance of {imbalance:g}: a number of 1 (balanced) or more is needed")
     if wrong or not memory_bytes:

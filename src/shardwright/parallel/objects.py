@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from shardwright.errors import WorkerError
+from shardwright.files import parse_json
 from shardwright.units import MiB, format_bytes
 
 MOST_BYTES = 64 * MiB
@@ -95,7 +96,7 @@ def _decoded(texts: Sequence[Tensor], lengths: Sequence[int], kind: Any) -> list
     found = []
     for rank, (received, length) in enumerate(zip(texts, lengths, strict=False)):
         try:
-            found.append(adapter.validate_python(json.loads(received[:length].cpu().numpy().tobytes())))
+            found.append(adapter.validate_python(parse_json(received[:length].cpu().numpy().tobytes())))
         except ValueError as error:  # of json and pydantic alike
             raise WorkerError(f"what rank {rank} of {len(texts)} sent is not what was expected: {error}") from None
     return found

@@ -217,7 +217,7 @@ class _Held:
 def _looped(constants: _Constants, key: tuple[Any, ...], held: _Held) -> Served:
     case = held.case
     table, cache_tokens = _table(constants, _table_key(case), held)
-    limits = Scheduler.of(case.engine, case.engine.max_batch * case.degrees.dp, cache_tokens)
+    limits = Scheduler(case.engine, case.engine.max_batch * case.degrees.dp, cache_tokens)
     concurrency = max(case.requests, 1)
     if case.shortest >= 1:
         return steady_loop(table, limits, case.input_len, case.output_len, concurrency, ROUNDS)

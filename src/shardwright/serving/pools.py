@@ -17,25 +17,20 @@ from math import ceil, inf, sqrt
 import numpy as np
 
 from shardwright.cost.job import Floats
-from shardwright.serving.simulate import PassTable, Request, Served
+from shardwright.serving.simulate import PassTable, Request, Scheduler, Served
 
 Action = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal instances that do the same. `max_tokens`: of a pass over prompts; `max_batch`: requests that decode at a
-    time in an instance, or prompts of a pass; `cache_tokens`: of an instance; `transfer_s`: of the cache of a token
-    through its links alone; `accepted`: tokens of a request in a decode pass; `reserved`: as of an `Engine`."""
+    """Equal instances that do the same, each with such a scheduler, whose `max_batch` is requests that decode at a
+    time, or prompts of a pass. `transfer_s`: of the cache of a token through its links alone."""
 
     table: PassTable
     instances: int
-    max_batch: int
-    max_tokens: int
-    cache_tokens: float
+    scheduler: Scheduler
     transfer_s: float = 0.0
-    accepted: float = 1.0
-    reserved: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -155,12 +150,12 @@ class _Run:
 
     def _taken(self, reader: _Reader) -> list[int]:
         """The prompts of its next pass."""
-        limit, tokens = self.reading, 0
+        limit, tokens = self.reading.scheduler, 0
         taken: list[int] = []
         while self.waiting and len(taken) < limit.max_batch:
             size = self.requests[self.waiting[0]].input_len
             full = reader.held + size > limit.cache_tokens and reader.held > 0
-            if full or (taken and tokens + size > limit.max_tokens):
+            if full or (taken and tokens + size > limit.engine.max_tokens):
                 break
             taken.append(self.waiting.popleft())
             tokens += size
@@ -169,7 +164,7 @@ class _Run:
 
     def _prefill_s(self, prompts: Sequence[int]) -> float:
         """Of prompts in one pass, or of one that is longer than a pass, in chunks."""
-        table, most = self.reading.table, self.reading.max_tokens
+        table, most = self.reading.table, self.reading.scheduler.engine.max_tokens
         if len(prompts) > 1:
             return table.read_s(sum(prompts), sum(size * size / 2 for size in prompts), 0, 0.0, len(prompts))
         size = prompts[0]
@@ -193,8 +188,8 @@ class _Run:
         while self.ready:
             at, reader = self.ready[0]
             writer = min(self.writers, key=lambda each: each.taken)
-            full = writer.held + self._reserved(at) > self.writing.cache_tokens and writer.taken > 0
-            if writer.taken >= self.writing.max_batch or full:
+            full = writer.held + self._reserved(at) > self.writing.scheduler.cache_tokens and writer.taken > 0
+            if writer.taken >= self.writing.scheduler.max_batch or full:
                 return
             self.ready.popleft()
             writer.taken += 1
@@ -203,7 +198,7 @@ class _Run:
             self._at(self.now + self.latency_s, partial(self._cross, _Transfer(at, reader, writer)))
 
     def _reserved(self, at: int) -> float:
-        return self.requests[at].input_len + self.writing.reserved * self.requests[at].output_len
+        return self.requests[at].input_len + self.writing.scheduler.engine.reserved * self.requests[at].output_len
 
     def _cross(self, begun: _Transfer) -> None:
         self._advance_transfers()
@@ -255,7 +250,7 @@ class _Run:
             self._pass(writer, min(_passes(self.now - writer.now, each, grows), writer.ends[0][0] - writer.passes))
         else:
             writer.now = max(writer.now, self.now)
-        needed = ceil((self.requests[at].output_len - 1) / self.writing.accepted)
+        needed = ceil((self.requests[at].output_len - 1) / self.writing.scheduler.accepted)
         heapq.heappush(writer.ends, (writer.passes + needed, at))
         writer.cached += self.requests[at].input_len
         self._foresee_end(writer)
@@ -263,14 +258,14 @@ class _Run:
     def _pass_s(self, writer: _Writer) -> tuple[float, float]:
         """Seconds of its next pass, and by how much each pass is longer than the one before it."""
         table, n = self.writing.table, len(writer.ends)
-        return table.decode_s(n) + table.cached_s * writer.cached, table.cached_s * n * self.writing.accepted
+        return table.decode_s(n) + table.cached_s * writer.cached, table.cached_s * n * self.writing.scheduler.accepted
 
     def _pass(self, writer: _Writer, count: int) -> None:
         """So many passes, and the end of requests that have their last token with them."""
         each, grows = self._pass_s(writer)
         writer.now += count * each + grows * count * (count - 1) / 2
         writer.passes += count
-        writer.cached += len(writer.ends) * count * self.writing.accepted
+        writer.cached += len(writer.ends) * count * self.writing.scheduler.accepted
         while writer.ends and writer.ends[0][0] <= writer.passes:
             at = heapq.heappop(writer.ends)[1]
             done = self.requests[at]

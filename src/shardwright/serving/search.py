@@ -292,7 +292,7 @@ def pass_table(task: Task, degrees: Degrees) -> PassTable:
 
 def simulate(task: Task, option: Option, table: PassTable, cache_tokens: float) -> Found:
     """A stream of requests through one instance of an option."""
-    limits = Scheduler.of(task.engine, option.batch, cache_tokens, task.speculation.accepted)
+    limits = Scheduler(task.engine, option.batch, cache_tokens, task.speculation.accepted)
     if task.rate_per_s is None:
         users = option.batch if task.concurrency is None else ceil(task.concurrency / option.layout.replicas)
         rounds = max(3, min(100, LEAST_REQUESTS // users))

@@ -19,7 +19,7 @@ from shardwright.serving.memory import memory
 from shardwright.serving.pools import Crossed, Pool, run
 from shardwright.serving.search import LEAST_REQUESTS, Task, keeps_limits, keeps_up, pass_table
 from shardwright.serving.setting import Batch, Degrees, Settings
-from shardwright.serving.simulate import PassTable, Request, closed_loop, poisson
+from shardwright.serving.simulate import PassTable, Request, Scheduler, closed_loop, poisson
 from shardwright.serving.space import Layout, batches
 from shardwright.serving.work import cache_token_bytes, period_s
 
@@ -133,13 +133,11 @@ def _pools(task: Task, split: Split) -> tuple[Pool, Pool]:
     (read_room, sends_s), (write_room, receives_s) = found
     reads = PassTable(task.serving, split.prefill, engine.max_tokens)
     most = engine.max_batch * split.prefill.dp
+    writes = Scheduler(engine, split.batch, write_room, task.speculation.accepted)
     return (
-        Pool(reads, split.readers, most, engine.max_tokens, read_room, sends_s),
-        Pool(
-            pass_table(task, split.decode), split.writers, split.batch, engine.max_tokens, write_room, receives_s,
-            task.speculation.accepted, engine.reserved,
-        ),
-    )  # fmt: skip
+        Pool(reads, split.readers, Scheduler(engine, most, read_room), sends_s),
+        Pool(pass_table(task, split.decode), split.writers, writes, receives_s),
+    )
 
 
 def _promising(task: Task, every: Sequence[Layout]) -> list[Split]:

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 import numpy as np
 
@@ -80,28 +79,13 @@ def _between(xs: list[float], ys: list[float], x: float) -> float:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """`max_batch`: requests; `max_tokens`: of a pass; `cache_tokens`: of the whole instance; `accepted`: tokens of a
-    request in a pass, above 1 with speculative decoding. The others are those of an `Engine`, and `hold_tokens` is
-    `hold_share` of `max_tokens`."""
+    """That of an engine with `max_batch` requests at a time and `cache_tokens` of the whole instance; `accepted`:
+    tokens of a request in a pass, above 1 with speculative decoding."""
 
+    engine: Engine
     max_batch: int
-    max_tokens: int
     cache_tokens: float
-    mixed: bool = True
     accepted: float = 1.0
-    chunked: bool = True
-    reserved: float = 0.5
-    hold_passes: int = 0
-    hold_tokens: float = inf
-    hold_prompts: float = inf
-
-    @staticmethod
-    def of(engine: Engine, max_batch: int, cache_tokens: float, accepted: float = 1.0) -> "Scheduler":
-        """The scheduler of an engine."""
-        return Scheduler(
-            max_batch, engine.max_tokens, cache_tokens, engine.mixed, accepted, engine.chunked, engine.reserved,
-            engine.hold_passes, engine.hold_share * engine.max_tokens, engine.hold_prompts,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,7 +169,7 @@ class _Run:
     def __init__(
         self, table: PassTable, scheduler: Scheduler, requests: Sequence[Request], concurrency: int | None
     ) -> None:
-        self.table, self.scheduler, self.requests = table, scheduler, requests
+        self.table, self.scheduler, self.engine, self.requests = table, scheduler, scheduler.engine, requests
         self.arrived = [each.arrival_s for each in requests]
         self.first, self.last = [0.0] * len(requests), [0.0] * len(requests)
         self.later = deque(range(len(requests)))
@@ -235,27 +219,27 @@ class _Run:
 
     def _reserved(self, at: int) -> float:
         """Tokens of the cache that a request is admitted with."""
-        return self.requests[at].input_len + self.scheduler.reserved * self.requests[at].output_len
+        return self.requests[at].input_len + self.engine.reserved * self.requests[at].output_len
 
     def _chunks(self, decoding: int) -> list[int]:
         """Tokens of each prompt that the next pass reads, in their order, beside so many requests that decode."""
-        room = max(1, self.scheduler.max_tokens - decoding)
+        room = max(1, self.engine.max_tokens - decoding)
         found: list[int] = []
         for at, done in self.reading:
             left = self.requests[at].input_len - done
-            if room <= 0 or (found and left > room and not self.scheduler.chunked):
+            if room <= 0 or (found and left > room and not self.engine.chunked):
                 break
-            found.append(min(left, room) if self.scheduler.chunked else left)
+            found.append(min(left, room) if self.engine.chunked else left)
             room -= found[-1]
         return found
 
     def _holds(self) -> bool:
         """Whether the prompts that could be read wait for more of them, while others decode."""
-        limit = self.scheduler
-        if limit.hold_passes and self.ends and not self.reading[0][1] and len(self.reading) < limit.hold_prompts:
-            decoding = len(self.ends)
+        engine = self.engine
+        if engine.hold_passes and self.ends and not self.reading[0][1] and len(self.reading) < engine.hold_prompts:
+            decoding, enough = len(self.ends), engine.hold_share * engine.max_tokens
             since = self.passes if self.held_since is None else self.held_since
-            if self.passes < since + limit.hold_passes and sum(self._chunks(decoding)) + decoding < limit.hold_tokens:
+            if self.passes < since + engine.hold_passes and sum(self._chunks(decoding)) + decoding < enough:
                 self.held_since = since
                 return True
         self.held_since = None
@@ -263,7 +247,7 @@ class _Run:
 
     def _read(self) -> None:
         """One pass that reads prompts, and in which the requests of the batch decode if they are mixed."""
-        decoding = len(self.ends) if self.scheduler.mixed else 0
+        decoding = len(self.ends) if self.engine.mixed else 0
         tokens, pairs, ready = 0, 0.0, []
         for chunk in self._chunks(decoding):
             at, done = self.reading[0]
@@ -289,7 +273,7 @@ class _Run:
         """Passes up to the next end of a request, or the next arrival."""
         n, count = len(self.ends), self.ends[0][0] - self.passes
         if self.held_since is not None:
-            count = min(count, self.held_since + self.scheduler.hold_passes - self.passes)
+            count = min(count, self.held_since + self.engine.hold_passes - self.passes)
         each = self.table.decode_s(n) + self.table.cached_s * self.cached
         grows = self.table.cached_s * n * self.scheduler.accepted
         if self.coming and len(self.ends) < self.scheduler.max_batch:

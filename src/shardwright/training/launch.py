@@ -1,6 +1,5 @@
 """Start the workers of a run on this machine, again after a fault, and hand them the signals that this process gets."""
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from types import FrameType
 from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.errors import CopiesError, WorkerError
+from shardwright.files import parse_json
 from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
@@ -122,9 +122,9 @@ def _has_logged_since(out: Path, time: str) -> bool:
         with (out / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().splitlines()
-        record = json.loads(lines[-1])
+        record = parse_json(lines[-1])
         return bool(record["kind"] == "train" and record["time"] > time)
-    except (OSError, ValueError, LookupError):  # nothing yet, or a line that is being written
+    except (OSError, ValueError, TypeError, LookupError):  # nothing yet, or a line that is being written
         return False
 
 

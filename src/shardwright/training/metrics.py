@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from shardwright.config import RunConfig
 from shardwright.errors import InputError
-from shardwright.files import write_whole
+from shardwright.files import parse_json, write_whole
 from shardwright.run_folder import METRICS, TENSORBOARD, Record, whole_lines
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -43,8 +43,8 @@ class JsonLines:
 
     def _from(self, step: int) -> FileIO:
         try:
-            keep = [line for line in whole_lines(self.path) if _stays(json.loads(line), step)]
-        except (ValueError, KeyError) as error:
+            keep = [line for line in whole_lines(self.path) if _stays(parse_json(line), step)]
+        except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{self.path} is damaged ({error}); mend or remove it, and resume again") from None
         if step == 0:  # a run from the beginning evaluates before its first step, too
             keep = []

@@ -60,7 +60,7 @@ SERVING: dict[str, AnyBug] = {
     ),
     "a place for decoding is taken when the cache has arrived": UnitBug(
         Mutation(
-            f"{_APART}._pull", "writer.taken >= self.writing.max_batch", "len(writer.ends) >= self.writing.max_batch"
+            f"{_APART}._pull", "writer.taken >= self.writing.scheduler", "len(writer.ends) >= self.writing.scheduler"
         ),
         f"{_POOLS}:check_places_are_free_when_they_are_taken",
     ),
@@ -98,21 +98,21 @@ SERVING: dict[str, AnyBug] = {
         ("prefill first", 7),
     ),
     "requests decode while prompts are read before them": UnitBug(
-        Mutation(f"{_SIMULATION}._read", "len(self.ends) if self.scheduler.mixed else 0", "len(self.ends)"),
+        Mutation(f"{_SIMULATION}._read", "len(self.ends) if self.engine.mixed else 0", "len(self.ends)"),
         _ONE_BY_ONE,
         ("prefill first", None),
     ),
     "a request is admitted without room for its answer": UnitBug(
-        Mutation(f"{_SIMULATION}._reserved", "self.scheduler.reserved", "0.0"), _ONE_BY_ONE, ("no eviction", 7)
+        Mutation(f"{_SIMULATION}._reserved", "self.engine.reserved", "0.0"), _ONE_BY_ONE, ("no eviction", 7)
     ),
     "an engine that does not cut prompts cuts them": UnitBug(
-        Mutation(f"{_SIMULATION}._chunks", "not self.scheduler.chunked", "False"), _ONE_BY_ONE, ("whole prompts", 7)
+        Mutation(f"{_SIMULATION}._chunks", "not self.engine.chunked", "False"), _ONE_BY_ONE, ("whole prompts", 7)
     ),
     "prompts wait one pass too long for others": UnitBug(
         Mutation(
             f"{_SIMULATION}._decode",
-            "self.held_since + self.scheduler.hold_passes - self.passes",
-            "self.held_since + self.scheduler.hold_passes + 1 - self.passes",
+            "self.held_since + self.engine.hold_passes - self.passes",
+            "self.held_since + self.engine.hold_passes + 1 - self.passes",
         ),
         _ONE_BY_ONE,
         ("held for prompts", 7),

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError
+from shardwright.files import parse_json
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import RUN_FILE, published, step_of
 from shardwright.training.checkpoint.hosts import Hosts, transfers
@@ -250,7 +251,7 @@ def claim(folder: Path, out: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, run = folder / _HOST, str(out.absolute())
     with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        other = json.loads(path.read_text(encoding="utf-8"))["out"]
+        other = parse_json(path.read_text(encoding="utf-8"))["out"]
         if other != run and published(folder):
             raise CheckpointError(
                 f"{folder} holds checkpoints of the run in {other}, and this one is in {run}; name another folder, or "

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from typing_extensions import TypedDict
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.files import parse_json
 from shardwright.training.loss_scale import LossScaleState
 from shardwright.training.spikes import SpikeState
 
@@ -216,7 +217,7 @@ def _table_of(folder: Path) -> dict[str, Any]:
     """What a manifest holds, if it is as it was written."""
     path = folder / FILE_NAME
     try:
-        table = json.loads(path.read_bytes())
+        table = parse_json(path.read_bytes())
         if isinstance(table, dict) and table.pop("sha256", None) == _sha256_of(table):
             return table
     except FileNotFoundError:
@@ -230,8 +231,6 @@ def _table_of(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DamagedError(f"{path} is damaged: {error}") from None
-    except RecursionError:
-        raise DamagedError(f"{path} is damaged: it is nested too deeply") from None
     raise DamagedError(f"{path} is damaged: its content does not have the sha256 that it ends with")
 
 
