@@ -60,7 +60,9 @@ SERVING: dict[str, AnyBug] = {
     ),
     "a place for decoding is taken when the cache has arrived": UnitBug(
         Mutation(
-            f"{_APART}._pull", "writer.taken >= self.writing.scheduler", "len(writer.ends) >= self.writing.scheduler"
+            f"{_APART}._pull",
+            "writer.taken >= self.writing.scheduler.max_batch",
+            "len(writer.ends) >= self.writing.scheduler.max_batch",
         ),
         f"{_POOLS}:check_places_are_free_when_they_are_taken",
     ),
