@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwright.errors import WorkerError
 from shardwright.parallel import objects
@@ -43,6 +44,12 @@ def test_every_rank_has_the_objects_of_all_and_what_is_too_long_or_of_another_ty
         assert paths == [None, Path("a")]
         assert of_another_type.startswith("what rank 1 of 2 sent is not what was expected: 1 validation error")
         assert too_long == "rank 1 of 2 sends an object of 152 B to the others, and at most 100 B are taken"
+
+
+def test_what_another_rank_has_nested_too_deeply_is_refused():
+    text = torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)
+    with pytest.raises(WorkerError, match="what rank 0 of 1 sent is not what was expected: nested too deeply"):
+        objects._decoded([text], [len(text)], list)
 
 
 def test_nothing_unpickles_what_comes_from_another_rank():
