@@ -6,6 +6,9 @@ Kills: SIGKILL of a rank, the launcher or the server that forks ranks, of runs o
 a third in a save, a third while ranks start. Each run then has to end with the weights, optimizer states, losses and
 gradient norms of a run that nothing happened to, bit for bit, without a process or a file left over.
 
+Restarts: the seconds from the kill of one of 2 ranks to the next step, so many times each: with --max-restarts, and
+where the command is given again with --resume as soon as it has ended.
+
 Flips: one bit of a random file of a checkpoint; to load it has to be refused, with the name of that file.
 
 Chaos: 4 ranks (dp_replicate=2, tp=2) for so many minutes, with a fault after each gap (seconds, at least and at most):
@@ -34,7 +37,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
-from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, wait_for, write_tokens
+from chaos_runs import KilledRuns, Kills, TrainRun, flips, kills_of, restart_s, wait_for, write_tokens
 from parts import Log, Record
 from shardwright.ranks_at import State
 
@@ -208,6 +211,16 @@ def kills_in_words(found: Kills) -> list[str]:
     return rows
 
 
+def restarts_in_words(found: Sequence[Record]) -> list[str]:
+    """Rows of the table."""
+    told = {"launcher_s": "restarted by the launcher", "by_hand_s": "the command given again at once"}
+    return [
+        f"| kill of a rank to the next step, {told[name]} | median, largest of {len(found)} | "
+        f"{statistics.median(each[name] for each in found):.1f} s, {max(each[name] for each in found):.1f} s |"
+        for name in (told if found else ())
+    ]
+
+
 def chaos_in_words(runs: Sequence[Chaos]) -> list[str]:
     """Rows of the table, and what was said of each fault."""
     faults = [fault for found in runs for fault in found.faults]
@@ -239,6 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--restarts", type=int, default=0, help="of each kind, one after the other")
     parser.add_argument("--minutes", type=float, default=0.0, help="of chaos")
     parser.add_argument("--part", type=float, default=5.0, help="minutes of a run of the chaos")
     parser.add_argument("--gap", type=float, nargs=2, default=(60.0, 120.0), metavar="S", help="between two faults")
@@ -262,6 +276,7 @@ def main() -> int:
         good = good and each["named"] == each["n"]
         rows.append(f"| bit flips in a checkpoint | named | {each['named']} of {each['n']} |")
     rows += kills_in_words(kills) if kills.runs else []
+    rows += restarts_in_words(log.of("restarts"))
     rows += chaos_in_words(runs) if runs else []
     print("\n".join([*rows, *kills.wrong]))
     if options.write:
@@ -303,6 +318,12 @@ def measured(options: argparse.Namespace, log: Log, folder: Path) -> bool:
         )
         return asdict(found)
 
+    def restart(number: int) -> Record:
+        names = {"launcher_s": False, "by_hand_s": True}
+        found = {key: restart_s(folder / f"{key}-{number}", tokens, by_hand) for key, by_hand in names.items()}
+        say(f"restart {number + 1}: {found}")
+        return found
+
     gap_s = options.gap[0], options.gap[1]
     kinds = plan_of(options.minutes, gap_s, options.faults, options.seed)
     n_parts = max(1, round(options.minutes / options.part))
@@ -318,6 +339,7 @@ def measured(options: argparse.Namespace, log: Log, folder: Path) -> bool:
     return (
         (not options.flips or log.go_on("flips", bool, flip))
         and (not options.kills or log.go_on("kills", lambda done: len(kills_of(done).at) >= options.kills, kill))
+        and (not options.restarts or log.go_on("restarts", lambda done: len(done) >= options.restarts, restart))
         and (not options.minutes or log.go_on("chaos", lambda done: len(done) >= n_parts, disturb))
     )
 

@@ -90,6 +90,7 @@ class TrainRun:
     environment: dict[str, str] = field(default_factory=dict)
     out: Path = Path()
     """As FOLDER/out if it is not given."""
+    max_restarts: int = 100_000
     launcher: subprocess.Popen[bytes] | None = None
     known: set[Process] = field(default_factory=set)
     """Processes of the run that were ever seen."""
@@ -106,7 +107,7 @@ class TrainRun:
         """Type the command."""
         command = [sys.executable, "-m", "shardwright", "train", str(self.folder / "run.toml")]
         command += [word for setting in self.settings for word in ("--set", setting)]
-        command += ["--max-restarts", "100000", *(["--resume"] if resume else [])]
+        command += ["--max-restarts", str(self.max_restarts), *(["--resume"] if resume else [])]
         environment = os.environ | {"TMPDIR": str(self.folder / "tmp")} | self.environment
         with (self.folder / "said").open("ab") as said:
             self.launcher = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
@@ -292,6 +293,29 @@ class KilledRuns:
         found.orphans += run.orphans()
         found.left_over += run.left_over(self.quiet)
         return found
+
+
+def restart_s(folder: Path, tokens: Path, by_hand: bool) -> float:
+    """Seconds from the kill of one of 2 ranks to the next step: with `--max-restarts`, or the command given again with
+    `--resume` as soon as it has ended."""
+    run = TrainRun(folder, tokens, 10**6, ["layout.dp_shard=2"], max_restarts=0 if by_hand else 100_000)
+    run.start()
+    wait_for(lambda: published(run.out / CHECKPOINTS), f"a checkpoint\n{run.said[-3000:]}")
+    before = {pid for pid, _ in run.states().values()}
+    run.seen()
+    os.kill(run.states()[1][0], signal.SIGKILL)
+    since_s = time.monotonic()
+    if by_hand:
+        run.finish()
+        run.start(resume=True)
+    goes_on = run.next_step_of(before)
+    took_s = time.monotonic() - since_s
+    assert goes_on, run.said[-3000:]
+    run.seen()
+    os.kill(run.pid, signal.SIGTERM)
+    run.finish()
+    run.orphans()
+    return took_s
 
 
 def kills_of(records: Sequence[Mapping[str, Any]]) -> Kills:
