@@ -65,7 +65,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
     """What a command prints that bash runs in `folder`; an assertion fails if it fails.
 
-    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not; so is that of `verify` with a bug.
+    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not; so are that of `dryrun`, and of
+    `verify` with a bug.
     A page may show an error: `shown`.
     """
     environment = {
@@ -80,16 +81,20 @@ def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
         ["bash", "-e", "-o", "pipefail", "-c", command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
-    answered = done.returncode == 1 and ("shardwright plan" in command or "verify_with_bug" in command)
+    answered = done.returncode == 1 and any(
+        words in command for words in ("shardwright plan", "shardwright dryrun", "verify_with_bug")
+    )
     assert done.returncode == 0 or answered or "error:" in shown, f"$ {command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
 
 def commands(text: str) -> list[str]:
-    """Of each `sh` block its commands, one a line but for loops, lines that go on and what runs in the background."""
+    """Of each `sh` block its commands, one a line but for loops, conditions, lines that go on and what runs in the
+    background."""
     found = []
     for block in blocks(text, "sh"):
-        if block.startswith("#!") or "for " in block or "<<" in block or re.search(r"&$", block, re.MULTILINE):
+        whole = block.startswith(("#!", "if ")) or "for " in block or "<<" in block
+        if whole or re.search(r"&$", block, re.MULTILINE):
             found.append(block + "\nwait" if "&" in block else block)
         else:
             found += block.replace("\\\n", " ").splitlines()
