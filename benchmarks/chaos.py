@@ -55,6 +55,8 @@ FAULTS = ("kill", "stop", "nan", "disk", "flip", "slow")
 LASTS_S = 10.0
 """How long a rank is slow."""
 DISK = "512m"
+RESTARTS = {"restarted by the launcher": False, "the command given again at once": True}
+"""Whether by hand."""
 
 
 @dataclass
@@ -213,11 +215,10 @@ def kills_in_words(found: Kills) -> list[str]:
 
 def restarts_in_words(found: Sequence[Record]) -> list[str]:
     """Rows of the table."""
-    told = {"launcher_s": "restarted by the launcher", "by_hand_s": "the command given again at once"}
     return [
-        f"| kill of a rank to the next step, {told[name]} | median, largest of {len(found)} | "
-        f"{statistics.median(each[name] for each in found):.1f} s, {max(each[name] for each in found):.1f} s |"
-        for name in (told if found else ())
+        f"| kill of a rank to the next step, {how} | median, largest of {len(found)} | "
+        f"{statistics.median(each[how] for each in found):.1f} s, {max(each[how] for each in found):.1f} s |"
+        for how in RESTARTS
     ]
 
 
@@ -269,14 +270,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a socket has no room for the name of a deep folder
         if not measured(options, log, Path(name)):
             return 0
-    flipped, kills = log.of("flips"), kills_of(log.of("kills"))
+    flipped, kills, restarts = log.of("flips"), kills_of(log.of("kills")), log.of("restarts")
     runs = [Chaos(**{key: value for key, value in each.items() if key != "kind"}) for each in log.of("chaos")]
     good = not kills.wrong and not kills.orphans and not kills.left_over and all(found.equal for found in runs)
     for each in flipped:
         good = good and each["named"] == each["n"]
         rows.append(f"| bit flips in a checkpoint | named | {each['named']} of {each['n']} |")
     rows += kills_in_words(kills) if kills.runs else []
-    rows += restarts_in_words(log.of("restarts"))
+    rows += restarts_in_words(restarts) if restarts else []
     rows += chaos_in_words(runs) if runs else []
     print("\n".join([*rows, *kills.wrong]))
     if options.write:
@@ -319,8 +320,9 @@ def measured(options: argparse.Namespace, log: Log, folder: Path) -> bool:
         return asdict(found)
 
     def restart(number: int) -> Record:
-        names = {"launcher_s": False, "by_hand_s": True}
-        found = {key: restart_s(folder / f"{key}-{number}", tokens, by_hand) for key, by_hand in names.items()}
+        found = {
+            how: restart_s(folder / f"restart-{number}-{by_hand}", tokens, by_hand) for how, by_hand in RESTARTS.items()
+        }
         say(f"restart {number + 1}: {found}")
         return found
 

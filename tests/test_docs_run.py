@@ -62,11 +62,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
-    """What a command prints that bash runs in `folder`; an assertion fails if it fails.
+def run(command: str, folder: Path, shown: str = "", columns: int = 80, code: int = 0) -> str:
+    """What a command prints that bash runs in `folder`; an assertion fails if it does not end with `code`.
 
-    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not; so are that of `dryrun`, and of
-    `verify` with a bug.
+    Exit code 1 of `plan` is an answer: nothing fits, or what is explained does not; so is that of `verify` with a bug.
     A page may show an error: `shown`.
     """
     environment = {
@@ -81,10 +80,8 @@ def run(command: str, folder: Path, shown: str = "", columns: int = 80) -> str:
         ["bash", "-e", "-o", "pipefail", "-c", command],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
-    answered = done.returncode == 1 and any(
-        words in command for words in ("shardwright plan", "shardwright dryrun", "verify_with_bug")
-    )
-    assert done.returncode == 0 or answered or "error:" in shown, f"$ {command}\n{done.stdout}{done.stderr}"
+    answered = done.returncode == 1 and ("shardwright plan" in command or "verify_with_bug" in command)
+    assert done.returncode == code or answered or "error:" in shown, f"$ {command}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
 
@@ -113,17 +110,20 @@ def test_every_command_of_a_page_runs_as_typed(page: Path, checkout: Path, tmp_p
         shutil.rmtree(folder / "data/python")  # this reader makes it
     for name, program in SAVED.findall(page.read_text()):
         (folder / name).write_text(program)
-    shown = {" ".join(command.replace("\\\n", " ").split()) for command, _ in SHOWN.findall(page.read_text())}
+    shown = {_one_line(command) for command, _ in SHOWN.findall(page.read_text())}
     refused = dict(REFUSED.findall(page.read_text()))
+    with_1 = {_one_line(command) for command in WITH_1.findall(page.read_text())}
     for command in typed:
-        if " ".join(command.split()) not in shown:
-            printed = run(command, folder, refused.get(command, ""))
+        if _one_line(command) not in shown:
+            printed = run(command, folder, refused.get(command, ""), code=int(_one_line(command) in with_1))
             assert _words(refused.get(command, "")) in _words(printed)
 
 
 SAVED = re.compile(r"Save this as `([^`]+)`.*?^```python\n(.*?)^```$", re.M | re.S)
 REFUSED = re.compile(r"^```sh\n([^\n]+)\n```\n\s*```text\n(error:.*?)^```$", re.M | re.S)
 """A command that is refused, and the errors that the page shows below it."""
+WITH_1 = re.compile(r"^```sh\n((?:[^\n]|(?<=\\)\n)*)\n```\n\nIt exits with 1\b", re.M)
+"""A command of which the page says that it exits with 1."""
 
 
 SHOWN = re.compile(
@@ -144,6 +144,11 @@ def test_what_a_page_shows_of_an_output_is_printed(page: Path, checkout: Path):
                 words = _words(run(command.replace("\\\n", " "), checkout, shown, columns))
                 missing = [line for line in missing if line.strip() != "..." and _words(line) not in words]
         assert not missing, "\n".join([f"$ {command}", "does not print", *missing])
+
+
+def _one_line(command: str) -> str:
+    """Without what breaks it into lines."""
+    return " ".join(command.replace("\\\n", " ").split())
 
 
 def _words(text: str) -> str:

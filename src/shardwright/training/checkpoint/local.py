@@ -271,7 +271,7 @@ def _name_of_host(folder: Path, out: Path) -> str:
             os.link(fresh, path)  # that of the first of the ranks
     finally:
         fresh.unlink(missing_ok=True)
-    return str(json.loads(path.read_text(encoding="utf-8"))["host"])
+    return str(parse_json(path.read_text(encoding="utf-8"))["host"])
 
 
 def _plain(records: Records) -> list[Any]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
+from shardwright.files import parse_json
 from shardwright.units import MiB
 
 _CHUNK_BYTES = 16 * MiB
@@ -47,7 +48,7 @@ class Messages:
         text = torch.empty(self._size(source), dtype=torch.uint8)
         for part in _parts(text):
             dist.recv(part, source, group=self._group)
-        return json.loads(text.numpy().tobytes())
+        return parse_json(text.numpy().tobytes())
 
     def receive_file(self, path: Path, source: int) -> None:
         """Write what a rank has sent with `send_file`. All of it is received, whatever goes wrong with it here. Raises
