@@ -37,13 +37,15 @@ Floats = NDArray[np.float64]
 OPTIONS = "--steps", "--rows", "--families", "--hold"
 MOST_ROWS = 20
 """Rows of a family that count; a longer one has each row count for less."""
-FITTED_ROWS = 30
+FITTED_ROWS = 200
 """Rows of a source that the derivatives are taken from, evenly over the table."""
-ROBUST = 0.1
+ROBUST = 0.03
 """Error (of the logarithm) from which on a row pulls less than in proportion."""
 PRIOR = 0.05
 """What a constant that is one spread away from its guess counts, in the logarithm of one row."""
 LEFT_OUT_STEPS = 3
+LEAST_WIDTH = 0.02
+"""Of an interval, as a logarithm: two runs of one setting differ by about that."""
 STEP = 1e-3
 """Change of a constant's logarithm for its derivative."""
 PAGE = Path(__file__).parents[1] / "docs/cost-model.md"
@@ -194,15 +196,16 @@ class LeftOut:
         self.errors = np.abs(np.log(predicted / np.array([run.measured.step_time_s for run in runs])))
 
     def coefficients(self, but: str = "") -> dict[str, float]:
-        """The linear quantile regression of the errors, not negative, over all families but one, each of which counts
-        the same."""
+        """The linear quantile regression of the errors, not negative and with LEAST_WIDTH, over all families but one,
+        each of which counts the same."""
         kept = self.families != but
         counts = Counter(self.families[kept])
         weights = np.array([1 / counts[each] for each in self.families[kept]])
         x, n_terms, n = self.features[kept], len(TERMS), int(kept.sum())
         # error = x c + above - below; the sum of COVERED above + (1 - COVERED) below is least.
         costs = np.concatenate([np.zeros(n_terms), COVERED * weights, (1 - COVERED) * weights])
-        found = linprog(costs, A_eq=np.hstack([x, np.eye(n), -np.eye(n)]), b_eq=self.errors[kept], method="highs")
+        bounds = [(LEAST_WIDTH if term == "base" else 0, None) for term in TERMS] + [(0, None)] * 2 * n
+        found = linprog(costs, A_eq=np.hstack([x, np.eye(n), -np.eye(n)]), b_eq=self.errors[kept], bounds=bounds)
         return dict(zip(TERMS, map(float, found.x), strict=False))
 
 

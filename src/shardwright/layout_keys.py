@@ -79,8 +79,7 @@ class LayoutKeys:
         choices=names,
         used=_in_pipeline,
         needs="pp above 1",
-        planned=lambda layout: [name for name in names() if find(name).priced],
-        not_priced=lambda: [name for name in names() if not find(name).priced],
+        planned=lambda layout: [name for name in names() if not find(name).searched],
         runner_up=True,
     )
     virtual_stages: int = _key(

@@ -8,13 +8,15 @@ from shardwright.cost.job import Candidates
 from shardwright.layout import Layout
 from shardwright.schedule import build
 from shardwright.schedule.registry import find, names
+from shardwright.schedule.simulate import Times, simulate
+from shardwright.split.stages import step_schedule
 from tests.cost.layouts import job, one
 
 
 def most(schedule: str, pp: int, microbatches: int, virtual_stages: int = 1) -> np.ndarray:
     """Microbatches in flight on each rank, those of a stage counting as its share of a rank."""
     candidates = one(pp=pp, pp_schedule=schedule, virtual_stages=virtual_stages)
-    at = pipeline.moments(candidates, microbatches)
+    at = pipeline.moments(job(), candidates, microbatches)
     return at.in_flight.sum(2).max(1) / at.in_flight.shape[2]
 
 
@@ -59,7 +61,7 @@ def test_layers_with_experts_are_told_from_those_without():
 
 
 def as_set(candidates: Candidates, microbatches: int) -> list[set[tuple[int, ...]]]:
-    at = pipeline.moments(candidates, microbatches)
+    at = pipeline.moments(job(), candidates, microbatches)
     columns = [at.in_flight, at.waiting, at.accumulating, at.reduced, at.kind[..., None]]
     return [set(map(tuple, rank)) for rank in np.concatenate(columns, axis=2).tolist()]
 
@@ -81,22 +83,22 @@ def test_a_few_microbatches_fill_ranks_exactly_as_many_do(schedule: str, pp: int
 def test_gradients_of_a_stage_accumulate_from_its_first_backward_pass_to_its_last():
     """1f1b on two ranks with three micro-batches, rank 0: F F B F B B. When its first B begins there are none; when it
     ends they are in the place of what the micro-batch held."""
-    actions, begin, end = pipeline.every_moment(one(pp=2), 3, 0)
+    actions, begin, end = pipeline.every_moment(job(), one(pp=2), 3, 0)
     assert list(map(str, actions)) == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
     assert begin.accumulating[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1]
     assert begin.in_flight[0, :, 0].tolist() == [1, 2, 2, 2, 2, 1]
     assert (end.accumulating[0, 2, 0], end.in_flight[0, 2, 0]) == (1, 1)
     assert not begin.reduced.any()
     interleaved = one(pp=2, pp_schedule="interleaved-1f1b", virtual_stages=2)
-    assert pipeline.moments(interleaved, 2).accumulating.sum(2).max() == 1
-    assert pipeline.moments(interleaved, 8).accumulating.sum(2).max() == 2
+    assert pipeline.moments(job(), interleaved, 2).accumulating.sum(2).max() == 1
+    assert pipeline.moments(job(), interleaved, 8).accumulating.sum(2).max() == 2
 
 
 def test_moments_are_those_no_other_moment_covers():
     candidates = one(pp=4, pp_schedule="interleaved-1f1b", virtual_stages=2)
-    at = pipeline.moments(candidates, 16)
+    at = pipeline.moments(job(), candidates, 16)
     for rank in range(4):
-        actions, every, _ = pipeline.every_moment(candidates, 16, rank)
+        actions, every, _ = pipeline.every_moment(job(), candidates, 16, rank)
         assert len(actions) == 2 * 16 * 2
         counts, those = (
             np.concatenate([each.in_flight, each.waiting, each.accumulating, each.accumulating + each.reduced], axis=2)
@@ -107,7 +109,19 @@ def test_moments_are_those_no_other_moment_covers():
 
 
 def test_every_moment_of_one_rank_alone_is_forward_then_backward():
-    actions, at, _ = pipeline.every_moment(Candidates.of(Layout(), 1), 2, 0)
+    actions, at, _ = pipeline.every_moment(job(), Candidates.of(Layout(), 1), 2, 0)
     assert list(map(str, actions)) == ["0F0", "0B0", "0F1", "0B1"]
     assert at.in_flight[0, :, 0].tolist() == [1, 1, 1, 1]
     assert at.kind[0].tolist() == [pipeline.LOSS, pipeline.BACKWARD_LAST] * 2
+
+
+def test_a_searched_schedule_is_priced_as_it_is_trained():
+    of, candidates = job("llama-3.1-8b"), one(pp=4, pp_schedule="auto")
+    trained = step_schedule(of.model, Layout(pp=4, pp_schedule="auto"), 16, of.seq_len)
+    assert trained.ranks != build.build("auto", 4, 16).ranks, "the last stage has the head: its times are not the others'"
+    for rank in range(4):
+        assert pipeline.every_moment(of, candidates, 16, rank)[0] == list(trained.ranks[rank])
+    simulation = simulate(trained, Times())
+    held = pipeline.moments(of, candidates, 16)
+    assert held.in_flight.sum(2).max(1).tolist() == list(simulation.peak_in_flight)
+    assert held.waiting.sum(2).max(1).tolist() == list(simulation.peak_waiting)

@@ -12,6 +12,7 @@ from shardwright.cost.data_parallel import Beside
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makespans
+from shardwright.cost.pipeline import built_from
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.stack import STACKS
@@ -150,7 +151,7 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
     times = StageTimes(one, one, one, np.zeros(1))
     for m in (4, 8, 64):
         work = float(busy(of, times, np.array([m])).max())
-        span = float(makespans(of, times, np.array([m]))[0])
+        span = float(makespans(built_from(job(), of), times, np.array([m]))[0])
         assert (span - work) / span == pytest.approx(3 / (m + 3))
 
 
@@ -164,10 +165,22 @@ def test_a_long_step_is_a_shorter_one_with_more_rounds_in_the_middle(schedule: s
     rng = np.random.default_rng(0)
     f, i, w = (rng.uniform(0.5, 1.5, stages) for _ in range(3))
     times, count = StageTimes(f[None], i[None], w[None], np.array([message])), np.array([m])
-    drawn = makespans(of, times, count)[0]
+    drawn = makespans(built_from(job(), of), times, count)[0]
     full = simulate(build(schedule, 4, m, virtual), Times(tuple(f), tuple(i), tuple(w), message)).makespan
     assert drawn == pytest.approx(full, rel=1e-9)
     assert ends(of, times, busy(of, times, count)).max() <= full * (1 + 1e-9)
+
+
+def test_a_long_step_of_a_searched_schedule_is_a_shorter_one_with_work_of_the_busiest_rank():
+    of = candidates(pp=4, pp_schedule="auto")
+    searched = built_from(job(), of)
+    assert searched.times is not None
+    each = [np.array([getattr(searched.times, name)]) for name in ("forward", "backward_input", "weight")]
+    times = StageTimes(*each, np.zeros(1))
+    for m, most in ((64, 1), (1000, 1.001)):
+        assert (m * 4 > MOST_SIMULATED) == (most > 1)
+        found = makespans(searched, times, np.array([m]))[0]
+        assert found <= simulate(searched.schedule(m), searched.times).makespan * (1 + 1e-9) <= found * most * (1 + 2e-9)
 
 
 @pytest.mark.parametrize("zero", [2, 3])

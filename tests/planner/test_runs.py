@@ -182,6 +182,14 @@ def test_what_is_priced_as_something_else_is_said(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize(("stack", "priced"), [("megatron", "auto"), ("fsdp", "zb-h2")])
+def test_zb_h2_of_megatron_is_the_searched_schedule_of_its_paper(tmp_path: Path, stack: str, priced: str):
+    (row,) = read_runs(write(tmp_path / "runs.csv", PIPED | {"schedule": "zb-h2", "virtual_stages": "1", "stack": stack}))
+    assert isinstance(row, Run)
+    assert row.candidates.shared.pp_schedule == priced
+    assert any("ZB-2p" in each for each in row.assumed) == (priced == "auto")
+
+
 def test_a_run_is_spread_evenly_over_as_few_domains_as_hold_it(tmp_path: Path):
     for n, size in ((8, 8), (64, 64), (128, 64), (200, 50), (2, 2)):
         change = {"accelerator": "gb200", "per_domain": "72", "accelerators": str(n), "tp": "2", "sp": "0"}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost import memory
@@ -156,6 +156,9 @@ def test_a_search_finds_what_brute_force_finds(
     n_layers=st.integers(2, 7),
     mixture=st.booleans(),
     top=st.integers(1, 12),
+)
+@example(  # two groups of equal layouts that a third layout joins
+    hardware="b200:6/3", global_batch=12, seq_len=96, memory_gib=0.3, n_layers=6, mixture=False, top=10
 )
 def test_a_search_of_any_job_finds_what_brute_force_finds(
     hardware: str, global_batch: int, seq_len: int, memory_gib: float, n_layers: int, mixture: bool, top: int

@@ -62,7 +62,7 @@ def pipelines(pp: int) -> Iterator[dict[str, Any]]:
         yield {}
         return
     for name in names():
-        if not find(name).priced:
+        if find(name).searched:
             continue
         for virtual_stages in (2, 3, 4, 6, 8) if name == "interleaved-1f1b" else (1,):
             yield {"pp_schedule": name, "virtual_stages": virtual_stages}

@@ -9,10 +9,10 @@ import numpy as np
 
 from shardwright.cost.job import Candidates, Floats, Ints
 from shardwright.schedule.actions import Op, Schedule
-from shardwright.schedule.build import build
 from shardwright.schedule.play import play
 from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times, simulate
+from shardwright.split.stages import Pipeline
 
 MOST_SIMULATED = 2048
 """Micro-batches times stages that are simulated at most; a longer step is extrapolated from a shorter one of at least 6
@@ -69,19 +69,20 @@ def ends(candidates: Candidates, times: StageTimes, work: Floats) -> Floats:
     return heads + work if split else heads + work + tails
 
 
-def makespans(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
-    """The simulated time of the schedule: (n,) seconds; 0 without a pipeline.
+def makespans(of: Pipeline, times: StageTimes, m: Ints) -> Floats:
+    """The simulated time of the schedule of each of n candidates: (n,) seconds; 0 without a pipeline.
 
     Exact up to `MOST_SIMULATED`. The time of a schedule is the longest of many paths through its actions. A longer step
     has a shorter one's paths with more micro-batches in the middle (`_Middle`): of these all but those that come back
     to no action within a round, so the result is a lower bound, and seven schedules with random times have been exact.
-    As it is the longest of a fixed set of paths, no action that takes longer makes it shorter.
+    As it is the longest of a fixed set of paths, no action that takes longer makes it shorter. A searched schedule does
+    not repeat its actions: of a longer step it is a shorter one's time and the work of the busiest rank beyond.
     """
-    if candidates.pp == 1:
-        return np.zeros(len(candidates))
+    if of.pp == 1:
+        return np.zeros(len(m))
     runs = [
         _makespan(
-            (candidates.shared.pp_schedule, candidates.pp, candidates.shared.virtual_stages),
+            of,
             int(m[at]),
             Times(
                 tuple(times.forward[at].tolist()),
@@ -90,38 +91,36 @@ def makespans(candidates: Candidates, times: StageTimes, m: Ints) -> Floats:
                 float(times.message[at]),
             ),
         )
-        for at in range(len(candidates))
+        for at in range(len(m))
     ]
     return np.array(runs)
 
 
 @lru_cache(maxsize=4096)  # layouts that differ only in their data axes have stages of the same times
-def _makespan(pipeline: tuple[str, int, int], m: int, times: Times) -> float:
-    name, pp, virtual_stages = pipeline
-    stages = len(find(name).ways(pp, virtual_stages)[0])
+def _makespan(of: Pipeline, m: int, times: Times) -> float:
+    kind = find(of.name)
+    stages = len(kind.ways(of.pp, of.virtual_stages)[0])
     # A whole number of rounds of an interleaved schedule, and an even number for schedules with two routes.
-    unit = 2 * pp
+    unit = 2 * of.pp
     most = max(3, MOST_SIMULATED // stages // unit) * unit
     if m <= most + unit:
-        return _run(pipeline, m, times)
+        return simulate(_built(of, m), times).makespan
+    if kind.searched:
+        short = simulate(_built(of, most), times)
+        return short.makespan + (m - most) / most * max(short.work)
     longer = most + (m - most) % unit
-    schedule, middle = _built(pipeline, longer), _middle(pipeline, longer, unit)
+    schedule, middle = _built(of, longer), _middle(of, longer, unit)
     return middle.makespan(schedule, times, (m - longer) // unit)
 
 
-def _run(pipeline: tuple[str, int, int], m: int, times: Times) -> float:
-    return simulate(_built(pipeline, m), times).makespan
+@lru_cache(maxsize=256)
+def _built(of: Pipeline, m: int) -> Schedule:
+    return of.schedule(m)
 
 
 @lru_cache(maxsize=256)
-def _built(pipeline: tuple[str, int, int], m: int) -> Schedule:
-    name, pp, virtual_stages = pipeline
-    return build(name, pp, m, virtual_stages)
-
-
-@lru_cache(maxsize=256)
-def _middle(pipeline: tuple[str, int, int], m: int, unit: int) -> "_Middle":
-    return _Middle.of(_built(pipeline, m), _built(pipeline, m - unit))
+def _middle(of: Pipeline, m: int, unit: int) -> "_Middle":
+    return _Middle.of(_built(of, m), _built(of, m - unit))
 
 
 @dataclass(frozen=True)

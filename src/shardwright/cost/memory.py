@@ -106,7 +106,7 @@ def of(job: Job, candidates: Candidates) -> Memory:
     few = step.microbatches()
     for m in np.unique(few):
         mine = np.nonzero(few == m)[0]
-        at = pipeline.moments(candidates, int(m))
+        at = pipeline.moments(job, candidates, int(m))
         moving, moment[mine] = _fullest(step.of_stage.take(mine), step.stages, at)
         for kind, values in moving.items():
             kinds[kind][mine] = values
@@ -132,7 +132,7 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
             ledger.note("gradients now", "sum(reduced_of_stages)", complete, "B", reduced_of_stages=complete)
         else:
             few = int(step.microbatches()[0])
-            at = pipeline.moments(candidates, few)
+            at = pipeline.moments(job, candidates, few)
             now, _ = _fullest(step.of_stage, step.stages, at.of_rank(rank))
         both = [kind for kind in _BOTH if kind in held and kind in now]
         sums = {kind: ledger.total(kind, {f"{kind} kept": held[kind], f"{kind} now": now[kind]}, "B") for kind in both}
@@ -160,7 +160,7 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     assert len(candidates) == 1, len(candidates)
     step = Step(job, candidates, rank)
     microbatches = int(candidates.microbatches(job.global_batch)[0])
-    actions, *moments = pipeline.every_moment(candidates, microbatches, rank)
+    actions, *moments = pipeline.every_moment(job, candidates, microbatches, rank)
     begin, end = (_held(step.of_stage, step.stages, at.each) for at in moments)
     later = sum(end.values(), np.zeros(1)) > sum(begin.values(), np.zeros(1))
     last = step.at_update()

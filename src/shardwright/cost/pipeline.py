@@ -1,6 +1,6 @@
 """The stages of each rank of `pp`, and the micro-batches of each stage in flight at the rank's memory peaks.
 
-The counts follow from the order of the schedule's actions (`schedule.build`), without their times.
+The counts follow from the order of the schedule's actions (`split.stages.Pipeline`), without their times.
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
@@ -15,10 +15,9 @@ from shardwright.cost.blocks import Block, blocks
 from shardwright.cost.job import Candidates, Ints, Job
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
-from shardwright.schedule import build
 from shardwright.schedule.actions import Action, Schedule
 from shardwright.schedule.registry import find
-from shardwright.split.stages import stage_layers
+from shardwright.split.stages import Pipeline, stage_layers
 
 ACTIONS = ("forward or weight", "loss", "backward", "backward in the last stage", "gradient of the embedding")
 OTHER, LOSS, BACKWARD, BACKWARD_LAST, EMBEDDING = range(len(ACTIONS))
@@ -72,8 +71,12 @@ class Moments:
 
 def stages(job: Job, candidates: Candidates) -> Stages:
     """The stages, which are the same for all candidates; `split.stages` partitions the layers."""
-    keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
-    return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
+    return _stages(job.model, _layout(candidates), job.seq_len)
+
+
+def built_from(job: Job, candidates: Candidates) -> Pipeline:
+    """What the schedules of all candidates are built from."""
+    return _built_from(job.model, _layout(candidates), job.seq_len)
 
 
 class Layers(NamedTuple):
@@ -99,24 +102,24 @@ def layers_alike(job: Job, candidates: Candidates) -> Iterator[Layers]:
         yield Layers(block, f"{block.name} that does not recompute", held.of_kind[block] - again, rest)
 
 
-def moments(candidates: Candidates, microbatches: int) -> Moments:
+def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
     """The possible peaks of every rank in a step of `microbatches`; `representative` gives a smaller number with the
     same peaks.
 
     Raises ScheduleError if the schedule cannot run that many.
     """
-    shared = candidates.shared
-    name, pp, virtual = shared.pp_schedule, shared.pp, shared.virtual_stages
-    if shared.kind.microbatches_stay and microbatches > 2:
-        two = _moments(name, pp, virtual, 2)
+    of = built_from(job, candidates)
+    if candidates.kind.microbatches_stay and microbatches > 2:
+        two = _moments(of, 2)
         return replace(two, in_flight=two.in_flight + microbatches - 2)
-    return _moments(name, pp, virtual, microbatches)
+    return _moments(of, microbatches)
 
 
-def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[list[Action], Moments, Moments]:
+def every_moment(
+    job: Job, candidates: Candidates, microbatches: int, rank: int
+) -> tuple[list[Action], Moments, Moments]:
     """The actions of one rank in order, and what is held while each of them runs: at first, at the end; R is 1."""
-    shared = candidates.shared
-    schedule = build.build(shared.pp_schedule, shared.pp, microbatches, shared.virtual_stages)
+    schedule = built_from(job, candidates).schedule(microbatches)
     begin, end = _held(schedule, rank)
     return list(schedule.ranks[rank]), _as_moments([begin]), _as_moments([end])
 
@@ -124,6 +127,17 @@ def every_moment(candidates: Candidates, microbatches: int, rank: int) -> tuple[
 def representative(name: str, pp: int, microbatches: int) -> int:
     """A number of micro-batches, no larger, with the same memory peaks of all ranks."""
     return find(name).representative(pp, microbatches)
+
+
+def _layout(candidates: Candidates) -> Layout:
+    """What the stages and the schedule of all candidates depend on."""
+    keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
+    return Layout(**{key: getattr(candidates.shared, key) for key in keys})
+
+
+@cache
+def _built_from(model: ModelSpec, layout: Layout, seq_len: int) -> Pipeline:
+    return Pipeline.of(model, layout, seq_len)
 
 
 @cache
@@ -138,9 +152,9 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
 
 
 @cache
-def _moments(name: str, pp: int, virtual_stages: int, microbatches: int) -> Moments:
-    schedule = build.build(name, pp, microbatches, virtual_stages)
-    return _as_moments([_largest(np.concatenate(_held(schedule, rank))) for rank in range(pp)])
+def _moments(of: Pipeline, microbatches: int) -> Moments:
+    schedule = of.schedule(microbatches)
+    return _as_moments([_largest(np.concatenate(_held(schedule, rank))) for rank in range(of.pp)])
 
 
 def _as_moments(ranks: list[Ints]) -> Moments:

@@ -72,7 +72,7 @@ def _while_running(job: Job, candidates: Candidates, table: Table, memo: Memo, r
     moving = np.zeros((len(first), len(ranks)))
     distinct, begins = np.unique(few[first], return_index=True)  # in order, so each has a slice of the rows
     for m, begin, end in zip(distinct, begins, [*begins[1:], len(first)], strict=True):
-        peaks = pipeline.moments(candidates, int(m)).of_ranks(ranks.tolist())
+        peaks = pipeline.moments(job, candidates, int(m)).of_ranks(ranks.tolist())
         moving[begin:end] = memory.sizes_at(of_stage.take(slice(begin, end)), stages, peaks).max(2)
     return moving[back], table.values["messages"][np.ix_(at, ranks)]
 

@@ -70,9 +70,12 @@ def _grouped(pool: Pool, numbers: Sequence[int]) -> list[Equals]:
     found: list[Equals] = []
     for number, step_s in zip(numbers, pool.times_s(numbers), strict=True):
         choice, peak = pool.choice(number), float(pool.peak_bytes[number])
-        equals = next((each for each in found if each.takes(choice, step_s, peak)), None)
-        if equals is None:
-            equals = Equals(step_s, peak)
+        taking = [each for each in found if each.takes(choice, step_s, peak)]
+        equals = taking[0] if taking else Equals(step_s, peak)
+        if not taking:
             found.append(equals)
+        for other in taking[1:]:  # this layout is one choice away from layouts of both
+            equals.members |= other.members
+            found.remove(other)
         equals.members[number] = choice
     return found

@@ -31,6 +31,9 @@ PRECISIONS = {name: name for name in FORMATS} | {"fp8-tensor": "fp8"}
 """Number formats of a table, as the cost model names them."""
 STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatron-core"}
 """Software of a table that is priced as another."""
+MEGATRON_SCHEDULE = {"zb-h2": "auto"}
+"""What runs of Megatron-LM with "zb-h2" had: ZB-2p, a schedule that is searched for the times of the stages, with at most
+2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
 FUSED_LOSS = {"megatron-core": "megatron-core-fused-loss", "fsdp-compiled": "fsdp-compiled-loss"}
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 """Places in `cost.job.RECOMPUTE`."""
@@ -81,8 +84,9 @@ def prepared(line: int, row: Measured) -> Run | Skipped:
         return Skipped(line, row, reason)
     try:
         # Schedules with a fixed number of stages do not name it.
-        virtual = row.virtual_stages if find(row.schedule).virtual_stages_tried else None
-        piped = Layout(pp=row.pp, pp_schedule=row.schedule).changed(virtual_stages=virtual)
+        schedule = MEGATRON_SCHEDULE.get(row.schedule, row.schedule) if _of_megatron(row) else row.schedule
+        virtual = row.virtual_stages if find(schedule).virtual_stages_tried else None
+        piped = Layout(pp=row.pp, pp_schedule=schedule).changed(virtual_stages=virtual)
         job = Job(
             model=_model(row),
             cluster=_cluster(row),
@@ -111,6 +115,10 @@ def _not_priced(row: Measured) -> Iterator[str]:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
 
+def _of_megatron(row: Measured) -> bool:
+    return row.stack in ("megatron", "megatron-core")
+
+
 def _core_attention(row: Measured) -> bool:
     """Whether it recomputes what Megatron's "selective" does, by the module's name."""
     return row.recompute == "selective:core_attn" and STACKS[STACK.get(row.stack, row.stack)].selective == "scores"
@@ -131,6 +139,8 @@ def _assumed(row: Measured) -> Iterator[str]:
         yield "layers dealt by weights, as nanotron does"
     if row.moe_dispatch is None and _copies_by_node(row):
         yield "tokens of experts cross to a node once, as in recipes of that year"
+    if row.schedule in MEGATRON_SCHEDULE and _of_megatron(row):
+        yield f"{row.schedule} of Megatron-LM is ZB-2p, a searched schedule: priced as {MEGATRON_SCHEDULE[row.schedule]}"
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
 

@@ -169,7 +169,7 @@ class Measured:
     virtual_stages: int = _whole("chunks of layers on one rank of pp; 1 without interleaving", 1000, "usable")
     schedule: str = _choice(
         f"of the pipeline; {ONE_F_ONE_B.name} if pp is 1",
-        *(name for name in registry.names() if registry.find(name).priced),
+        *registry.names(),
         needed="usable",
     )
     layer_split: str | None = _choice(

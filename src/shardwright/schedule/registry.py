@@ -31,7 +31,7 @@ class Kind:
 
     `builder(n_ranks, n_microbatches)` returns the `Schedule` (`actions.make`); `build.build` sets its name. If
     `virtual_stages_tried` is not empty, the builder also gets the keyword `virtual_stages`; if `searched`, which means
-    that the schedule depends on given times, the keywords `times`, `in_flight_limit` and `kept_for_weight` (see
+    that the schedule depends on given times and takes seconds to build, the keywords `times`, `in_flight_limit` and `kept_for_weight` (see
     `build.build`).
     `help`: a sentence that describes the schedule.
     `ways(n_ranks, virtual_stages)`: the routes of micro-batches through the ranks: for each route, the rank of every
@@ -57,11 +57,6 @@ class Kind:
     searched: bool = False
     representative: Callable[[int, int], int] = same_number
     microbatches_stay: bool = False
-
-    @property
-    def priced(self) -> bool:
-        """Whether the planner can predict its time: not if the schedule depends on the times of the actions."""
-        return not self.searched
 
     def stages_per_rank(self, asked: int | None) -> int:
         """The virtual stages of a rank if `asked` are requested. None means the row's own number; so does 1 if the

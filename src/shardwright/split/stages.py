@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule import build
 from shardwright.schedule.actions import Schedule
 from shardwright.schedule.named import ONE_F_ONE_B
+from shardwright.schedule.registry import find
 from shardwright.schedule.simulate import Times
 
 KEPT_FOR_WEIGHT = 1.0
@@ -94,15 +96,35 @@ def stage_times(spec: ModelSpec, layout: Layout, seq_len: int) -> Times:
     )
 
 
+class Pipeline(NamedTuple):
+    """What a layout's schedules are built from, whatever the number of micro-batches. `times`: of the stages, for a
+    schedule that is searched for them; None for the others, which are the same for every model."""
+
+    name: str
+    pp: int
+    virtual_stages: int
+    times: Times | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layout: Layout, seq_len: int) -> "Pipeline":
+        """That of a layout."""
+        searched = find(layout.pp_schedule).searched
+        times = stage_times(spec, layout, seq_len) if searched else None
+        return cls(layout.pp_schedule, layout.pp, layout.virtual_stages, times)
+
+    def schedule(self, n_microbatches: int) -> Schedule:
+        """The schedule of a step. Raises ScheduleError (`build.problems`)."""
+        return build.build(
+            self.name, self.pp, n_microbatches, self.virtual_stages, self.times, kept_for_weight=KEPT_FOR_WEIGHT
+        )
+
+
 def step_schedule(spec: ModelSpec, layout: Layout, n_microbatches: int, seq_len: int) -> Schedule:
     """The schedule of a step of a layout with pp; deterministic, so that every rank builds the same.
 
     Raises ScheduleError (`schedule_problems`).
     """
-    times = stage_times(spec, layout, seq_len)
-    return build.build(
-        layout.pp_schedule, layout.pp, n_microbatches, layout.virtual_stages, times, kept_for_weight=KEPT_FOR_WEIGHT
-    )
+    return Pipeline.of(spec, layout, seq_len).schedule(n_microbatches)
 
 
 def _matmul_flops(spec: ModelSpec, layer: int) -> float:
