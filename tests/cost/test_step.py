@@ -12,9 +12,9 @@ from shardwright.cost.data_parallel import Beside
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
 from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makespans
-from shardwright.cost.pipeline import built_from
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
+from shardwright.cost.pipeline import built_from
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import data_parallel, rank_parameters, step_time
 from shardwright.model.presets import resolve
@@ -180,7 +180,9 @@ def test_a_long_step_of_a_searched_schedule_is_a_shorter_one_with_work_of_the_bu
     for m, most in ((64, 1), (1000, 1.001)):
         assert (m * 4 > MOST_SIMULATED) == (most > 1)
         found = makespans(searched, times, np.array([m]))[0]
-        assert found <= simulate(searched.schedule(m), searched.times).makespan * (1 + 1e-9) <= found * most * (1 + 2e-9)
+        assert (
+            found <= simulate(searched.schedule(m), searched.times).makespan * (1 + 1e-9) <= found * most * (1 + 2e-9)
+        )
 
 
 @pytest.mark.parametrize("zero", [2, 3])

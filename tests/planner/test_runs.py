@@ -184,7 +184,9 @@ def test_what_is_priced_as_something_else_is_said(tmp_path: Path):
 
 @pytest.mark.parametrize(("stack", "priced"), [("megatron", "auto"), ("fsdp", "zb-h2")])
 def test_zb_h2_of_megatron_is_the_searched_schedule_of_its_paper(tmp_path: Path, stack: str, priced: str):
-    (row,) = read_runs(write(tmp_path / "runs.csv", PIPED | {"schedule": "zb-h2", "virtual_stages": "1", "stack": stack}))
+    (row,) = read_runs(
+        write(tmp_path / "runs.csv", PIPED | {"schedule": "zb-h2", "virtual_stages": "1", "stack": stack})
+    )
     assert isinstance(row, Run)
     assert row.candidates.shared.pp_schedule == priced
     assert any("ZB-2p" in each for each in row.assumed) == (priced == "auto")

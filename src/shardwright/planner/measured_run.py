@@ -32,8 +32,8 @@ PRECISIONS = {name: name for name in FORMATS} | {"fp8-tensor": "fp8"}
 STACK = {"deepspeed": "megatron", "automodel": "fsdp-compiled", "other": "megatron-core"}
 """Software of a table that is priced as another."""
 MEGATRON_SCHEDULE = {"zb-h2": "auto"}
-"""What runs of Megatron-LM with "zb-h2" had: ZB-2p, a schedule that is searched for the times of the stages, with at most
-2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
+"""What runs of Megatron-LM with "zb-h2" had: ZB-2p, a schedule that is searched for the times of the stages, with at
+most 2p micro-batches in flight (Qi et al., arXiv 2401.10241, section 4)."""
 FUSED_LOSS = {"megatron-core": "megatron-core-fused-loss", "fsdp-compiled": "fsdp-compiled-loss"}
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 """Places in `cost.job.RECOMPUTE`."""
@@ -140,7 +140,8 @@ def _assumed(row: Measured) -> Iterator[str]:
     if row.moe_dispatch is None and _copies_by_node(row):
         yield "tokens of experts cross to a node once, as in recipes of that year"
     if row.schedule in MEGATRON_SCHEDULE and _of_megatron(row):
-        yield f"{row.schedule} of Megatron-LM is ZB-2p, a searched schedule: priced as {MEGATRON_SCHEDULE[row.schedule]}"
+        priced = MEGATRON_SCHEDULE[row.schedule]
+        yield f"{row.schedule} of Megatron-LM is ZB-2p, a searched schedule: priced as {priced}"
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
 

@@ -31,8 +31,8 @@ class Kind:
 
     `builder(n_ranks, n_microbatches)` returns the `Schedule` (`actions.make`); `build.build` sets its name. If
     `virtual_stages_tried` is not empty, the builder also gets the keyword `virtual_stages`; if `searched`, which means
-    that the schedule depends on given times and takes seconds to build, the keywords `times`, `in_flight_limit` and `kept_for_weight` (see
-    `build.build`).
+    that the schedule depends on given times and takes seconds to build, the keywords `times`, `in_flight_limit` and
+    `kept_for_weight` (see `build.build`).
     `help`: a sentence that describes the schedule.
     `ways(n_ranks, virtual_stages)`: the routes of micro-batches through the ranks: for each route, the rank of every
     stage in order (`schedule.placement` has the usual ones). With two routes two ranks hold each stage.
