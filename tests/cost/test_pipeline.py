@@ -118,9 +118,7 @@ def test_every_moment_of_one_rank_alone_is_forward_then_backward():
 def test_a_searched_schedule_is_priced_as_it_is_trained():
     of, candidates = job("llama-3.1-8b"), one(pp=4, pp_schedule="auto")
     trained = step_schedule(of.model, Layout(pp=4, pp_schedule="auto"), 16, of.seq_len)
-    assert trained.ranks != build.build("auto", 4, 16).ranks, (
-        "the last stage has the head: it takes longer"
-    )
+    assert trained.ranks != build.build("auto", 4, 16).ranks, "the last stage has the head: it takes longer"
     for rank in range(4):
         assert pipeline.every_moment(of, candidates, 16, rank)[0] == list(trained.ranks[rank])
     simulation = simulate(trained, Times())
