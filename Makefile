@@ -13,7 +13,7 @@ help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
 	@echo "make test         install with the test tools and run the tests; 6 minutes on 2 cores"
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 40 minutes"
-	@echo "make commands     every command of README and docs, run as typed; about 15 minutes"
+	@echo "make commands     every command of README and docs, run as typed; most of an hour"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
 	@echo "make clean        remove .venv and what quickstart wrote"
@@ -45,7 +45,7 @@ prove: .venv/.dev
 	$(PYTEST) -m prove
 
 commands: .venv/.dev
-	@echo "every command of README and docs, as typed, in copies of this checkout: about 15 minutes on 2 cores"
+	@echo "every command of README and docs, as typed, in copies of this checkout: most of an hour on 2 cores"
 	$(BIN)/pytest -m commands
 
 lint: .venv/.dev
