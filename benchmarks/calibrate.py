@@ -45,7 +45,7 @@ PRIOR = 0.05
 """What a constant that is one spread away from its guess counts, in the logarithm of one row."""
 LEFT_OUT_STEPS = 3
 LEAST_WIDTH = 0.02
-"""Of an interval, as a logarithm: two runs of one setting differ by about that."""
+"""Of an interval, as a logarithm: the regression gives none to steps that are matmuls alone."""
 STEP = 1e-3
 """Change of a constant's logarithm for its derivative."""
 PAGE = Path(__file__).parents[1] / "docs/cost-model.md"

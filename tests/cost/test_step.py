@@ -14,7 +14,7 @@ from shardwright.cost.hardware import Cluster
 from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makespans
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
-from shardwright.cost.pipeline import built_from
+from shardwright.cost.pipeline import stages
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import data_parallel, rank_parameters, step_time
 from shardwright.model.presets import resolve
@@ -151,7 +151,7 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
     times = StageTimes(one, one, one, np.zeros(1))
     for m in (4, 8, 64):
         work = float(busy(of, times, np.array([m])).max())
-        span = float(makespans(built_from(job(), of), times, np.array([m]))[0])
+        span = float(makespans(stages(job(), of).built_from, times, np.array([m]))[0])
         assert (span - work) / span == pytest.approx(3 / (m + 3))
 
 
@@ -160,12 +160,12 @@ def test_the_bubble_of_a_pipeline_is_that_of_the_formula():
 def test_a_long_step_is_a_shorter_one_with_more_rounds_in_the_middle(schedule: str, message: float):
     virtual = 2 if schedule == "interleaved-1f1b" else 1
     of = candidates(pp=4, pp_schedule=schedule, virtual_stages=virtual)
-    stages, m = of.shared.n_stages, 2000
-    assert m * stages > 3 * MOST_SIMULATED
+    n_stages, m = of.shared.n_stages, 2000
+    assert m * n_stages > 3 * MOST_SIMULATED
     rng = np.random.default_rng(0)
-    f, i, w = (rng.uniform(0.5, 1.5, stages) for _ in range(3))
+    f, i, w = (rng.uniform(0.5, 1.5, n_stages) for _ in range(3))
     times, count = StageTimes(f[None], i[None], w[None], np.array([message])), np.array([m])
-    drawn = makespans(built_from(job(), of), times, count)[0]
+    drawn = makespans(stages(job(), of).built_from, times, count)[0]
     full = simulate(build(schedule, 4, m, virtual), Times(tuple(f), tuple(i), tuple(w), message)).makespan
     assert drawn == pytest.approx(full, rel=1e-9)
     assert ends(of, times, busy(of, times, count)).max() <= full * (1 + 1e-9)
@@ -173,7 +173,7 @@ def test_a_long_step_is_a_shorter_one_with_more_rounds_in_the_middle(schedule: s
 
 def test_a_long_step_of_a_searched_schedule_is_a_shorter_one_with_work_of_the_busiest_rank():
     of = candidates(pp=4, pp_schedule="auto")
-    searched = built_from(job(), of)
+    searched = stages(job(), of).built_from
     assert searched.times is not None
     each = [np.array([getattr(searched.times, name)]) for name in ("forward", "backward_input", "weight")]
     times = StageTimes(*each, np.zeros(1))

@@ -31,11 +31,13 @@ class Stages:
     """The layers of each stage and the stages of each rank.
 
     `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages that a rank holds.
+    `built_from`: what their schedules are built from.
     """
 
     layers: tuple[range, ...]
     of_kind: Mapping[Block, Ints]
     of_rank: Ints
+    built_from: Pipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +73,8 @@ class Moments:
 
 def stages(job: Job, candidates: Candidates) -> Stages:
     """The stages, which are the same for all candidates; `split.stages` partitions the layers."""
-    return _stages(job.model, _layout(candidates), job.seq_len)
-
-
-def built_from(job: Job, candidates: Candidates) -> Pipeline:
-    """What the schedules of all candidates are built from."""
-    return _built_from(job.model, _layout(candidates), job.seq_len)
+    keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
+    return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
 
 
 class Layers(NamedTuple):
@@ -108,7 +106,7 @@ def moments(job: Job, candidates: Candidates, microbatches: int) -> Moments:
 
     Raises ScheduleError if the schedule cannot run that many.
     """
-    of = built_from(job, candidates)
+    of = stages(job, candidates).built_from
     if candidates.kind.microbatches_stay and microbatches > 2:
         two = _moments(of, 2)
         return replace(two, in_flight=two.in_flight + microbatches - 2)
@@ -119,7 +117,7 @@ def every_moment(
     job: Job, candidates: Candidates, microbatches: int, rank: int
 ) -> tuple[list[Action], Moments, Moments]:
     """The actions of one rank in order, and what is held while each of them runs: at first, at the end; R is 1."""
-    schedule = built_from(job, candidates).schedule(microbatches)
+    schedule = stages(job, candidates).built_from.schedule(microbatches)
     begin, end = _held(schedule, rank)
     return list(schedule.ranks[rank]), _as_moments([begin]), _as_moments([end])
 
@@ -127,17 +125,6 @@ def every_moment(
 def representative(name: str, pp: int, microbatches: int) -> int:
     """A number of micro-batches, no larger, with the same memory peaks of all ranks."""
     return find(name).representative(pp, microbatches)
-
-
-def _layout(candidates: Candidates) -> Layout:
-    """What the stages and the schedule of all candidates depend on."""
-    keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
-    return Layout(**{key: getattr(candidates.shared, key) for key in keys})
-
-
-@cache
-def _built_from(model: ModelSpec, layout: Layout, seq_len: int) -> Pipeline:
-    return Pipeline.of(model, layout, seq_len)
 
 
 @cache
@@ -148,7 +135,7 @@ def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
         for block, those in blocks(model).items()
     }
     of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
-    return Stages(layers, of_kind, of_rank)
+    return Stages(layers, of_kind, of_rank, Pipeline.of(model, layout, seq_len))
 
 
 @cache

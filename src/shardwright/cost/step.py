@@ -47,7 +47,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
     ends = idle.ends(candidates, times, work)
     span = ends.max(axis=1)
     if simulated:
-        span = np.maximum(span, idle.makespans(pipeline.built_from(job, candidates), times, m))
+        span = np.maximum(span, idle.makespans(pipeline.stages(job, candidates).built_from, times, m))
     most = work.argmax(axis=1)
     with ledger.section(PIPELINE if candidates.pp > 1 else "Work of a rank"):
         parts = {kind: m * seconds for kind, seconds in stages.of_rank(most).items()}

@@ -84,7 +84,7 @@ def prepared(line: int, row: Measured) -> Run | Skipped:
         return Skipped(line, row, reason)
     try:
         # Schedules with a fixed number of stages do not name it.
-        schedule = MEGATRON_SCHEDULE.get(row.schedule, row.schedule) if _of_megatron(row) else row.schedule
+        schedule = _schedule(row)
         virtual = row.virtual_stages if find(schedule).virtual_stages_tried else None
         piped = Layout(pp=row.pp, pp_schedule=schedule).changed(virtual_stages=virtual)
         job = Job(
@@ -115,8 +115,10 @@ def _not_priced(row: Measured) -> Iterator[str]:
         yield f"fused_loss=1 has no price with stack {row.stack}; priced with {', '.join(FUSED_LOSS)}"
 
 
-def _of_megatron(row: Measured) -> bool:
-    return row.stack in ("megatron", "megatron-core")
+def _schedule(row: Measured) -> str:
+    """The schedule that a row is priced with."""
+    of_megatron = row.stack in ("megatron", "megatron-core")
+    return MEGATRON_SCHEDULE.get(row.schedule, row.schedule) if of_megatron else row.schedule
 
 
 def _core_attention(row: Measured) -> bool:
@@ -139,8 +141,7 @@ def _assumed(row: Measured) -> Iterator[str]:
         yield "layers dealt by weights, as nanotron does"
     if row.moe_dispatch is None and _copies_by_node(row):
         yield "tokens of experts cross to a node once, as in recipes of that year"
-    if row.schedule in MEGATRON_SCHEDULE and _of_megatron(row):
-        priced = MEGATRON_SCHEDULE[row.schedule]
+    if (priced := _schedule(row)) != row.schedule:
         yield f"{row.schedule} of Megatron-LM is ZB-2p, a searched schedule: priced as {priced}"
     if row.stack in STACK:
         yield f"stack {row.stack} priced as {STACK[row.stack]}"
