@@ -72,6 +72,8 @@ def test_zero_is_3_where_something_is_sharded_and_nothing_else_is_asked_for(tmp_
         ("optimiser.lr=1", "optimiser: there is no such key; did you mean 'optimizer'?"),
         ("model.presett=debug", "model.presett: there is no such key; did you mean 'preset'?"),
         ("layout.tp=3", "layout.tp=3 does not divide 4 query heads (model.n_heads) (4 = 3*1 + 1); valid: 1, 2, 4"),
+        ("layout.recompute=partly", "not one of the choices; valid: auto, full, none, selective"),
+        ("layout.recompute=atuo", "did you mean 'auto'?"),
         ("layout.pp_schedule=gpipe", "not one of the choices; did you mean 'afab'?"),
         ("layout.tensor_parallel=2", "layout.tensor_parallel: there is no such key; did you mean 'tp'?"),
         ("context_parallel=2", "context_parallel: there is no such key; did you mean 'layout.cp'?"),
@@ -355,6 +357,8 @@ def test_what_an_optimizer_does_not_have_is_refused(tmp_path: Path, override: st
         ('name = "adafactor"\nstate_dtype = "bf16"', "there is nothing to save; leave it out"),
         ('name = "adamw-8bit"\nstate_dtype = "bf16"', "its states have 8 bits already; leave it out"),
         ('name = "adamw-8bit"\nblock_size = 100.5', "optimizer.block_size=100.5: a whole number is needed"),
+        ('name = "sgd"\nbetas = [0.9, 0.9]', "no such key for 'sgd'; it is 'beta1' and 'beta2' here, of 'adamw' and"),
+        ("betas = [0.9, 0.9]", "no such key for 'adamw'; did you mean 'beta1' or 'beta2'?"),
         ("block_size = 128", "optimizer.block_size: there is no such key for 'adamw'; it is one of 'adamw-8bit'"),
     ],
 )

@@ -71,14 +71,17 @@ class Key:
         """Its value in a layout where it is not given."""
         return self.derived(layout) if self.derived else self.default
 
-    def problem(self, value: Any) -> str | None:
-        """The rule that a value breaks whatever else is chosen; None where there is none."""
+    def problem(self, value: Any, also: Sequence[Any] = ()) -> str | None:
+        """The rule that a value breaks whatever else is chosen; None where there is none. `also`: values that are valid
+        here besides."""
+        if value in also:
+            return None
         if value is None and (self.derived or self.default is None):
             return None
         if self.members is not None:
             return _members_problem(value, self.members())
         if self.choices is not None:
-            valid = self.choices()
+            valid = (*self.choices(), *also)
             if value not in valid:
                 hint = nearest(value, valid) if isinstance(value, str) else f"valid: {', '.join(map(str, valid))}"
                 return f"not one of the choices; {hint}"

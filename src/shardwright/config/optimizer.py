@@ -9,6 +9,7 @@ from shardwright.config.sections import RENAMED, Refused, Section
 from shardwright.errors import nearest
 from shardwright.model.modules import Kind, Row
 from shardwright.optimizers import OPTIMIZERS, OptimizerKind
+from shardwright.synonyms import called_here
 
 Factor = Annotated[float, Field(ge=0)]
 
@@ -28,6 +29,11 @@ LrScaleSection: Any = _by_kind("LrScaleSection", "Learning rates by kind of para
 WeightDecaySection: Any = _by_kind(
     "WeightDecaySection", "Weight decay by kind of parameter, instead of weight_decay.", "weight decay"
 )
+
+
+def _with_one_of(*keys: str) -> str:
+    """The optimizers that have one of these options, in words."""
+    return " and ".join(repr(name) for name, kind in OPTIMIZERS.items() if not kind.options.keys().isdisjoint(keys))
 
 
 class OptimizerSection(Section):
@@ -81,9 +87,13 @@ class OptimizerSection(Section):
             if new := RENAMED.get(f"optimizer.{key}"):
                 return f"optimizer.{key} is called {new} now; rename it"
             unknown = f"optimizer.{key}: there is no such key for {self.name!r}"
-            if others := [repr(name) for name, other in OPTIMIZERS.items() if key in other.options]:
-                return f"{unknown}; it is one of {' and '.join(others)}"
-            return f"{unknown}; {nearest(key, [*type(self).model_fields, *kind.options])}"
+            valid = {*type(self).model_fields, *kind.options}
+            if others := _with_one_of(key):
+                return f"{unknown}; it is one of {others}"
+            meant = [name.removeprefix("optimizer.") for name in called_here(key) or ()]
+            if valid.isdisjoint(meant) and (others := _with_one_of(*meant)):
+                return f"{unknown}; it is {' and '.join(map(repr, meant))} here, of {others}"
+            return f"{unknown}; {nearest(key, valid)}"
         if isinstance(option.default, bool):
             return None if isinstance(value, bool) else f"optimizer.{key}={value!r}: true or false is needed"
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -251,7 +251,7 @@ def _layout_key(key: LayoutKey) -> Any:
     """A field of [layout]: optional where the layout derives its default from other keys."""
 
     def valid(value: Any) -> Any:
-        if value not in key.in_run_file and (rule := key.problem(value)):
+        if rule := key.problem(value, key.in_run_file):
             raise PydanticCustomError("layout", "{rule}", {"rule": rule})
         return value
 
