@@ -1,7 +1,5 @@
 """The search: what it finds is the best of what it priced, keeps the limits, and is found in time."""
 
-import cProfile
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ from shardwright.serving.search import PERCENTILE, Option, Speculation, pareto, 
 from shardwright.serving.setting import Degrees, Settings
 from shardwright.serving.space import Layout, batches, layouts
 from shardwright.serving.words import reasons
+from tests.function_calls import calls
 from tests.marks import prove
 from tests.serving.cases import serving, task
 
@@ -98,13 +97,6 @@ def test_drafting_helps_a_small_batch():
     plain = task("llama-3.1-70b", "h100:8", concurrency=4)
     drafting = replace(plain, speculation=Speculation(3, 0.8, 0.02))
     assert search(drafting).best[0].tpot_s() < 0.6 * search(plain).best[0].tpot_s()
-
-
-def calls(search_once: Callable[[], object]) -> int:
-    """Function calls that it takes, which do not depend on the machine. An EPYC of 2.6 GHz makes 4 million a second."""
-    profile = cProfile.Profile()
-    profile.runcall(search_once)
-    return sum(each.callcount for each in profile.getstats())
 
 
 @prove

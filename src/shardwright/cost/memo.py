@@ -5,53 +5,76 @@ micro-batch; so thousands of groups of layouts share some hundred distinct rows 
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.cost import ledger
-from shardwright.cost.job import COLUMNS, Candidates, Floats, Ints, Job
+from shardwright.cost.job import COLUMNS, Candidates, Ints, Job
 from shardwright.cost.passes import Passes
 from shardwright.layout_keys import KEYS, RECOMPUTE
 from shardwright.units import MiB
 
-Arrays = dict[str, Floats]
+Arrays = dict[str, NDArray[Any]]
 OF_A_PASS = ("tp", "cp", "ep", "sequence_parallel", "micro_batch", "recompute")
 """The columns that the passes of a part of the model depend on."""
 OF_STATES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "sequence_parallel")
 """Those that parameters, gradients and optimizer states depend on."""
-OF_A_STAGE = (*OF_STATES, "micro_batch", "recompute")
-"""Those that activations, gradients and temporary buffers of a stage depend on."""
+OF_A_MICROBATCH = (*OF_A_PASS, "zero")
+"""Those that activations and temporary buffers of a stage depend on; of zero, whether gradients are added in shards."""
 NOT_OF_A_PASS = {name for name in KEYS if name.startswith(("pp", "virtual", "stage", "zero", "compress"))}
 NOT_OF_A_STAGE = {"pp_schedule", "virtual_stages"}
+NOT_OF_A_MICROBATCH = NOT_OF_A_STAGE | {"zero_pp_gather", "zero_secondary_ranks"}
 NOT_OF_STATES = NOT_OF_A_STAGE | {"loss_chunk_tokens", "cp_method"}
 """Keys that the layouts of a group share, and on which these do not depend; stages and their ranks are told apart."""
 
 
 MOST_BYTES = 128 * MiB
-"""Of the tables of a memo, which forgets them all when they are larger: of 405B on 16,384 accelerators those of stages
-would take 5 GiB."""
+"""Of the tables of a memo, which forgets those that were not asked for the longest when they are larger."""
+
+
+MOST_PLACES = 2**20
+"""Numbers up to this are looked up in an array of as many, larger ones by bisection."""
 
 
 class Memo:
     """Tables of a job. `values`: for each column of candidates the numbers that it can have, in order."""
 
     def __init__(self, values: Mapping[str, Sequence[int]]) -> None:
-        self.values = {name: np.asarray(those, dtype=np.int64) for name, those in values.items()}
+        self.columns = {name: Column(those) for name, those in values.items()}
         self._tables: dict[Hashable, Table] = {}
+        self._last: dict[tuple[str, ...], tuple[Candidates, Keys]] = {}
 
     @staticmethod
     def of(candidates: Candidates) -> "Memo":
         """One for these candidates alone."""
         values = {name: np.unique(getattr(candidates, name)).tolist() for name in COLUMNS}
-        return Memo(values | {"recompute": range(len(RECOMPUTE))})  # some of the layers may recompute nothing
+        # Some of the layers may recompute nothing, and a layout may stand for others with like gradients.
+        return Memo(values | {"recompute": range(len(RECOMPUTE)), "zero": range(4)})
 
     def table(self, columns: Sequence[str], *of: Hashable) -> "Table":
         """That of some columns, for what is computed with all else equal, which `of` names."""
-        if sum(table.n_bytes for table in self._tables.values()) > MOST_BYTES:
-            self._tables.clear()
-        if of not in self._tables:
-            self._tables[of] = Table([(name, self.values[name]) for name in columns])
-        return self._tables[of]
+        tables = self._tables
+        if (table := tables.pop(of, None)) is None:
+            table = Table(partial(self._keys, tuple(columns)))
+            while sum(each.n_bytes for each in tables.values()) > MOST_BYTES:
+                del tables[next(iter(tables))]
+        tables[of] = table  # the last of all
+        return table
+
+    def _keys(self, columns: tuple[str, ...], candidates: Candidates) -> "Keys":
+        """Those of candidates, which are kept until others are asked for: several tables have the same columns."""
+        if self._last.get(columns, (None,))[0] is not candidates:
+            key = np.zeros(len(candidates), np.int64)
+            for name in columns:
+                column = self.columns[name]
+                key *= len(column)
+                key += column.places(np.asarray(getattr(candidates, name), dtype=np.int64))
+            begins = np.flatnonzero(np.diff(key, prepend=-1))
+            self._last[columns] = candidates, Keys(key[begins], begins, np.diff(begins, append=len(key)))
+        return self._last[columns][1]
 
     def passes(self, job: Job, candidates: Candidates, of: Hashable, compute: Callable[[Candidates], Passes]) -> Passes:
         """`compute(candidates)`, with what is known; `of`: the part of the model. Messages are left out."""
@@ -74,29 +97,58 @@ def _as_arrays(passes: Passes) -> Arrays:
     return {f"{part} {kind}": seconds for part, kinds in passes.parts.items() for kind, seconds in kinds.items()}
 
 
-class Table:
-    """Arrays (u, ...), by name, of u distinct rows of some columns."""
+class Column:
+    """The numbers that a column of candidates can have, in order."""
 
-    def __init__(self, columns: Sequence[tuple[str, Ints]]) -> None:
-        self.columns = columns
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = np.asarray(numbers, dtype=np.int64)
+        self._places: Ints | None = None
+        if self._numbers[-1] < MOST_PLACES:
+            self._places = np.full(self._numbers[-1] + 1, -1)
+            self._places[self._numbers] = np.arange(len(self))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def places(self, values: Ints) -> Ints:
+        """Which of the numbers each of the values is."""
+        if self._places is not None:
+            found = self._places[values]
+            assert found.min(initial=0) == 0, "a value that is not one of the numbers"
+        else:
+            found = np.searchsorted(self._numbers, values)
+            assert np.array_equal(self._numbers[found], values), "a value that is not one of the numbers"
+        return found
+
+
+class Keys(NamedTuple):
+    """Numbers of the values of some columns of n candidates. Neighbours often have the same values, as what differs
+    between them is in other columns: `keys` are those of the runs of equal ones, `begins` the candidates with which
+    these begin, `counts` how many are in each."""
+
+    keys: Ints
+    begins: Ints
+    counts: Ints
+
+
+class Table:
+    """Arrays (u, ...), by name, of u distinct rows of some columns, which `keys` numbers."""
+
+    def __init__(self, keys: Callable[[Candidates], Keys]) -> None:
         self.values: Arrays = {}
         self.n_bytes = 0
+        self._keys_of = keys
         self._keys, self._places = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def rows(self, candidates: Candidates, compute: Callable[[Candidates], Arrays]) -> Ints:
         """Where in the arrays each of the candidates is, (n,); `compute` is called for those that are not there yet."""
-        key = np.zeros(len(candidates), np.int64)
-        for name, values in self.columns:
-            column = getattr(candidates, name)
-            place = np.searchsorted(values, column)
-            assert np.array_equal(values[place], column), name
-            key = key * len(values) + place
-        found = self._find(key)
+        keys, begins, counts = self._keys_of(candidates)
+        found = self._find(keys)
         if (missing := found < 0).any():
-            new_keys, first = np.unique(key[missing], return_index=True)
-            self._add(new_keys, compute(candidates.take(np.nonzero(missing)[0][first])))
-            found = self._find(key)
-        return found
+            new_keys, first = np.unique(keys[missing], return_index=True)
+            self._add(new_keys, compute(candidates.take(begins[missing][first])))
+            found = self._find(keys)
+        return np.repeat(found, counts)
 
     def _find(self, key: Ints) -> Ints:
         if not len(self._keys):
@@ -106,10 +158,10 @@ class Table:
 
     def _add(self, keys: Ints, arrays: Arrays) -> None:
         n, more = len(self._keys), len(keys)
-        for name in {**self.values, **arrays}:
-            shape = (arrays if name in arrays else self.values)[name].shape[1:]
-            before = self.values.get(name, np.zeros((n, *shape)))
-            self.values[name] = np.concatenate([before, np.broadcast_to(arrays.get(name, 0.0), (more, *shape))])
+        for name, like in {**self.values, **arrays}.items():
+            shape, nothing = like.shape[1:], np.zeros(1, like.dtype)
+            before = self.values.get(name, np.broadcast_to(nothing, (n, *shape)))
+            self.values[name] = np.concatenate([before, np.broadcast_to(arrays.get(name, nothing), (more, *shape))])
         self.n_bytes = sum(each.nbytes for each in self.values.values())
         together = np.concatenate([self._keys, keys])
         order = np.argsort(together, kind="stable")

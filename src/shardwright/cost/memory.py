@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwright.cost import activations, holes, ledger, parameters, pipeline, states
 from shardwright.cost.activations import Ends, Layer
+from shardwright.cost.distinct import numbered
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import NOT_OF_A_PASS, OF_A_PASS, Memo, others
 from shardwright.cost.parameters import Parameters
@@ -123,7 +124,7 @@ def note_fullest(job: Job, candidates: Candidates, memory: Memory) -> None:
     rank = int(memory.rank_bytes[0].argmax())
     at_update = MOMENTS[int(memory.moment[0, rank])] == "optimizer"
     with ledger.section(f"Memory of pp rank {rank}" if candidates.pp > 1 else "Memory"):
-        step = Step(job, candidates, rank)
+        step = Step(job, candidates, _of_rank(job, candidates, rank))
         step.held.note(pipeline.stages(job, candidates), rank)
         held = {kind: n_bytes for kind, n_bytes in step.states.items() if not (at_update and kind == "gathered")}
         if at_update:
@@ -158,7 +159,7 @@ def lost_share(job: Job, candidates: Candidates) -> Floats:
 def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     """The memory of rank `rank` of pp at every action of a step, for a single candidate."""
     assert len(candidates) == 1, len(candidates)
-    step = Step(job, candidates, rank)
+    step = Step(job, candidates, _of_rank(job, candidates, rank))
     microbatches = int(candidates.microbatches(job.global_batch)[0])
     actions, *moments = pipeline.every_moment(job, candidates, microbatches, rank)
     begin, end = (_held(step.of_stage, step.stages, at.each) for at in moments)
@@ -173,11 +174,10 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
 
 
 @dataclass(frozen=True, eq=False)
-class StageBytes:
-    """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; the
-    temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
-    the embedding's backward pass; and of the stage its gradients while they accumulate and once they are reduced, and
-    what it gathers for a pass."""
+class MicrobatchBytes:
+    """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
+    the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
+    the embedding's backward pass."""
 
     activations: Floats
     experts: Floats
@@ -188,9 +188,21 @@ class StageBytes:
     gradients: Floats
     loss: Floats
     embedding: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBytes:
+    """What each stage has for a part of the step, whatever the micro-batch, (n, S): its gradients while they accumulate
+    and once they are reduced, and the parameters that it gathers for a pass."""
+
     accumulating: Floats
     reduced: Floats
     gathered: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class StageBytes(ShardedBytes, MicrobatchBytes):
+    """All of these."""
 
     def take(self, rows: Ints | slice) -> "StageBytes":
         """The bytes of some of the candidates."""
@@ -198,21 +210,31 @@ class StageBytes:
 
 
 class Step:
-    """The quantities that are the same at all moments of a step."""
+    """The quantities that are the same at all moments of a step. `stages`: of some ranks; by default of all."""
 
-    def __init__(self, job: Job, candidates: Candidates, rank: int | None = None, memo: Memo | None = None) -> None:
+    def __init__(
+        self, job: Job, candidates: Candidates, stages: Stages | None = None, memo: Memo | None = None
+    ) -> None:
         self.job, self.candidates, self.memo = job, candidates, memo
-        self.stages = pipeline.stages(job, candidates)
-        if rank is not None:
-            self.stages = replace(self.stages, of_rank=self.stages.of_rank[[rank]])
+        self.stages = stages or pipeline.stages(job, candidates)
         self.held = parameters.of_ranks(
             job.model, self.stages, candidates.tp, candidates.ep, vocabulary_multiple=job.stack.vocabulary_multiple
         )
 
     @cached_property
-    def of_stage(self) -> "StageBytes":
+    def of_microbatch(self) -> MicrobatchBytes:
         """Bytes of a micro-batch in each stage."""
-        return _stage_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
+        return _microbatch_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
+
+    @cached_property
+    def sharded(self) -> ShardedBytes:
+        """What each stage has for a part of the step."""
+        return ShardedBytes(*states.of_stages(self.job, self.candidates, self.stages, self.held))
+
+    @cached_property
+    def of_stage(self) -> StageBytes:
+        """All of these."""
+        return StageBytes(**vars(self.of_microbatch), **vars(self.sharded))
 
     @cached_property
     def update_bytes(self) -> Floats:
@@ -222,8 +244,7 @@ class Step:
     @cached_property
     def reduced_bytes(self) -> Floats:
         """Gradients at the optimizer's step that are not held for the whole step, (n, R)."""
-        complete = states.of_stages(self.job, self.candidates, self.stages, self.held)[1]
-        found: Floats = complete[:, self.stages.of_rank].sum(2)
+        found: Floats = self.sharded.reduced[:, self.stages.of_rank].sum(2)
         return found
 
     @cached_property
@@ -243,9 +264,15 @@ class Step:
         return {**dict.fromkeys(KINDS, nothing), **self.states, **now}
 
 
+def _of_rank(job: Job, candidates: Candidates, rank: int) -> Stages:
+    """All stages, and the one rank; R is 1."""
+    stages = pipeline.stages(job, candidates)
+    return replace(stages, of_rank=stages.of_rank[[rank]])
+
+
 def few_microbatches(job: Job, candidates: Candidates) -> Ints:
     """For each candidate a number of micro-batches with the same peaks as all of them, (n,)."""
-    distinct, back = np.unique(candidates.microbatches(job.global_batch), return_inverse=True)
+    distinct, back = numbered(candidates.microbatches(job.global_batch))
     few = [pipeline.representative(candidates.shared.pp_schedule, candidates.pp, int(m)) for m in distinct]
     found: Ints = np.array(few, dtype=np.int64)[back]
     return found
@@ -260,13 +287,13 @@ def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
     return Layer(**{name: values[rows] for name, values in table.values.items()})
 
 
-def _stage_bytes(
+def _microbatch_bytes(
     job: Job, candidates: Candidates, stages: Stages, held: Parameters, memo: Memo | None = None
-) -> StageBytes:
+) -> MicrobatchBytes:
     zeros = np.zeros((len(candidates), len(stages.layers)))
     kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
     layers: list[tuple[Layers, Layer]] = []
-    for alike in pipeline.layers_alike(job, candidates):
+    for alike in pipeline.layers_alike(job, candidates, stages):
         layer, counts = _layer(job, alike, memo), alike.counts
         layers.append((alike, layer))
         kept += (layer.kept - layer.experts)[:, None] * counts
@@ -300,8 +327,7 @@ def _stage_bytes(
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
     embedding[:, 0] = held.head * job.stack.weight_gradient_bytes * (not job.stack.keeps_gradients)
-    of_stages = states.of_stages(job, candidates, stages, held)
-    return StageBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding, *of_stages)
+    return MicrobatchBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding)
 
 
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
@@ -314,28 +340,45 @@ def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[st
 
 
 def sizes_at(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
-    """Activations and temporary buffers, sum of all kinds, (n, R, k); most of the run time of a search is here."""
-    flying = of_stage.activations + of_stage.experts + of_stage.logits
-    counted = [(flying, at.in_flight), (of_stage.waiting + of_stage.waiting_logits, at.waiting)]
-    counted += [(of_stage.accumulating, at.accumulating), (of_stage.reduced, at.reduced)]
-    # For each rank a matmul, (n, sum of v) x (sum of v, k); of the kinds of action one counts at each moment.
-    used = [(n_bytes, count) for n_bytes, count in counted if count.any() and n_bytes.any()]
-    held = [n_bytes[:, stages.of_rank] for n_bytes, _ in used]
-    counts = [count for _, count in used]
-    by_part = (of_stage.working, of_stage.gradients, of_stage.gathered)
-    working, gradients, gathered = (part[:, stages.of_rank].max(2) for part in by_part)
-    loss, logits = of_stage.loss[:, -1:], of_stage.logits[:, -1:]
-    by_kind = np.zeros((len(pipeline.ACTIONS), *working.shape))
-    by_kind[pipeline.OTHER] = gathered
-    by_kind[pipeline.LOSS] = loss
-    by_kind[pipeline.BACKWARD] = working + gradients + gathered
-    by_kind[pipeline.EMBEDDING] = of_stage.embedding[:, :1] + gathered
-    by_kind[pipeline.BACKWARD_LAST] = working + gradients + gathered - logits
-    held.append(by_kind.transpose(1, 2, 0))
-    counts.append(at.kind[:, :, None] == np.arange(len(pipeline.ACTIONS)))
-    counts_RVk = np.concatenate(counts, axis=2).astype(np.float64).transpose(0, 2, 1)
-    sizes: Floats = (np.concatenate(held, axis=2).transpose(1, 0, 2) @ counts_RVk).transpose(1, 0, 2)
+    """Activations and temporary buffers, sum of all kinds, (n, R, k)."""
+    return sizes_of(parts_of_microbatch(of_stage, stages) + parts_sharded(of_stage, stages), at.counts)
+
+
+def sizes_of(parts_nRc: Floats, counts_Rkc: Floats) -> Floats:
+    """The sum of parts times how often each is held at a moment (`Moments.counts`), (n, R, k)."""
+    sizes: Floats = np.einsum("nRc,Rkc->nRk", parts_nRc, counts_Rkc)
     return sizes
+
+
+def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
+    """What a rank has of a micro-batch, in the order of `Moments.counts`, (n, R, c)."""
+    parts, (in_flight, waiting, *_), by_action = _parts(len(of_stage.loss), stages)
+    in_flight[:] = (of_stage.activations + of_stage.experts + of_stage.logits)[:, stages.of_rank]
+    waiting[:] = (of_stage.waiting + of_stage.waiting_logits)[:, stages.of_rank]
+    working, gradients = (part[:, stages.of_rank].max(2) for part in (of_stage.working, of_stage.gradients))
+    by_action[pipeline.LOSS] = of_stage.loss[:, -1:]
+    by_action[pipeline.BACKWARD] = working + gradients
+    by_action[pipeline.BACKWARD_LAST] = working + gradients - of_stage.logits[:, -1:]
+    by_action[pipeline.EMBEDDING] = of_stage.embedding[:, :1]
+    return parts
+
+
+def parts_sharded(of_stage: ShardedBytes, stages: Stages) -> Floats:
+    """What it has of its stages for a part of the step, whatever the micro-batch, in the same order, (n, R, c)."""
+    parts, (*_, accumulating, reduced), by_action = _parts(len(of_stage.gathered), stages)
+    accumulating[:] = of_stage.accumulating[:, stages.of_rank]
+    reduced[:] = of_stage.reduced[:, stages.of_rank]
+    by_action[:] = of_stage.gathered[:, stages.of_rank].max(2)
+    by_action[pipeline.LOSS] = 0
+    return parts
+
+
+def _parts(n: int, stages: Stages) -> tuple[Floats, list[Floats], Floats]:
+    """Zeros, (n, R, c), and what of them is of the stages of a rank, in flight, waiting, accumulating and reduced,
+    each (n, R, v), and of each action, (actions, n, R)."""
+    n_ranks, v = stages.of_rank.shape
+    parts = np.zeros((n, n_ranks, 4 * v + len(pipeline.ACTIONS)))
+    return parts, [parts[:, :, v * at : v * (at + 1)] for at in range(4)], np.moveaxis(parts[:, :, 4 * v :], 2, 0)
 
 
 def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str, Floats]:

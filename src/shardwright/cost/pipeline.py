@@ -4,15 +4,15 @@ The counts follow from the order of the schedule's actions (`split.stages.Pipeli
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from shardwright.cost.blocks import Block, blocks
-from shardwright.cost.job import Candidates, Ints, Job
+from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.schedule.actions import Action, Schedule
@@ -31,13 +31,24 @@ class Stages:
     """The layers of each stage and the stages of each rank.
 
     `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages that a rank holds.
-    `built_from`: what their schedules are built from.
+    `several`: whether any stage has more than one layer. `built_from`: what their schedules are built from.
     """
 
     layers: tuple[range, ...]
     of_kind: Mapping[Block, Ints]
     of_rank: Ints
+    several: bool
     built_from: Pipeline
+
+    def of_ranks(self, ranks: Ints) -> "Stages":
+        """Those of some ranks, between the first and the last stage of all; R is the number of these ranks."""
+        kept = np.unique([0, len(self.layers) - 1, *self.of_rank[ranks].ravel()])
+        return replace(
+            self,
+            layers=tuple(self.layers[stage] for stage in kept),
+            of_kind={block: counts[kept] for block, counts in self.of_kind.items()},
+            of_rank=np.searchsorted(kept, self.of_rank[ranks]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +71,7 @@ class Moments:
     @property
     def each(self) -> dict[str, Ints]:
         """The fields by name, with a first dim of 1 for a candidate."""
-        return {name: values[None] for name, values in vars(self).items()}
+        return {each.name: getattr(self, each.name)[None] for each in fields(self)}
 
     def of_rank(self, rank: int) -> "Moments":
         """Those of one rank; R is 1."""
@@ -68,13 +79,27 @@ class Moments:
 
     def of_ranks(self, ranks: list[int]) -> "Moments":
         """Those of some ranks."""
-        return Moments(**{name: values[ranks] for name, values in vars(self).items()})
+        return Moments(**{each.name: getattr(self, each.name)[ranks] for each in fields(self)})
+
+    @cached_property
+    def counts(self) -> Floats:
+        """How often each part of the memory of a rank is held, (R, k, c): of each stage what is in flight, waiting,
+        accumulating and reduced, and of each of `ACTIONS` what it needs while it runs."""
+        runs = self.kind[:, :, None] == np.arange(len(ACTIONS))
+        each = (self.in_flight, self.waiting, self.accumulating, self.reduced, runs)
+        return np.concatenate(each, axis=2).astype(np.float64)
+
+    def counts_of(self, ranks: Ints) -> Floats:
+        """Those of some ranks, without moments that repeat the first of each of them."""
+        found = self.counts[ranks]
+        others = (found[:, 1:] != found[:, :1]).any((0, 2))
+        return found[:, np.append(True, others)]
 
 
 def stages(job: Job, candidates: Candidates) -> Stages:
     """The stages, which are the same for all candidates; `split.stages` partitions the layers."""
-    keys = ("pp", "pp_schedule", "virtual_stages", "stage_layers")
-    return _stages(job.model, Layout(**{key: getattr(candidates.shared, key) for key in keys}), job.seq_len)
+    shared = candidates.shared
+    return _stages(job.model, job.seq_len, shared.pp, shared.pp_schedule, shared.virtual_stages, shared.stage_layers)
 
 
 class Layers(NamedTuple):
@@ -87,9 +112,9 @@ class Layers(NamedTuple):
     candidates: Candidates
 
 
-def layers_alike(job: Job, candidates: Candidates) -> Iterator[Layers]:
-    """The layers of all stages: by kind, and where only the first of a stage recompute, those apart from the rest."""
-    held, first = stages(job, candidates), candidates.shared.recompute_layers
+def layers_alike(job: Job, candidates: Candidates, held: Stages) -> Iterator[Layers]:
+    """The layers of these stages: by kind, and where only the first of a stage recompute, those apart from the rest."""
+    first = candidates.shared.recompute_layers
     if first is None:
         yield from (Layers(block, block.name, counts, candidates) for block, counts in held.of_kind.items())
         return
@@ -118,8 +143,8 @@ def every_moment(
 ) -> tuple[list[Action], Moments, Moments]:
     """The actions of one rank in order, and what is held while each of them runs: at first, at the end; R is 1."""
     schedule = stages(job, candidates).built_from.schedule(microbatches)
-    begin, end = _held(schedule, rank)
-    return list(schedule.ranks[rank]), _as_moments([begin]), _as_moments([end])
+    begin, end = _held(schedule, [rank])
+    return list(schedule.ranks[rank]), _as_moments(begin), _as_moments(end)
 
 
 def representative(name: str, pp: int, microbatches: int) -> int:
@@ -128,66 +153,82 @@ def representative(name: str, pp: int, microbatches: int) -> int:
 
 
 @cache
-def _stages(model: ModelSpec, layout: Layout, seq_len: int) -> Stages:
+def _stages(
+    model: ModelSpec,
+    seq_len: int,
+    pp: int,
+    pp_schedule: str,
+    virtual_stages: int,
+    sizes: tuple[int, ...] | None,
+) -> Stages:
+    layout = Layout(pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, stage_layers=sizes)
     layers = stage_layers(model, layout, seq_len)
     of_kind = {
         block: np.array([len(set(those) & set(each)) for each in layers], dtype=np.int64)
         for block, those in blocks(model).items()
     }
     of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
-    return Stages(layers, of_kind, of_rank, Pipeline.of(model, layout, seq_len))
+    several = any(len(each) > 1 for each in layers)
+    return Stages(layers, of_kind, of_rank, several, Pipeline.of(model, layout, seq_len))
 
 
 @cache
 def _moments(of: Pipeline, microbatches: int) -> Moments:
-    schedule = of.schedule(microbatches)
-    return _as_moments([_largest(np.concatenate(_held(schedule, rank))) for rank in range(of.pp)])
+    return _as_moments(_largest(np.concatenate(_held(of.schedule(microbatches), range(of.pp)), axis=1)))
 
 
-def _as_moments(ranks: list[Ints]) -> Moments:
-    """Moments from the rows of `_held` of each rank; a rank with fewer rows repeats its first."""
-    k = max(map(len, ranks))
-    rows = np.array([np.concatenate([each, np.repeat(each[:1], k - len(each), axis=0)]) for each in ranks])
-    in_flight, waiting, some, accumulating = np.split(rows[:, :, 1:], 4, axis=2)
-    return Moments(in_flight, waiting, accumulating, some - accumulating, rows[:, :, 0])
+def _as_moments(rows_Rkc: Ints) -> Moments:
+    """Moments from rows of `_held`."""
+    in_flight, waiting, some, accumulating = np.split(rows_Rkc[:, :, 1:], 4, axis=2)
+    return Moments(in_flight, waiting, accumulating, some - accumulating, rows_Rkc[:, :, 0])
 
 
-def _held(schedule: Schedule, rank: int) -> tuple[Ints, Ints]:
-    """For every action of a rank its class, and for each of the v stages what is held when it begins, (actions,
+_OPS = {"F": 0, "B": 1, "I": 2, "W": 3}
+
+
+def _held(schedule: Schedule, ranks: Sequence[int]) -> tuple[Ints, Ints]:
+    """For every action of some ranks its class, and for each of the v stages what is held when it begins, (R, actions,
     1 + 4 v): micro-batches in flight, with that of the action, and waiting; 1 if there are gradients, and 1 if they are
     not those of all micro-batches. Then the same when it ends, if it makes the first gradients of a stage, which take
-    the place of what its micro-batch held, or that of the embedding; else once more what is held at its beginning."""
-    actions = schedule.ranks[rank]
-    stage = np.array([action.stage for action in actions], dtype=np.int64)
-    op = np.array([action.op for action in actions])
-    forward, back, weight = op == "F", (op == "B") | (op == "I"), op == "W"
+    the place of what its micro-batch held, or that of the embedding; else once more what is held at its beginning. A
+    rank with fewer actions than another repeats its first row."""
+    codes = [[(action.stage, _OPS[action.op]) for action in schedule.ranks[rank]] for rank in ranks]
+    most = max(map(len, codes))
+    padded = np.array([[*each, *[(-1, -1)] * (most - len(each))] for each in codes], dtype=np.int64)
+    stage, op = padded[:, :, 0], padded[:, :, 1]
+    forward, whole, split, weight = (op == code for code in _OPS.values())
+    back = whole | split
     last = stage == schedule.n_stages - 1
-    kinds = np.select([back & last, back, forward & last], [BACKWARD_LAST, BACKWARD, LOSS], OTHER)[:, None]
-    here = stage[:, None] == np.array(schedule.stages_of(rank))
-    sent_back = here & back[:, None]
-    in_flight = np.cumsum(here & forward[:, None], axis=0) - np.cumsum(sent_back, axis=0) + sent_back
-    weighed = here & weight[:, None]
-    deferred = here & (op == "I")[:, None]
-    waits = deferred.astype(np.int64) - weighed
-    waiting = np.cumsum(waits, axis=0) - waits
-    completing = here & ((op == "B") | weight)[:, None]
-    after = np.cumsum(completing, axis=0)
-    before, all_of_them = after - completing, after[-1]
-    begin = np.concatenate([kinds, in_flight, waiting, before > 0, (before > 0) & (before < all_of_them)], axis=1)
-    embedded = ((op == "I") & (stage == 0))[:, None]
+    kinds = np.select([back & last, back, forward & last], [BACKWARD_LAST, BACKWARD, LOSS], OTHER)[:, :, None]
+    here = stage[:, :, None] == np.array([schedule.stages_of(rank) for rank in ranks])[:, None]
+    sent_back = here & back[:, :, None]
+    in_flight = np.cumsum(here & forward[:, :, None], axis=1) - np.cumsum(sent_back, axis=1) + sent_back
+    waits = (here & split[:, :, None]).astype(np.int64) - (here & weight[:, :, None])
+    waiting = np.cumsum(waits, axis=1) - waits
+    completing = here & (whole | weight)[:, :, None]
+    after = np.cumsum(completing, axis=1)
+    before, all_of_them = after - completing, after[:, -1:]
+    begin = np.concatenate([kinds, in_flight, waiting, before > 0, (before > 0) & (before < all_of_them)], axis=2)
+    embedded = (split & (stage == 0))[:, :, None]
     ending = np.where(embedded, EMBEDDING, np.where(kinds == BACKWARD_LAST, BACKWARD, kinds))
     end = [ending, in_flight - sent_back, waiting + waits, after > 0, (after > 0) & (after < all_of_them)]
-    counts = embedded | (completing & (after == 1)).any(1, keepdims=True)
-    return begin, np.where(counts, np.concatenate(end, axis=1), begin)
+    counts = embedded | (completing & (after == 1)).any(2, keepdims=True)
+    begin = np.where(op[:, :, None] < 0, begin[:, :1], begin)
+    return begin, np.where(counts, np.concatenate(end, axis=2), begin)
 
 
-def _largest(rows: Ints) -> Ints:
-    """The rows of each class that no other row of the class dominates in all columns; one of equal rows."""
-    found = []
-    rows = rows[np.argsort(-rows[:, 1:].sum(axis=1), kind="stable")]
-    while len(rows):
-        # The first row has the largest sum, so no other row dominates it.
-        found.append(rows[0])
-        below = (rows[:, 0] == rows[0, 0]) & np.all(rows[:, 1:] <= rows[0, 1:], axis=1)
-        rows = rows[~below]
-    return np.array(found)
+def _largest(rows_Rnc: Ints) -> Ints:
+    """Of each rank the rows of each class that no other row of the class dominates in all columns, one of equal rows;
+    (R, k, c), where a rank with fewer than k repeats its first."""
+    order = np.argsort(-rows_Rnc[:, :, 1:].sum(axis=2), axis=1, kind="stable")
+    rows_Rnc = np.take_along_axis(rows_Rnc, order[:, :, None], axis=1)
+    ranks, left_Rn = np.arange(len(rows_Rnc)), np.ones(order.shape, dtype=bool)
+    found: list[Ints] = []
+    while (some_R := left_Rn.any(1)).any():
+        # The first row that is left has the largest sum, so no other row dominates it.
+        first_R = np.where(some_R, left_Rn.argmax(1), found[0] if found else 0)
+        found.append(first_R)
+        first_R1c = rows_Rnc[ranks, first_R][:, None]
+        same = rows_Rnc[:, :, 0] == first_R1c[:, :, 0]
+        left_Rn &= ~(same & np.all(rows_Rnc[:, :, 1:] <= first_R1c[:, :, 1:], axis=2))
+    return rows_Rnc[ranks[:, None], np.stack(found, axis=1)]

@@ -1,15 +1,22 @@
 """The memory of thousands of layouts at once, for a search: as `cost.memory` has it, with what many share computed
 once."""
 
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardwright.cost import memory, pipeline
+from shardwright.cost import memory, pipeline, states
+from shardwright.cost.distinct import numbered
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.memo import NOT_OF_A_STAGE, NOT_OF_STATES, OF_A_STAGE, OF_STATES, Memo, Table, others
+from shardwright.cost.memo import (
+    NOT_OF_A_MICROBATCH,
+    NOT_OF_STATES,
+    OF_A_MICROBATCH,
+    OF_STATES,
+    Memo,
+    others,
+)
 
 
 def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo: Memo | None = None) -> Floats:
@@ -26,15 +33,15 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     at = table.rows(candidates, lambda new: _whole_step(job, new))
     share, process = memory.lost_share(job, candidates), job.stack.of_process * table.values["workspace"].max()
     found: Floats = table.values["most"][at] * (1 + share) - share * process
-    of_stages = memo.table(OF_A_STAGE, "stages", *of, others(candidates, NOT_OF_A_STAGE))
     first, every = np.zeros(1, dtype=np.int64), np.arange(candidates.pp)
     for ranks in (first, every) if candidates.pp > 1 else (first,):  # the first has most in flight, mostly
-        rows = np.nonzero(found <= most)[0]
+        rows = np.flatnonzero(found <= most)
         if len(rows):
-            moving, messages = _while_running(job, candidates.take(rows), of_stages, memo, ranks)
+            left = candidates.take(rows)
+            moving = _while_running(job, left, memo, of, ranks)
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
-            whole = np.maximum(always + moving, update) + messages
-            found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
+            whole = np.maximum(always + moving, update).max(1) + states.messages(job, left)
+            found[rows] = np.maximum(found[rows], whole * (1 + share[rows]) - share[rows] * process)
     return found
 
 
@@ -52,36 +59,33 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     }
 
 
-def _while_running(job: Job, candidates: Candidates, table: Table, memo: Memo, ranks: Ints) -> tuple[Floats, Floats]:
-    """Activations and temporary buffers at the peak of some ranks of pp, and messages of the pipeline, each (n, ranks);
-    `table`: of what stages have."""
+def _while_running(job: Job, candidates: Candidates, memo: Memo, of: tuple[Hashable, ...], ranks: Ints) -> Floats:
+    """Activations and temporary buffers at the peak of some ranks of pp, (n, ranks). A part of them depends on the
+    micro-batch, and a part on the data axes; each is computed once, and a peak is the largest sum at one moment. `of`:
+    what stages follow from."""
+    whole = pipeline.stages(job, candidates)
+    stages = whole.of_ranks(ranks)
+    no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
+    shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
+    of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", *of, len(ranks), shared)
+    sharded = memo.table(OF_STATES, "sharded parts", *of, len(ranks), others(candidates, NOT_OF_STATES))
+    # Of the ZeRO stage it matters only whether gradients are accumulated in shards.
+    alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
 
-    def of_stages(new: Candidates) -> dict[str, Floats]:
-        step = memory.Step(job, new, memo=memo)
-        return {**vars(step.of_stage), "messages": step.states["buffers"]}
+    def parts_of_microbatch(new: Candidates) -> dict[str, Floats]:
+        return {"parts": memory.parts_of_microbatch(memory.Step(job, new, stages, memo).of_microbatch, stages)}
 
-    at = table.rows(candidates, of_stages)
-    few = memory.few_microbatches(job, candidates)
-    first, back = _numbered(few, at)
-    stages = pipeline.stages(job, candidates)
-    # Only the stages of these ranks, with the first and the last of all in their places.
-    kept = np.unique([0, len(stages.layers) - 1, *stages.of_rank[ranks].ravel()])
-    stages = replace(stages, of_rank=np.searchsorted(kept, stages.of_rank[ranks]))
-    columns = {name: values[np.ix_(at[first], kept)] for name, values in table.values.items() if name != "messages"}
-    of_stage = memory.StageBytes(**columns)
-    moving = np.zeros((len(first), len(ranks)))
-    distinct, begins = np.unique(few[first], return_index=True)  # in order, so each has a slice of the rows
-    for m, begin, end in zip(distinct, begins, [*begins[1:], len(first)], strict=True):
-        peaks = pipeline.moments(job, candidates, int(m)).of_ranks(ranks.tolist())
-        moving[begin:end] = memory.sizes_at(of_stage.take(slice(begin, end)), stages, peaks).max(2)
-    return moving[back], table.values["messages"][np.ix_(at, ranks)]
+    def parts_sharded(new: Candidates) -> dict[str, Floats]:
+        return {"parts": memory.parts_sharded(memory.Step(job, new, stages).sharded, stages)}
 
-
-def _numbered(*columns: NDArray[Any]) -> tuple[Ints, Ints]:
-    """Indices of the first occurrences of the distinct rows, (u,), in the order of the first column, and for every row
-    the number of its distinct row, (n,)."""
-    key = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        key = key * (int(column.max()) + 1) + column
-    _, first, back = np.unique(key, return_index=True, return_inverse=True)
-    return first, back
+    passing, lasting = of_microbatches.rows(alike, parts_of_microbatch), sharded.rows(candidates, parts_sharded)
+    theirs, own = of_microbatches.values["parts"], sharded.values["parts"]
+    few, which = numbered(memory.few_microbatches(job, candidates))
+    order = np.argsort(which.astype(np.uint16), kind="stable")  # of 16 bits: in linear time
+    ends = np.cumsum(np.bincount(which, minlength=len(few)))
+    found = np.zeros((len(candidates), len(ranks)))
+    for m, begin, end in zip(few.tolist(), [0, *ends], ends, strict=False):
+        mine = order[begin:end]
+        counts = pipeline.moments(job, candidates, m).counts_of(ranks)
+        found[mine] = memory.sizes_of(theirs[passing[mine]] + own[lasting[mine]], counts).max(2)
+    return found

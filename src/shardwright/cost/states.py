@@ -51,8 +51,6 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         "always": keeps_gradients(job, candidates)[:, None] + 0,
         "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
         "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
-        "T_shard": (candidates.tokens(job.seq_len) / candidates.token_shards)[:, None],
-        "messages": 2 * (candidates.pp > 1),
     }
     workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
 
@@ -73,8 +71,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         ),
         "optimizer": _optimizer(job, candidates, stages, formulas),
         "gathered": _gathered(job, candidates, formulas),
-        # One message in each direction.
-        "buffers": formulas("buffers", "messages * T_shard * h * e"),
+        "buffers": messages(job, candidates)[:, None],
         "workspace": np.asarray(workspace),
     }
     ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
@@ -85,6 +82,14 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         found |= {"weights": np.where(sharded[:, None], 0.0, found["weights"]), "master": nothing}
         found["gradients"] = np.where(shares_gradients(candidates)[:, None], 0.0, found["gradients"])
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
+
+
+def messages(job: Job, candidates: Candidates) -> Floats:
+    """Buffers for the messages of the pipeline, one in each direction, (n,)."""
+    return ledger.compute(
+        "buffers", "messages * T_shard * h * e", "B", messages=2 * (candidates.pp > 1),
+        T_shard=candidates.tokens(job.seq_len) / candidates.token_shards, h=job.model.d_model, e=job.element_bytes,
+    )  # fmt: skip
 
 
 def _shards_beside(candidates: Candidates, formulas: ledger.Formulas) -> Floats:
@@ -235,8 +240,7 @@ def moving_gradients(
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
     values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
-    several = any(len(each) > 1 for each in stages.layers)
-    values |= {"kept_by_a_block": kept, "working_of_a_block": working, "several": several}
+    values |= {"kept_by_a_block": kept, "working_of_a_block": working, "several": stages.several}
     of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
     shared = shares_gradients(candidates)[:, None]
     found = np.zeros(held.ends.shape)

@@ -14,7 +14,7 @@ from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.kinds import DATA
 from shardwright.cost.layer import embedding, head, layer
 from shardwright.cost.matrix_updates import matrix_updates
-from shardwright.cost.memo import Memo, remembers
+from shardwright.cost.memo import NOT_OF_STATES, OF_STATES, Memo, others, remembers
 from shardwright.cost.passes import Passes, reached_bytes_per_s
 
 PIPELINE = "Pipeline, busiest rank"
@@ -56,7 +56,7 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
             stages.note(int(most[0]), m, parts)
             ledger.total("work", parts, value=mine)
         parts["pipeline"] = _waiting(job, candidates, span, mine)
-    held = rank_parameters(job, candidates)
+    held = _rank_parameters(job, candidates, memo if remembers(memo, job) else None)
     with ledger.section("Data parallel, rank with most parameters"):
         beside = Beside(*stages.passes_of_ranks(), span[:, None] - ends, stages.note_passes)
         parts[DATA] = data_parallel(job, candidates, held, m, beside)
@@ -70,6 +70,16 @@ def step_time(job: Job, candidates: Candidates, *, simulated: bool = True, memo:
         )
         ledger.total("step", parts)
     return StepTime(parts)
+
+
+def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> RankParameters:
+    """The parameters of the rank with the most, with what is known."""
+    if memo is None:
+        return rank_parameters(job, candidates)
+    of = (candidates.shared.ways, len(pipeline.stages(job, candidates).layers), others(candidates, NOT_OF_STATES))
+    table = memo.table(OF_STATES, "parameters of a rank", *of)
+    rows = table.rows(candidates, lambda new: rank_parameters(job, new)._asdict())
+    return RankParameters(**{name: values[rows] for name, values in table.values.items()})
 
 
 def _waiting(job: Job, candidates: Candidates, makespan: Floats, work: Floats) -> Floats:
@@ -107,7 +117,7 @@ class StagePasses:
                 self._of(alike.name, alike.candidates, partial(layer, job, block=alike.block, name=alike.name)),
                 alike.counts,
             )
-            for alike in pipeline.layers_alike(job, candidates)
+            for alike in pipeline.layers_alike(job, candidates, cut)
         ]
 
     def _of(self, part: str, candidates: Candidates, compute: Callable[[Candidates], Passes]) -> Passes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from shardwright.cost.job import COLUMNS, Candidates
 from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import SAME_TIME
-from shardwright.planner.pool import Condition, Mask
 from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan, survey
+from shardwright.planner.space import Condition, Mask
 from shardwright.schedule.named import INTERLEAVED, ONE_F_ONE_B
 
 _SIDES = [name for name, key in KEYS.items() if key.runner_up]
@@ -62,8 +62,7 @@ def well_known(plan: Plan) -> list[Alternative]:
     of them."""
     assert plan.recommended is not None
     taken = plan.recommended.choice.candidates
-    kinds = {name: meant for name, meant in _recipes(plan.job.cluster.node_size) if not meant(taken)[0]}
-    return list(_evaluated(plan, kinds.items()))
+    return list(_evaluated(plan, [kind for kind in _recipes(plan.job.cluster.node_size) if not kind.meets(taken)[0]]))
 
 
 def reasons(best: Priced, other: Priced, most: int = 3) -> list[tuple[str, float]]:
@@ -87,12 +86,20 @@ def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
     return sorted(more.items(), key=lambda item: -item[1])
 
 
-def _sides(best: Candidates) -> Iterator[tuple[str, Condition]]:
+class _Kind(NamedTuple):
+    """Layouts of a kind: those that meet a condition. `pp`: the ranks of a pipeline that all of them have, if any."""
+
+    name: str
+    meets: Condition
+    pp: int | None = None
+
+
+def _sides(best: Candidates) -> Iterator[_Kind]:
     for side in SIDES:
         if side in COLUMNS:
-            yield f"another {side}", _differs(side, getattr(best, side)[0])
+            yield _Kind(f"another {side}", _differs(side, getattr(best, side)[0]))
         elif KEYS[side].used(best) or side in DENSE_AXES:
-            yield f"another {side}", _differs_shared(side, getattr(best.shared, side))
+            yield _Kind(f"another {side}", _differs_shared(side, getattr(best.shared, side)))
 
 
 def _differs(side: str, value: int) -> Condition:
@@ -111,26 +118,33 @@ def _differs_shared(side: str, value: Any) -> Condition:
     return condition
 
 
-def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
+def _recipes(node: int) -> Iterator[_Kind]:
     def alone(candidates: Candidates) -> Mask:
         return (candidates.tp == 1) & (candidates.cp == 1) & (candidates.pp == 1)
 
-    yield "zero 0 alone: everything replicated (DDP)", lambda candidates: alone(candidates) & (candidates.zero == 0)
-    yield (
+    yield _Kind(
+        "zero 0 alone: everything replicated (DDP)",
+        lambda candidates: alone(candidates) & (candidates.zero == 0),
+        pp=1,
+    )
+    yield _Kind(
         "zero 1 alone: optimizer states sharded",
         lambda candidates: alone(candidates) & (candidates.zero == 1) & (candidates.dp_replicate == 1),
+        pp=1,
     )
-    yield (
+    yield _Kind(
         "zero 3 alone: everything sharded (FSDP)",
         lambda candidates: alone(candidates) & (candidates.zero == 3) & (candidates.dp_replicate == 1),
+        pp=1,
     )
-    yield (
+    yield _Kind(
         "zero 3 within a node, replicas across nodes (HSDP)",
         lambda candidates: (
             alone(candidates) & (candidates.zero == 3) & (candidates.dp_shard == node) & (candidates.dp_replicate > 1)
         ),
+        pp=1,
     )
-    yield (
+    yield _Kind(
         "tp = a node, then pp with (interleaved) 1f1b, zero 1 (Megatron-LM)",
         lambda candidates: (
             (candidates.tp == node)
@@ -139,12 +153,12 @@ def _recipes(node: int) -> Iterator[tuple[str, Condition]]:
             & (candidates.pp > 1 and candidates.shared.pp_schedule in (ONE_F_ONE_B.name, INTERLEAVED.name))
         ),
     )
-    yield "tp across nodes", lambda candidates: candidates.tp > node
-    yield "no recomputation", lambda candidates: candidates.recompute == 0
-    yield "selective recomputation", lambda candidates: candidates.recomputes_parts
-    yield "full recomputation", lambda candidates: candidates.recomputes & ~candidates.recomputes_parts
-    yield "no pipeline", lambda candidates: np.full(len(candidates), candidates.pp == 1)
-    yield (
+    yield _Kind("tp across nodes", lambda candidates: candidates.tp > node)
+    yield _Kind("no recomputation", lambda candidates: candidates.recompute == 0)
+    yield _Kind("selective recomputation", lambda candidates: candidates.recomputes_parts)
+    yield _Kind("full recomputation", lambda candidates: candidates.recomputes & ~candidates.recomputes_parts)
+    yield _Kind("no pipeline", lambda candidates: np.full(len(candidates), candidates.pp == 1), pp=1)
+    yield _Kind(
         "plain 1f1b",
         lambda candidates: np.full(
             len(candidates), candidates.pp > 1 and candidates.shared.pp_schedule == ONE_F_ONE_B.name
@@ -156,14 +170,14 @@ def _both(kind: Condition, fixed: Condition | None) -> Condition:
     return kind if fixed is None else lambda candidates: kind(candidates) & fixed(candidates)
 
 
-def _evaluated(plan: Plan, kinds: Iterable[tuple[str, Condition]]) -> Iterator[Alternative]:
+def _evaluated(plan: Plan, kinds: Iterable[_Kind]) -> Iterator[Alternative]:
     """Kinds of which there is no layout at all, or none with the plan's fixed values, are left out."""
-    for name, kind in kinds:
-        condition = _both(kind, plan.fixed)
+    for name, meets, pp in kinds:
+        condition = _both(meets, plan.fixed)
         fastest = plan.pool.fastest(1, plan.pool.where(condition))
         if fastest:
             yield Alternative(name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
             continue
-        found = survey(plan.job, 0.0, condition)
+        found = survey(plan.job, 0.0, condition, pp=pp)
         if found.nearest is not None:
             yield Alternative(name, None, (found.nearest, found.nearest_bytes))

@@ -12,8 +12,7 @@ from shardwright.errors import LayoutError, nearest
 from shardwright.keys import written
 from shardwright.layout_keys import KEYS
 from shardwright.planner.choice import pairs
-from shardwright.planner.pool import Mask
-from shardwright.planner.space import groups
+from shardwright.planner.space import Mask, groups
 
 OPTION = "--fix"
 OFFLOADS = ("offload_optimizer", "offload_parameters", "offload_activations")

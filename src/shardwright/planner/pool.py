@@ -1,19 +1,15 @@
 """Layouts that fit, with a bound on the time of each, and the fastest of any part of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwright.cost.job import Candidates, Floats, Job
 from shardwright.cost.step import step_time
 from shardwright.planner.choice import Choice, choice_at
+from shardwright.planner.space import Condition, Mask
 
-Mask = NDArray[np.bool_]
-Condition = Callable[[Candidates], Mask]
-"""Selects some of n candidates: a mask, (n,)."""
-
-AT_ONCE = 8
+AT_ONCE = 2
 """Layouts of one round of simulations. More would simulate some that one more result could have excluded."""
 
 

@@ -15,10 +15,10 @@ from shardwright.errors import InputError, LayoutError
 from shardwright.planner.choice import Choice, choice_at
 from shardwright.planner.distinct import distinct
 from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
-from shardwright.planner.pool import Condition, Pool
+from shardwright.planner.pool import Pool
 from shardwright.planner.priced import Priced
 from shardwright.planner.recomputation import fewest_layers
-from shardwright.planner.space import divisors, groups, groups_of, no_layout
+from shardwright.planner.space import Condition, divisors, groups_of, no_layout
 from shardwright.planner.spread import spread
 from shardwright.planner.tie import simplest
 
@@ -29,8 +29,9 @@ WORTH_A_KEY = 0.01
 """Share of the step that recomputation in fewer layers has to save."""
 PARALLEL_FROM = 512
 """Accelerators from which on the time that a search takes is worth several processes."""
-CELLS = 2**17
-"""Layouts x ranks of `pp` that are evaluated at once: as many as keep the arrays of a formula in the cache."""
+CELLS = 2**19
+"""Layouts x ranks of `pp` that are evaluated at once: with fewer the calls of numpy take longer than what they do, with
+more the arrays leave the cache."""
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,22 @@ def _with_fewest_layers(
     return [less for less, _ in rows], [others for _, others in rows]
 
 
-def survey(job: Job, limit: float, condition: Condition | None = None, processes: int = 1) -> Survey:
+def survey(
+    job: Job, limit: float, condition: Condition | None = None, processes: int = 1, pp: int | None = None
+) -> Survey:
     """The memory of every layout, and the bound on the time of those that need no more than `limit` bytes.
 
     `condition`: only of layouts of this kind. `processes`: more than one each evaluate the layouts of one number of
-    stages at a time; `condition` has to be None or Fixed then. Raises LayoutError where no layout can partition the
-    batch.
+    stages at a time; `condition` has to be None or Fixed then. `pp`: only with pipelines of so many ranks. Raises
+    LayoutError where no layout can partition the batch, unless `pp` is given.
     """
     memo = memo_of(job) if processes == 1 else None  # other processes have their own
-    evaluate, stages = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size)
-    found = [each for each in spread(evaluate, stages, processes) if each is not None]
+    evaluate, pps = partial(_survey_of, job, limit, condition, memo), divisors(job.cluster.size) if pp is None else [pp]
+    found = [each for each in spread(evaluate, pps, processes) if each is not None]
     if not found:
-        raise LayoutError(no_layout(job))
+        if pp is None:
+            raise LayoutError(no_layout(job))
+        return Survey(0, Pool(job, [], np.zeros(0), np.zeros(0)), None, np.inf)
     nearest = min(found, key=lambda each: each.nearest_bytes)
     pools = [each.pool for each in found]
     bounds, peaks = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("bound_s", "peak_bytes"))
@@ -150,9 +155,9 @@ def _survey_of(job: Job, limit: float, condition: Condition | None, memo: Memo |
     bounds, peaks = [np.zeros(0)], [np.zeros(0)]
     n_layouts, least, exists, memo = 0, np.inf, False, memo or memo_of(job)
     nearest: Choice | None = None
-    for all_of_them in groups_of(job, pp, _offload(condition)):
+    for whole in groups_of(job, pp, _offload(condition), condition):
         exists = True
-        for group in _parts(all_of_them, condition):
+        for group in _parts(whole):
             needed = reserved_bytes(job, group, max(limit, least), memo)
             n_layouts += len(group)
             at = int(needed.argmin())
@@ -184,8 +189,9 @@ def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
     memo = memo_of(job)
     return any(
         (reserved_bytes(job, part, limit, memo) <= limit).any()
-        for group in groups(job, _offload(condition))
-        for part in _parts(group, condition)
+        for pp in divisors(job.cluster.size)
+        for group in groups_of(job, pp, _offload(condition), condition)
+        for part in _parts(group)
     )
 
 
@@ -193,10 +199,8 @@ def _offload(condition: Condition | None) -> dict[str, Any]:
     return condition.offload if isinstance(condition, Fixed) else {}
 
 
-def _parts(group: Candidates, condition: Condition | None) -> Iterator[Candidates]:
-    """Those layouts of a group that are of this kind, in parts that the formulas take at once."""
-    if condition is not None:
-        group = group.take(condition(group))
+def _parts(group: Candidates) -> Iterator[Candidates]:
+    """The layouts of a group in parts that the formulas take at once."""
     step = max(1, CELLS // group.pp)
     for begin in range(0, len(group), step):
         yield group.take(slice(begin, begin + step))

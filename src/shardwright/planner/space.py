@@ -22,7 +22,8 @@ zero_pp_gather keep their defaults where they have no meaning. What is valid is 
 once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.cost.distinct import numbered
 from shardwright.cost.job import COLUMNS, RECOMPUTE, Candidates, Ints, Job
 from shardwright.errors import LayoutError
 from shardwright.layout import Layout
@@ -43,6 +45,9 @@ _ALL_AXES = Layout(dp_shard=2, cp=2, tp=2)
 _RECOMPUTED = tuple(map(RECOMPUTE.index, KEYS["recompute"].searched(_ALL_AXES)))
 
 Columns = dict[str, Ints]
+Mask = NDArray[np.bool_]
+Condition = Callable[[Candidates], Mask]
+"""Selects some of n candidates: a mask, (n,)."""
 
 
 def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Candidates]:
@@ -61,16 +66,19 @@ def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Itera
         raise LayoutError(no_layout(job))
 
 
-def groups_of(job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Candidates]:
-    """Those of `groups` with pipelines of `pp` ranks, of which there may be none."""
-    by_method: dict[str, Columns] = {}
+def groups_of(
+    job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
+) -> Iterator[Candidates]:
+    """Those of `groups` with pipelines of `pp` ranks, of which there may be none; of each the layouts that meet a
+    condition, of which there may be none either."""
+    by_method: dict[str, Rows] = {}
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
         if method not in by_method:
-            by_method[method] = _rows(job, pp, method, shared.offload_parameters != "none")
-        found = _group(job, shared, by_method[method])
-        if len(found):
-            yield found
+            by_method[method] = Rows.of(job, _rows(job, pp, method, shared.offload_parameters != "none"))
+        found, kept = _group(job, shared, by_method[method])
+        if kept.any():
+            yield found.take(kept if condition is None else kept & condition(found))
 
 
 @cache
@@ -105,26 +113,35 @@ def _with(layout: Layout, name: str, value: Any) -> list[Layout]:
         return []
 
 
-def _group(job: Job, shared: Layout, rows: Columns) -> Candidates:
-    """The rows with which the shared keys can be chosen, and have a meaning where they are not at their default."""
-    columns: dict[str, Any] = dict(rows)
-    found = Candidates(shared=shared, sequence_parallel=rows["tp"] > 1, **columns)
-    kept = _takes(shared, found.microbatches(job.global_batch))
+@dataclass(frozen=True)
+class Rows:
+    """Every valid choice of what the layouts of a group differ in, whatever they share. `microbatches`: the distinct
+    numbers of micro-batches of a step, and for each row which of them it has."""
+
+    columns: Mapping[str, Any]
+    microbatches: tuple[Ints, Ints]
+
+    @staticmethod
+    def of(job: Job, columns: Columns) -> "Rows":
+        """Those of these columns."""
+        unit = columns["micro_batch"] * columns["dp_replicate"] * columns["dp_shard"]
+        return Rows({"sequence_parallel": columns["tp"] > 1, **columns}, numbered(job.global_batch // unit))
+
+
+def _group(job: Job, shared: Layout, rows: Rows) -> tuple[Candidates, Mask]:
+    """All rows as candidates, and with which of them the shared keys can be chosen, and have a meaning where they are
+    not at their default."""
+    found = Candidates(shared=shared, **rows.columns)
+    distinct, which = rows.microbatches
+    kept: Mask = np.array([not schedule_problems(shared, int(m)) for m in distinct], dtype=bool)[which]
     if shared.zero_secondary_ranks > 1:
-        kept &= shared.zero_secondary_ranks * rows["tp"] == job.cluster.node_size  # fewer leave bytes between nodes
+        kept &= shared.zero_secondary_ranks * found.tp == job.cluster.node_size  # fewer leave bytes between nodes
     if shared.loss_chunk_tokens:
         kept &= found.tokens(job.seq_len) > shared.loss_chunk_tokens
     for name, key in KEYS.items():
         if name not in COLUMNS and getattr(shared, name) != key.default_in(shared):
             kept &= key.used(found)
-    return found.take(kept)
-
-
-def _takes(layout: Layout, microbatches: Ints) -> NDArray[np.bool_]:
-    """Whether the schedule of a layout can run a step of so many micro-batches, for each number."""
-    distinct, back = np.unique(microbatches, return_inverse=True)
-    can = [not schedule_problems(layout, int(m)) for m in distinct]
-    return np.array(can, dtype=bool)[back]
+    return found, kept
 
 
 def _rows(job: Job, pp: int, method: str, on_host: bool) -> Columns:
@@ -180,7 +197,7 @@ def _times(columns: Columns, choices: Mapping[str, Sequence[int]]) -> Columns:
     return found
 
 
-def _where(columns: Columns, kept: NDArray[np.bool_]) -> Columns:
+def _where(columns: Columns, kept: Mask) -> Columns:
     return {name: column[kept] for name, column in columns.items()}
 
 

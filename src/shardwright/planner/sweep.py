@@ -6,9 +6,9 @@ import numpy as np
 
 from shardwright.cost.job import Candidates
 from shardwright.errors import LayoutError
-from shardwright.planner.pool import Mask
 from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan, survey
+from shardwright.planner.space import Mask
 from shardwright.split.rules import problems
 
 NEAR = 2
