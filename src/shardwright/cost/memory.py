@@ -1,26 +1,24 @@
 """Memory of each rank of a pipeline, by kind, at the peak of a step or over the whole step.
 
 It is the sum of parameters, gradients and optimizer states (`cost.states`), of the activations of the micro-batches in
-flight (`cost.activations`, `cost.pipeline`), and of the temporary buffers of the running action: the loss has copies of
-the logits, of all tokens or of a chunk, the backward pass of a block its gradients. A peak is the largest sum at one
+flight and of the temporary buffers of the running action (`cost.stage_bytes`): the loss has copies of the logits, of
+all tokens or of a chunk, the backward pass of a block its gradients. A peak is the largest sum at one
 moment, never a sum of peaks. The optimizer runs when no activations are left.
 
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from shardwright.cost import activations, holes, ledger, parameters, pipeline, states
-from shardwright.cost.activations import Ends, Layer
+from shardwright.cost import holes, ledger, parameters, pipeline, stage_bytes, states
 from shardwright.cost.distinct import numbered
 from shardwright.cost.job import Candidates, Floats, Ints, Job
-from shardwright.cost.memo import NOT_OF_A_PASS, OF_A_PASS, Memo, others
-from shardwright.cost.parameters import Parameters
-from shardwright.cost.pipeline import Layers, Moments, Stages
+from shardwright.cost.memo import Memo
+from shardwright.cost.pipeline import Moments, Stages
+from shardwright.cost.stage_bytes import MicrobatchBytes, ShardedBytes, StageBytes
 
 KINDS = (
     "weights",
@@ -173,42 +171,6 @@ def curve(job: Job, candidates: Candidates, rank: int) -> Curve:
     return Curve((*map(str, actions), "optimizer"), kinds)
 
 
-@dataclass(frozen=True, eq=False)
-class MicrobatchBytes:
-    """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
-    the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
-    the embedding's backward pass."""
-
-    activations: Floats
-    experts: Floats
-    logits: Floats
-    waiting: Floats
-    waiting_logits: Floats
-    working: Floats
-    gradients: Floats
-    loss: Floats
-    embedding: Floats
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedBytes:
-    """What each stage has for a part of the step, whatever the micro-batch, (n, S): its gradients while they accumulate
-    and once they are reduced, and the parameters that it gathers for a pass."""
-
-    accumulating: Floats
-    reduced: Floats
-    gathered: Floats
-
-
-@dataclass(frozen=True, eq=False)
-class StageBytes(ShardedBytes, MicrobatchBytes):
-    """All of these."""
-
-    def take(self, rows: Ints | slice) -> "StageBytes":
-        """The bytes of some of the candidates."""
-        return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
-
-
 class Step:
     """The quantities that are the same at all moments of a step. `stages`: of some ranks; by default of all."""
 
@@ -224,7 +186,7 @@ class Step:
     @cached_property
     def of_microbatch(self) -> MicrobatchBytes:
         """Bytes of a micro-batch in each stage."""
-        return _microbatch_bytes(self.job, self.candidates, self.stages, self.held, self.memo)
+        return stage_bytes.of_microbatch(self.job, self.candidates, self.stages, self.held, self.memo)
 
     @cached_property
     def sharded(self) -> ShardedBytes:
@@ -278,107 +240,13 @@ def few_microbatches(job: Job, candidates: Candidates) -> Ints:
     return found
 
 
-def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
-    """What layers of a kind keep, with what is known."""
-    if memo is None:
-        return activations.layer(job, alike.candidates, alike.block, alike.name)
-    table = memo.table(OF_A_PASS, "activations", alike.name, others(alike.candidates, NOT_OF_A_PASS))
-    rows = table.rows(alike.candidates, lambda new: vars(activations.layer(job, new, alike.block, alike.name)))
-    return Layer(**{name: values[rows] for name, values in table.values.items()})
-
-
-def _microbatch_bytes(
-    job: Job, candidates: Candidates, stages: Stages, held: Parameters, memo: Memo | None = None
-) -> MicrobatchBytes:
-    zeros = np.zeros((len(candidates), len(stages.layers)))
-    kept, experts, waiting, working, largest = (zeros.copy() for _ in range(5))
-    layers: list[tuple[Layers, Layer]] = []
-    for alike in pipeline.layers_alike(job, candidates, stages):
-        layer, counts = _layer(job, alike, memo), alike.counts
-        layers.append((alike, layer))
-        kept += (layer.kept - layer.experts)[:, None] * counts
-        experts += layer.experts[:, None] * counts
-        waiting += layer.waiting[:, None] * counts
-        working = np.maximum(working, layer.working[:, None] * (counts > 0))
-        largest = np.maximum(largest, layer.kept[:, None] * (counts > 0))
-    if candidates.shared.offload_activations == "cpu":
-        kept, experts = zeros.copy(), zeros.copy()
-    around = activations.ends(job, candidates)
-    kept[:, 0] += around.first
-    kept[:, :-1] += around.sent[:, None]
-    kept[:, -1] += around.last
-    waiting[:, -1] += around.last
-    logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
-    logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
-    # The head's backward pass has the gradients of the logits and of its matrix.
-    head = held.head * job.stack.weight_gradient_bytes
-    loss[:, -1] = np.maximum(around.loss, head - around.freed)
-    if candidates.shared.offload_activations == "cpu":
-        # The layer that runs, and the one whose activations are on their way.
-        n_layers = np.array([len(each) for each in stages.layers])
-        working = working + np.minimum(n_layers, 2) * largest
-        loss[:, -1] += largest[:, -1]
-    of_a_block = (
-        np.min([layer.kept for _, layer in layers], axis=0),
-        np.max([layer.working for _, layer in layers], axis=0),
-    )
-    gradients = states.moving_gradients(job, candidates, stages, held, *of_a_block)
-    if ledger.recording():
-        _note_stages(stages, kept, around, layers)
-    embedding = zeros.copy()
-    embedding[:, 0] = held.head * job.stack.weight_gradient_bytes * (not job.stack.keeps_gradients)
-    return MicrobatchBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding)
-
-
 def _fullest(of_stage: StageBytes, stages: Stages, at: Moments) -> tuple[dict[str, Floats], Ints]:
     """Activations and temporary buffers by kind at the peak of each rank, (n, R), and where in the step the peak is."""
-    which = sizes_at(of_stage, stages, at).argmax(2)
+    which = stage_bytes.sizes_at(of_stage, stages, at).argmax(2)
     rank = np.arange(len(stages.of_rank))[None, :]
-    fullest = {name: values[rank, which][:, :, None] for name, values in vars(at).items()}
+    fullest = {name: values[0, rank, which][:, :, None] for name, values in at.each.items()}
     found = _held(of_stage, stages, fullest)
     return {name: values[:, :, 0] for name, values in found.items()}, _WHERE[fullest["kind"][:, :, 0]]
-
-
-def sizes_at(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
-    """Activations and temporary buffers, sum of all kinds, (n, R, k)."""
-    return sizes_of(parts_of_microbatch(of_stage, stages) + parts_sharded(of_stage, stages), at.counts)
-
-
-def sizes_of(parts_nRc: Floats, counts_Rkc: Floats) -> Floats:
-    """The sum of parts times how often each is held at a moment (`Moments.counts`), (n, R, k)."""
-    sizes: Floats = np.einsum("nRc,Rkc->nRk", parts_nRc, counts_Rkc)
-    return sizes
-
-
-def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
-    """What a rank has of a micro-batch, in the order of `Moments.counts`, (n, R, c)."""
-    parts, (in_flight, waiting, *_), by_action = _parts(len(of_stage.loss), stages)
-    in_flight[:] = (of_stage.activations + of_stage.experts + of_stage.logits)[:, stages.of_rank]
-    waiting[:] = (of_stage.waiting + of_stage.waiting_logits)[:, stages.of_rank]
-    working, gradients = (part[:, stages.of_rank].max(2) for part in (of_stage.working, of_stage.gradients))
-    by_action[pipeline.LOSS] = of_stage.loss[:, -1:]
-    by_action[pipeline.BACKWARD] = working + gradients
-    by_action[pipeline.BACKWARD_LAST] = working + gradients - of_stage.logits[:, -1:]
-    by_action[pipeline.EMBEDDING] = of_stage.embedding[:, :1]
-    return parts
-
-
-def parts_sharded(of_stage: ShardedBytes, stages: Stages) -> Floats:
-    """What it has of its stages for a part of the step, whatever the micro-batch, in the same order, (n, R, c)."""
-    parts, (*_, accumulating, reduced), by_action = _parts(len(of_stage.gathered), stages)
-    accumulating[:] = of_stage.accumulating[:, stages.of_rank]
-    reduced[:] = of_stage.reduced[:, stages.of_rank]
-    by_action[:] = of_stage.gathered[:, stages.of_rank].max(2)
-    by_action[pipeline.LOSS] = 0
-    return parts
-
-
-def _parts(n: int, stages: Stages) -> tuple[Floats, list[Floats], Floats]:
-    """Zeros, (n, R, c), and what of them is of the stages of a rank, in flight, waiting, accumulating and reduced,
-    each (n, R, v), and of each action, (actions, n, R)."""
-    n_ranks, v = stages.of_rank.shape
-    parts = np.zeros((n, n_ranks, 4 * v + len(pipeline.ACTIONS)))
-    return parts, [parts[:, :, v * at : v * (at + 1)] for at in range(4)], np.moveaxis(parts[:, :, 4 * v :], 2, 0)
 
 
 def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str, Floats]:
@@ -434,20 +302,3 @@ def _gradients(at: dict[str, Ints], accumulate: bool, backward: bool, embedding:
     terms = ["sum(accumulating * all_of_stages)"] * (accumulate and bool(at["accumulating"].any()))
     terms += ["sum(reduced * reduced_of_stages)"] * (accumulate and bool(at["reduced"].any()))
     return " + ".join([*terms, *["max(gradients_of_stages)"] * backward, *["of_embedding"] * embedding])
-
-
-def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Sequence[tuple[Layers, Layer]]) -> None:
-    """Record the activations of a micro-batch in each stage of the one rank, without rows of experts and logits."""
-    last = len(stages.layers) - 1
-    for stage in stages.of_rank[0].tolist():
-        terms, inputs = [], {}
-        for alike, layer in layers:
-            if count := int(alike.counts[stage]):
-                name = ledger.identifier(f"kept by {alike.name}")
-                terms.append(f"{count} * {name}")
-                inputs[name] = layer.kept - layer.experts
-        ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}
-        ends["around_the_last_norm"] = around.last * (stage == last)
-        there = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
-        formula = " + ".join([*terms, *there])
-        ledger.note(f"kept in stage {stage}", formula, kept[:, stage], "B", "of a microbatch", **inputs, **there)

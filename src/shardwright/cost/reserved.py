@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwright.cost import memory, pipeline, states
+from shardwright.cost import memory, pipeline, stage_bytes, states
 from shardwright.cost.distinct import numbered
 from shardwright.cost.job import Candidates, Floats, Ints, Job
 from shardwright.cost.memo import (
@@ -73,10 +73,10 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, of: tuple[Hasha
     alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
 
     def parts_of_microbatch(new: Candidates) -> dict[str, Floats]:
-        return {"parts": memory.parts_of_microbatch(memory.Step(job, new, stages, memo).of_microbatch, stages)}
+        return {"parts": stage_bytes.parts_of_microbatch(memory.Step(job, new, stages, memo).of_microbatch, stages)}
 
     def parts_sharded(new: Candidates) -> dict[str, Floats]:
-        return {"parts": memory.parts_sharded(memory.Step(job, new, stages).sharded, stages)}
+        return {"parts": stage_bytes.parts_sharded(memory.Step(job, new, stages).sharded, stages)}
 
     passing, lasting = of_microbatches.rows(alike, parts_of_microbatch), sharded.rows(candidates, parts_sharded)
     theirs, own = of_microbatches.values["parts"], sharded.values["parts"]
@@ -87,5 +87,5 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, of: tuple[Hasha
     for m, begin, end in zip(few.tolist(), [0, *ends], ends, strict=False):
         mine = order[begin:end]
         counts = pipeline.moments(job, candidates, m).counts_of(ranks)
-        found[mine] = memory.sizes_of(theirs[passing[mine]] + own[lasting[mine]], counts).max(2)
+        found[mine] = stage_bytes.sizes_of(theirs[passing[mine]] + own[lasting[mine]], counts).max(2)
     return found
