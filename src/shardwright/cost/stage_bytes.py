@@ -106,6 +106,10 @@ def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
     return Layer(**{name: values[rows] for name, values in table.values.items()})
 
 
+ONE_THREAD = 2**18
+"""Multiplications of a matmul up to which BLAS takes one thread; threads that wait for others take CPU time too."""
+
+
 def sizes_at(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
     """Activations and temporary buffers, sum of all kinds, (n, R, k)."""
     return sizes_of(parts_of_microbatch(of_stage, stages) + parts_sharded(of_stage, stages), at.counts)
@@ -113,8 +117,13 @@ def sizes_at(of_stage: StageBytes, stages: Stages, at: Moments) -> Floats:
 
 def sizes_of(parts_nRc: Floats, counts_Rkc: Floats) -> Floats:
     """The sum of parts times how often each is held at a moment (`Moments.counts`), (n, R, k)."""
-    sizes: Floats = np.einsum("nRc,Rkc->nRk", parts_nRc, counts_Rkc)
-    return sizes
+    n_ranks, k, c = counts_Rkc.shape
+    sizes = np.empty((n_ranks, len(parts_nRc), k))
+    step = max(1, ONE_THREAD // (k * c))
+    for begin in range(0, len(parts_nRc), step):
+        some = parts_nRc[begin : begin + step].transpose(1, 0, 2)
+        np.matmul(some, counts_Rkc.transpose(0, 2, 1), out=sizes[:, begin : begin + step])
+    return sizes.transpose(1, 0, 2)
 
 
 def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
