@@ -1,7 +1,8 @@
 """Proves that every command of the documentation runs as typed: each page in a copy of the checkout, top to bottom.
 
 What a reader has before is made here: texts, a tokenizer, prepared data and a short quickstart. Left out are commands
-that need another machine, a cluster or the network, and those that `make` and CI run themselves (`ELSEWHERE`).
+that need another machine, a cluster or the network, benchmarks of most of an hour, and those that `make` and CI run
+themselves (`ELSEWHERE`).
 """
 
 import gzip
@@ -20,8 +21,8 @@ from shardwright.data import prepare as module
 from tests.test_docs import PAGES, ROOT, blocks, name_of
 
 ELSEWHERE = re.compile(
-    r"\b(make|sbatch|squeue|scontrol|srun|node0|hf:|pytest|overhead\.py|gpu\.py|pip install|nccl-tests|mpirun"
-    r"|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b|#SBATCH|--install-completion"
+    r"\b(make|sbatch|squeue|scontrol|srun|node\d|hf:|pytest|overhead\.py|plan_local\.py|gpu\.py|pip install|nccl-tests"
+    r"|mpirun|nvidia-smi|all_reduce_perf|git clone|source|shardwright\.lm_eval)\b|#SBATCH|--install-completion"
 )
 TIMEOUT_S = 900
 
