@@ -360,7 +360,7 @@ def test_405b_on_16384_is_searched_in_full_in_a_gib():
 
 @prove
 def test_the_16_million_layouts_of_deepseek_v3_on_256_are_searched_with_few_calls():
-    """10.4 million in 11 CPU-seconds; 22.7 million in 40 while numbers of micro-batches were sorted for each group."""
+    """10.4 million in 10 CPU-seconds; 22.7 million in 40 while numbers of micro-batches were sorted for each group."""
     asked = Job(model=resolve("deepseek-v3"), cluster=cluster("h100:256"), seq_len=4096, global_batch=1920)
     found: list[Plan] = []
     assert calls(lambda: found.append(search(asked))) < 13e6
