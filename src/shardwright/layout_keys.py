@@ -15,6 +15,7 @@ from shardwright.schedule.registry import find, names
 
 CP_METHODS = ("zigzag", "ring", "allgather", "ulysses", "usp")
 RECOMPUTE = ("none", "selective", "full")
+ZERO = (0, 1, 2, 3)
 OFFLOAD = ("none", "cpu", "disk")
 AUTO = "auto"
 """In a run file: the least of `RECOMPUTE` that fits, decided when the memory of the devices is known."""
@@ -148,7 +149,7 @@ class LayoutKeys:
             _ZERO_WORDS[layout.zero]
             + (f" over {n} rank{'s' * (n > 1)}" if layout.zero and (n := layout.dp_shard * layout.cp) else "")
         ),
-        choices=lambda: (0, 1, 2, 3),
+        choices=lambda: ZERO,
         derived=lambda layout: 3 if layout.dp_shard > 1 else 0,
         used=lambda layout: _over_data(layout) | (layout.offload_parameters != "none"),
         said=True,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shardwright.cost import ledger
 from shardwright.cost.job import COLUMNS, Candidates, Ints, Job
 from shardwright.cost.passes import Passes
-from shardwright.layout_keys import KEYS, RECOMPUTE
+from shardwright.layout_keys import KEYS, RECOMPUTE, ZERO
 from shardwright.units import MiB
 
 Arrays = dict[str, NDArray[Any]]
@@ -39,6 +39,10 @@ MOST_PLACES = 2**20
 """Numbers up to this are looked up in an array of as many, larger ones by bisection."""
 
 
+EVERY: dict[str, Sequence[int]] = {"recompute": range(len(RECOMPUTE)), "zero": ZERO}
+"""The numbers of columns that do not depend on a job."""
+
+
 class Memo:
     """Tables of a job. `values`: for each column of candidates the numbers that it can have, in order."""
 
@@ -52,7 +56,7 @@ class Memo:
         """One for these candidates alone."""
         values = {name: np.unique(getattr(candidates, name)).tolist() for name in COLUMNS}
         # Some of the layers may recompute nothing, and a layout may stand for others with like gradients.
-        return Memo(values | {"recompute": range(len(RECOMPUTE)), "zero": range(4)})
+        return Memo(values | EVERY)
 
     def table(self, columns: Sequence[str], *of: Hashable) -> "Table":
         """That of some columns, for what is computed with all else equal, which `of` names."""

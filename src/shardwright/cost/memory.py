@@ -2,8 +2,8 @@
 
 It is the sum of parameters, gradients and optimizer states (`cost.states`), of the activations of the micro-batches in
 flight and of the temporary buffers of the running action (`cost.stage_bytes`): the loss has copies of the logits, of
-all tokens or of a chunk, the backward pass of a block its gradients. A peak is the largest sum at one
-moment, never a sum of peaks. The optimizer runs when no activations are left.
+all tokens or of a chunk, the backward pass of a block its gradients. A peak is the largest sum at one moment, never a
+sum of peaks. The optimizer runs when no activations are left.
 
 Shapes: n candidates, S stages, R ranks of pp, v stages of a rank, k moments.
 """

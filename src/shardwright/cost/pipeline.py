@@ -4,7 +4,7 @@ The counts follow from the order of the schedule's actions (`split.stages.Pipeli
 Shapes: S stages, R ranks, v stages of a rank, k moments.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -31,7 +31,8 @@ class Stages:
     """The layers of each stage and the stages of each rank.
 
     `of_kind`: for each kind of layer the number in each stage, (S,). `of_rank`, (R, v): the stages that a rank holds.
-    `several`: whether any stage has more than one layer. `built_from`: what their schedules are built from.
+    `several`: whether any stage has more than one layer. `built_from`: what their schedules are built from. `key`:
+    equal for equal layers on equal ranks, of one model.
     """
 
     layers: tuple[range, ...]
@@ -39,6 +40,7 @@ class Stages:
     of_rank: Ints
     several: bool
     built_from: Pipeline
+    key: tuple[Hashable, ...]
 
     def of_ranks(self, ranks: Ints) -> "Stages":
         """Those of some ranks, between the first and the last stage of all; R is the number of these ranks."""
@@ -48,6 +50,7 @@ class Stages:
             layers=tuple(self.layers[stage] for stage in kept),
             of_kind={block: counts[kept] for block, counts in self.of_kind.items()},
             of_rank=np.searchsorted(kept, self.of_rank[ranks]),
+            key=(*self.key, *ranks.tolist()),
         )
 
 
@@ -75,11 +78,7 @@ class Moments:
 
     def of_rank(self, rank: int) -> "Moments":
         """Those of one rank; R is 1."""
-        return self.of_ranks([rank])
-
-    def of_ranks(self, ranks: list[int]) -> "Moments":
-        """Those of some ranks."""
-        return Moments(**{each.name: getattr(self, each.name)[ranks] for each in fields(self)})
+        return Moments(**{each.name: getattr(self, each.name)[[rank]] for each in fields(self)})
 
     @cached_property
     def counts(self) -> Floats:
@@ -169,7 +168,8 @@ def _stages(
     }
     of_rank = np.array([sorted(layout.held_by(rank)) for rank in range(layout.pp)], dtype=np.int64)
     several = any(len(each) > 1 for each in layers)
-    return Stages(layers, of_kind, of_rank, several, Pipeline.of(model, layout, seq_len))
+    key = (layout.ways, len(layers), sizes)
+    return Stages(layers, of_kind, of_rank, several, Pipeline.of(model, layout, seq_len), key)
 
 
 @cache

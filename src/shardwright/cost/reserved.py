@@ -1,7 +1,6 @@
 """The memory of thousands of layouts at once, for a search: as `cost.memory` has it, with what many share computed
 once."""
 
-from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
@@ -28,8 +27,8 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
     that differ only in their data axes.
     """
     memo = memo or Memo.of(candidates)
-    of = (candidates.shared.ways, len(pipeline.stages(job, candidates).layers))
-    table = memo.table(OF_STATES, "states", *of, others(candidates, NOT_OF_STATES))
+    stages = pipeline.stages(job, candidates)
+    table = memo.table(OF_STATES, "states", stages.key, others(candidates, NOT_OF_STATES))
     at = table.rows(candidates, lambda new: _whole_step(job, new))
     share, process = memory.lost_share(job, candidates), job.stack.of_process * table.values["workspace"].max()
     found: Floats = table.values["most"][at] * (1 + share) - share * process
@@ -38,7 +37,7 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
         rows = np.flatnonzero(found <= most)
         if len(rows):
             left = candidates.take(rows)
-            moving = _while_running(job, left, memo, of, ranks)
+            moving = _while_running(job, left, memo, ranks)
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
             whole = np.maximum(always + moving, update).max(1) + states.messages(job, left)
             found[rows] = np.maximum(found[rows], whole * (1 + share[rows]) - share[rows] * process)
@@ -59,16 +58,15 @@ def _whole_step(job: Job, candidates: Candidates) -> dict[str, Floats]:
     }
 
 
-def _while_running(job: Job, candidates: Candidates, memo: Memo, of: tuple[Hashable, ...], ranks: Ints) -> Floats:
+def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) -> Floats:
     """Activations and temporary buffers at the peak of some ranks of pp, (n, ranks). A part of them depends on the
-    micro-batch, and a part on the data axes; each is computed once, and a peak is the largest sum at one moment. `of`:
-    what stages follow from."""
+    micro-batch, and a part on the data axes; each is computed once, and a peak is the largest sum at one moment."""
     whole = pipeline.stages(job, candidates)
     stages = whole.of_ranks(ranks)
     no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
     shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
-    of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", *of, len(ranks), shared)
-    sharded = memo.table(OF_STATES, "sharded parts", *of, len(ranks), others(candidates, NOT_OF_STATES))
+    of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, shared)
+    sharded = memo.table(OF_STATES, "sharded parts", stages.key, others(candidates, NOT_OF_STATES))
     # Of the ZeRO stage it matters only whether gradients are accumulated in shards.
     alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
 
@@ -80,12 +78,10 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, of: tuple[Hasha
 
     passing, lasting = of_microbatches.rows(alike, parts_of_microbatch), sharded.rows(candidates, parts_sharded)
     theirs, own = of_microbatches.values["parts"], sharded.values["parts"]
-    few, which = numbered(memory.few_microbatches(job, candidates))
-    order = np.argsort(which.astype(np.uint16), kind="stable")  # of 16 bits: in linear time
-    ends = np.cumsum(np.bincount(which, minlength=len(few)))
+    few = memory.few_microbatches(job, candidates)
     found = np.zeros((len(candidates), len(ranks)))
-    for m, begin, end in zip(few.tolist(), [0, *ends], ends, strict=False):
-        mine = order[begin:end]
+    for m in numbered(few)[0].tolist():
+        mine = np.flatnonzero(few == m)
         counts = pipeline.moments(job, candidates, m).counts_of(ranks)
         found[mine] = stage_bytes.sizes_of(theirs[passing[mine]] + own[lasting[mine]], counts).max(2)
     return found

@@ -48,7 +48,7 @@ class ShardedBytes:
 class StageBytes(ShardedBytes, MicrobatchBytes):
     """All of these."""
 
-    def take(self, rows: Ints | slice) -> "StageBytes":
+    def take(self, rows: Ints) -> "StageBytes":
         """The bytes of some of the candidates."""
         return StageBytes(**{name: values[rows] for name, values in vars(self).items()})
 

@@ -76,8 +76,8 @@ def _rank_parameters(job: Job, candidates: Candidates, memo: Memo | None) -> Ran
     """The parameters of the rank with the most, with what is known."""
     if memo is None:
         return rank_parameters(job, candidates)
-    of = (candidates.shared.ways, len(pipeline.stages(job, candidates).layers), others(candidates, NOT_OF_STATES))
-    table = memo.table(OF_STATES, "parameters of a rank", *of)
+    of = pipeline.stages(job, candidates).key
+    table = memo.table(OF_STATES, "parameters of a rank", of, others(candidates, NOT_OF_STATES))
     rows = table.rows(candidates, lambda new: rank_parameters(job, new)._asdict())
     return RankParameters(**{name: values[rows] for name, values in table.values.items()})
 

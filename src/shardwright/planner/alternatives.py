@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -86,12 +86,17 @@ def _changes(best: Priced, other: Priced) -> list[tuple[str, float]]:
     return sorted(more.items(), key=lambda item: -item[1])
 
 
-class _Kind(NamedTuple):
-    """Layouts of a kind: those that meet a condition. `pp`: the ranks of a pipeline that all of them have, if any."""
+@dataclass(frozen=True)
+class _Kind:
+    """Layouts of a kind: those that meet a condition, and if `pp` is given have pipelines of so many ranks."""
 
     name: str
-    meets: Condition
+    condition: Condition
     pp: int | None = None
+
+    def meets(self, candidates: Candidates) -> Mask:
+        """Which of some candidates are of this kind."""
+        return self.condition(candidates) & (self.pp in (None, candidates.pp))
 
 
 def _sides(best: Candidates) -> Iterator[_Kind]:
@@ -120,7 +125,7 @@ def _differs_shared(side: str, value: Any) -> Condition:
 
 def _recipes(node: int) -> Iterator[_Kind]:
     def alone(candidates: Candidates) -> Mask:
-        return (candidates.tp == 1) & (candidates.cp == 1) & (candidates.pp == 1)
+        return (candidates.tp == 1) & (candidates.cp == 1)
 
     yield _Kind(
         "zero 0 alone: everything replicated (DDP)",
@@ -157,7 +162,7 @@ def _recipes(node: int) -> Iterator[_Kind]:
     yield _Kind("no recomputation", lambda candidates: candidates.recompute == 0)
     yield _Kind("selective recomputation", lambda candidates: candidates.recomputes_parts)
     yield _Kind("full recomputation", lambda candidates: candidates.recomputes & ~candidates.recomputes_parts)
-    yield _Kind("no pipeline", lambda candidates: np.full(len(candidates), candidates.pp == 1), pp=1)
+    yield _Kind("no pipeline", lambda candidates: np.full(len(candidates), True), pp=1)
     yield _Kind(
         "plain 1f1b",
         lambda candidates: np.full(
@@ -172,12 +177,12 @@ def _both(kind: Condition, fixed: Condition | None) -> Condition:
 
 def _evaluated(plan: Plan, kinds: Iterable[_Kind]) -> Iterator[Alternative]:
     """Kinds of which there is no layout at all, or none with the plan's fixed values, are left out."""
-    for name, meets, pp in kinds:
-        condition = _both(meets, plan.fixed)
+    for kind in kinds:
+        condition = _both(kind.meets, plan.fixed)
         fastest = plan.pool.fastest(1, plan.pool.where(condition))
         if fastest:
-            yield Alternative(name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
+            yield Alternative(kind.name, Priced.of(plan.job, plan.pool.choice(fastest[0])), None)
             continue
-        found = survey(plan.job, 0.0, condition, pp=pp)
+        found = survey(plan.job, 0.0, condition, pp=kind.pp)
         if found.nearest is not None:
-            yield Alternative(name, None, (found.nearest, found.nearest_bytes))
+            yield Alternative(kind.name, None, (found.nearest, found.nearest_bytes))

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.cost.job import RECOMPUTE, Candidates, Job
-from shardwright.cost.memo import Memo
+from shardwright.cost.job import Candidates, Job
+from shardwright.cost.memo import EVERY, Memo
 from shardwright.cost.reserved import reserved_bytes
 from shardwright.cost.step import step_time
 from shardwright.errors import InputError, LayoutError
@@ -18,7 +18,7 @@ from shardwright.planner.fixed import OFFLOADS, Fixed, none_searched
 from shardwright.planner.pool import Pool
 from shardwright.planner.priced import Priced
 from shardwright.planner.recomputation import fewest_layers
-from shardwright.planner.space import Condition, divisors, groups_of, no_layout
+from shardwright.planner.space import Condition, divisors, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
 from shardwright.planner.tie import simplest
 
@@ -179,8 +179,8 @@ def memo_of(job: Job) -> Memo:
     degrees, experts = divisors(job.cluster.size), 1 if job.model.moe is None else job.model.moe.n_experts
     values = dict.fromkeys(("tp", "cp", "dp_shard", "dp_replicate"), degrees)
     return Memo({
-        **values, "ep": divisors(experts), "zero": range(4), "sequence_parallel": (False, True),
-        "micro_batch": divisors(job.global_batch), "recompute": range(len(RECOMPUTE)),
+        **EVERY, **values, "ep": divisors(experts), "sequence_parallel": (False, True),
+        "micro_batch": divisors(job.global_batch),
     })  # fmt: skip
 
 
@@ -189,8 +189,7 @@ def fits(job: Job, limit: float, condition: Condition | None = None) -> bool:
     memo = memo_of(job)
     return any(
         (reserved_bytes(job, part, limit, memo) <= limit).any()
-        for pp in divisors(job.cluster.size)
-        for group in groups_of(job, pp, _offload(condition), condition)
+        for group in groups(job, _offload(condition), condition)
         for part in _parts(group)
     )
 

@@ -50,16 +50,18 @@ Condition = Callable[[Candidates], Mask]
 """Selects some of n candidates: a mask, (n,)."""
 
 
-def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Candidates]:
-    """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty. All have the
-    values of `offload`.
+def groups(
+    job: Job, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
+) -> Iterator[Candidates]:
+    """Every layout of the whole cluster for this job, in groups that share a pipeline; no group is empty, unless a
+    condition leaves none of its layouts. All have the values of `offload`.
 
     Simple layouts come first: without a pipeline before those with one, fewer ranks of tp before more. Raises
     LayoutError, with the nearest batches that would do, where no layout can partition the batch.
     """
     n_groups = 0
     for pp in divisors(job.cluster.size):
-        for found in groups_of(job, pp, offload):
+        for found in groups_of(job, pp, offload, condition):
             n_groups += 1
             yield found
     if not n_groups:
@@ -69,8 +71,7 @@ def groups(job: Job, offload: Mapping[str, Any] = MappingProxyType({})) -> Itera
 def groups_of(
     job: Job, pp: int, offload: Mapping[str, Any] = MappingProxyType({}), condition: Condition | None = None
 ) -> Iterator[Candidates]:
-    """Those of `groups` with pipelines of `pp` ranks, of which there may be none; of each the layouts that meet a
-    condition, of which there may be none either."""
+    """Those of `groups` with pipelines of `pp` ranks, of which there may be none."""
     by_method: dict[str, Rows] = {}
     for shared in _in_nodes(job, _shared(pp, job.model.n_layers, tuple(offload.items()))):
         method = shared.cp_method
