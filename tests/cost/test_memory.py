@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost import memory
+from shardwright.cost.hardware import cluster
 from shardwright.cost.job import Candidates
 from shardwright.cost.memory import KINDS, MOMENTS
 from shardwright.cost.reserved import reserved_bytes
@@ -228,7 +229,8 @@ def test_the_curve_of_a_step_rises_to_the_peak_and_no_further(schedule: str):
         assert curve.kinds["activations"][-1] == 0
 
 
-def test_many_layouts_at_once_cost_what_each_costs_alone():
+@pytest.mark.parametrize("stack", [SHARDWRIGHT, FSDP])
+def test_many_layouts_at_once_cost_what_each_costs_alone(stack: Stack):
     layouts = [
         {"tp": 2, "dp_shard": 4, "zero": 1},
         {"tp": 1, "dp_shard": 8, "zero": 3},
@@ -237,10 +239,33 @@ def test_many_layouts_at_once_cost_what_each_costs_alone():
     alone = [one(1 + at % 2, pp=2, sequence_parallel=True, **each) for at, each in enumerate(layouts)]  # type: ignore[arg-type]
     fields = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sequence_parallel", "micro_batch", "recompute")
     together = replace(alone[0], **{name: np.concatenate([getattr(each, name) for each in alone]) for name in fields})
-    found = memory.of(job(), together)
-    assert reserved_bytes(job(), together) == pytest.approx(found.reserved_bytes, rel=1e-12)
+    the_job = job(stack=stack)
+    found = memory.of(the_job, together)
+    assert reserved_bytes(the_job, together) == pytest.approx(found.reserved_bytes, rel=1e-12)
     for at, each in enumerate(alone):
-        assert found.rank_bytes[at].tolist() == memory.of(job(), each).rank_bytes[0].tolist()
+        assert found.rank_bytes[at].tolist() == memory.of(the_job, each).rank_bytes[0].tolist()
+
+
+@pytest.mark.parametrize(("on", "mib"), [("h100:8", 32), ("b200:8", 32), ("a100:8", 4), ("rtx4090:8", 4)])
+def test_transformer_engine_has_a_workspace_for_its_matmuls_and_four_for_those_of_experts(on: str, mib: int):
+    """Of 32 MiB from compute capability 9.0 on, else of 4."""
+    for model, count in (("llama-3.1-8b", 1), ("mixtral-8x7b", 5)):
+        the_job = replace(job(model, MEGATRON_CORE), cluster=cluster(on))
+        found = memory.of(the_job, one()).kinds["workspace"]
+        assert found.tolist() == [[(76 + count * mib) * 2**20]]
+        assert memory.of(replace(the_job, stack=FSDP), one()).kinds["workspace"].tolist() == [[64 * 2**20]]
+
+
+def test_an_input_in_a_buffer_for_messages_counts_once():
+    """Of 2 stages with 8 micro-batches, of which the last stage has one in flight: 8 gradients for the first, 8 inputs
+    for the last, whose layers keep one less. Other stacks have a buffer in each direction."""
+    the_job, of = job(stack=FSDP, global_batch=32), one(micro_batch=4, pp=2)
+    ahead = memory.of(the_job, of)
+    without = memory.of(replace(the_job, stack=replace(FSDP, receives_ahead=False)), of)
+    message = 4 * 4096 * 4096 * 2
+    assert (ahead.kinds["buffers"] / message).tolist() == [[8, 8]]
+    assert (without.kinds["buffers"] / message).tolist() == [[2, 2]]
+    assert ((ahead.kinds["activations"] - without.kinds["activations"]) / message).tolist() == [[0, -1]]
 
 
 def test_layers_that_do_not_recompute_keep_everything_and_the_first_of_each_stage_less():

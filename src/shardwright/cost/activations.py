@@ -49,13 +49,15 @@ class Layer:
 @dataclass(frozen=True)
 class Ends:
     """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
-    norm; `sent`: the output of a stage, if it is kept after the send; `logits`: kept from the loss to its backward
-    pass, `waiting_logits`: from there to W; `loss`: temporary buffers of the loss; `freed`: the part of `logits` that
-    is freed before the gradient of the head's matrix exists."""
+    norm; `sent`: the output of a stage, if it is kept after the send; `received`: the input of a stage, if it is in a
+    buffer for messages; `logits`: kept from the loss to its backward pass, `waiting_logits`: from there to W; `loss`:
+    temporary buffers of the loss; `freed`: the part of `logits` that is freed before the gradient of the head's matrix
+    exists."""
 
     first: Floats
     last: Floats
     sent: Floats
+    received: Floats
     logits: Floats
     waiting_logits: Floats
     loss: Floats
@@ -123,6 +125,7 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         rows = vocabulary_rows(job.model, candidates.tp, multiple=stack.vocabulary_multiple)
         cut = np.where(candidates.tp > 1, stack.logit_cut_bytes, 0.0)
         formulas.values |= {"vocabulary_rows": rows, "logit_bytes": kept, "keeps_outputs": stack.keeps_outputs}
+        formulas.values["receives_ahead"] = stack.receives_ahead
         formulas.values["predictions"] = 1 + job.model.mtp_modules
         times = "predictions * " * (job.model.mtp_modules > 0)
         formulas.values["loss_bytes_a_logit"] = cut + np.maximum(stack.logit_peak_bytes, kept + e) - kept
@@ -131,15 +134,16 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         first = formulas("dropout mask", "T_shard * h * mask")
         last = formulas("around the last norm", "(T_shard + T_read) * h * e")
         sent = formulas("sent on", "T_shard * h * e * keeps_outputs")
+        received = formulas("in a buffer", "T_shard * h * e * receives_ahead")
         if candidates.shared.loss_chunk_tokens:
-            return Ends(first, last, sent, *_chunked_loss(candidates, formulas, times))
+            return Ends(first, last, sent, received, *_chunked_loss(candidates, formulas, times))
         logits = formulas("logits of a microbatch", f"{times}T * vocabulary_rows * logit_bytes")
         waiting = formulas("logits for W of a microbatch", f"{times}T * vocabulary_rows * e")
         in_loss = "T * vocabulary_rows * loss_bytes_a_logit"
         if stack.logits_together:
             in_loss = "min(T * vocabulary_rows, logits_together) * sum_bytes * loss_buffers"
         loss = formulas("loss", in_loss, "logits, copies, gradients; cost/stack.py")
-        return Ends(first, last, sent, logits, waiting, loss, logits - waiting)
+        return Ends(first, last, sent, received, logits, waiting, loss, logits - waiting)
 
 
 def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tuple[Floats, ...]:

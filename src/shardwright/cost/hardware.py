@@ -64,11 +64,11 @@ class Accelerator:
 
     `memory_bytes`: available to a program. `matmul_share`: by precision, the fraction of the peak that the best large
     matmul has reached; `memory_share`: the fraction of the bandwidth that a large copy reaches. `multiprocessors`:
-    processors over which the blocks of a kernel are distributed. `die`: the name of the accelerator with the same die;
-    `lasting`: the fraction of its best matmul rate that is kept up in training, relative to that of that accelerator.
-    `sources`: the source of each figure, by its key in the file. `rates`: those measured on this machine
-    (`cost.measured`), with a share `core_share` of the cores; `on_host`: it is the processor that also runs Python, and
-    sends messages itself.
+    processors over which the blocks of a kernel are distributed. `workspace_bytes`: that a matmul of Transformer Engine
+    may use. `die`: the name of the accelerator with the same die; `lasting`: the fraction of its best matmul rate that
+    is kept up in training, relative to that of that accelerator. `sources`: the source of each figure, by its key in
+    the file. `rates`: those measured on this machine (`cost.measured`), with a share `core_share` of the cores;
+    `on_host`: it is the processor that also runs Python, and sends messages itself.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Accelerator:
     core_share: float = 1.0
     on_host: bool = False
     host_memory_bytes_per_s: float = 0.0
+    workspace_bytes: float = 32 * MiB
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -219,6 +220,7 @@ def _accelerator(name: str, table: AcceleratorTable, ranks: int | None = None) -
         host_bytes_per_s=(table.host_gb_per_s or 0) * 1e9,
         disk_bytes_per_s=(table.disk_gb_per_s or 0) * 1e9,
         host_memory_bytes_per_s=(table.host_memory_gb_per_s or 0) * 1e9,
+        workspace_bytes=(table.workspace_mib or 32) * MiB,
         sources=table.sources,
     )
     measured = of_ranks(table.rates or {}, ranks or table.node_size, table.cores)

@@ -56,6 +56,9 @@ class AcceleratorTable(Table):
     matmul_share: dict[Peak, Share] = Field(
         description="of the peak, by precision, the most that a large matmul reaches"
     )
+    workspace_mib: Positive | None = Field(
+        None, description="MiB that a matmul of Transformer Engine may use; 32 where it is not said"
+    )
     lasting: Positive | None = Field(
         None,
         description="the fraction of its best matmul rate that is kept up in training, relative to that of the "

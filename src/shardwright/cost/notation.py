@@ -44,6 +44,7 @@ _SYMBOLS = (
     ("flash_backward head_launches", "", "relative to F: attention's backward pass; relative to a layer's: launches of "
      "embedding, head and loss"),
     ("bucket_s", "s", "to gather or reduce the parameters of a message, beyond the collective"),
+    ("parts_of_tensors part_s", ", s", "of all ranks, of each tensor; to copy one to its place"),
     ("straggler_share", "", "by which a step is longer for each doubling of nodes"),
     ("stages", "", "of the rank"),
     ("step_s optimizer_bytes", "s, B", "once a step; moved for each parameter"),
@@ -56,7 +57,7 @@ _SYMBOLS = (
     ("ranks expert_ranks", "", "over which ZeRO shards it, 1 where each has all; the same of experts"),
     ("beside experts_beside", "", "1 where shards of weights stand beside what is gathered from them; of experts"),
     ("kept_weights gathers gathers_all messages", "", "1 where weights are kept, where layers are gathered, where a "
-     "stage is; messages on their way"),
+     "stage is; messages that have buffers"),
     ("always always_two", "", "1 where gradients have memory for the whole step, where two layers are gathered in it"),
     ("fragmentation", "", "what the allocator reserves beyond live tensors, as a share"),
     ("in_flight waiting", "microbatches", "of each stage of the rank: in flight; between I and W"),
@@ -76,6 +77,7 @@ _SYMBOLS = (
      "buffers; 1 where a stage has several blocks"),
     ("mask weighed unweighted copied keeps_outputs", "", "1 where kept: masks, experts' results, their inputs "
      "without weight, the router's input in fp32, what a stage sends"),
+    ("receives_ahead", "", "1 where the input of a stage is in a buffer for messages"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),
     ("logit_bytes loss_bytes_a_logit", "B", "of a logit, kept; in the loss on top"),
     ("logits_together loss_buffers", "", "logits that the loss takes at a time; its buffers in fp32 of them: 2 where "

@@ -39,8 +39,9 @@ def reserved_bytes(job: Job, candidates: Candidates, most: float = np.inf, memo:
             left = candidates.take(rows)
             moving = _while_running(job, left, memo, ranks)
             always, update = (table.values[name][np.ix_(at[rows], ranks)] for name in ("always", "update"))
-            whole = np.maximum(always + moving, update).max(1) + states.messages(job, left)
-            found[rows] = np.maximum(found[rows], whole * (1 + share[rows]) - share[rows] * process)
+            whole = np.maximum(always + moving, update)
+            whole += states.messages(job, left, stages.of_ranks(ranks))
+            found[rows] = np.maximum(found[rows], whole.max(1) * (1 + share[rows]) - share[rows] * process)
     return found
 
 

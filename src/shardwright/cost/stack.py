@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwright.cost import speed
+from shardwright.cost.hardware import Accelerator
 from shardwright.cost.speed import Speed
 from shardwright.split.buckets import LOGITS_TOGETHER
 from shardwright.units import MiB
@@ -31,11 +32,12 @@ class Stack:
     `flash_attention`: attention does not store its scores. `dropout_masks`: masks for activations, and for scores if
     stored, are kept for every model. `fused_gate`: silu(gate) is not kept in addition to gate. `keeps_gathered`: the
     inputs of matmuls are kept as gathered over tp, not as token shards; `waits_gathered`: what weight gradients need is
-    kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output until its backward pass. `selective`:
-    activations that selective recomputation does not keep: "scores" of attention; or all but the outputs of the
-    "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads; or the "parts"
-    that a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that the
-    backward pass reads, as `torch.utils.checkpoint` does.
+    kept so between I and W. `keeps_outputs`: a pipeline stage keeps its output until its backward pass.
+    `receives_ahead`: it has a buffer for each message that it receives in a step (`torch.distributed.pipelining`).
+    `selective`: activations that selective recomputation does not keep: "scores" of attention; or all but the outputs
+    of the "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads; or the
+    "parts" that a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that
+    the backward pass reads, as `torch.utils.checkpoint` does.
     `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's weights; otherwise the
     inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
     them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
@@ -51,7 +53,8 @@ class Stack:
     `pads_rows`: a parameter is sharded by rows, which are filled up to a multiple of the ranks and sent so (FSDP2).
 
     Other memory: `vocabulary_multiple`: the vocabulary is padded to a multiple of this times tp. `workspace_bytes`: of
-    libraries; `expert_workspace_bytes`: of grouped matmuls, in addition. `fragmentation`: bytes that the allocator
+    libraries, beside `workspaces` of matmuls, each as large as the accelerator's; `expert_workspaces`: more of these,
+    with experts, whose matmuls run in streams of their own. `fragmentation`: bytes that the allocator
     reserves beyond the tensors, as a fraction. `of_process`: on a CPU, where the allocator is the C library, the
     workspace is what the process holds, of which nothing is reserved, and the fraction is `holes` of small tensors, by
     ZeRO stage (cost/holes.py).
@@ -74,6 +77,7 @@ class Stack:
     fused_gate: bool = True
     keeps_gathered: bool = False
     keeps_outputs: bool = False
+    receives_ahead: bool = False
     waits_gathered: bool = False
     selective: Literal["scores", "products", "read products", "parts"] = "scores"
     stops_early: bool = False
@@ -92,10 +96,16 @@ class Stack:
     compiles_loss: bool = False
     vocabulary_multiple: int = 0
     workspace_bytes: float = 64 * MiB
-    expert_workspace_bytes: float = 0.0
+    workspaces: int = 0
+    expert_workspaces: int = 0
     fragmentation: float = 0.05
     of_process: bool = False
     holes: tuple[float, ...] = (0.0,) * 4
+
+    def held_by_libraries(self, chip: Accelerator, *, experts: bool) -> float:
+        """Bytes of all workspaces on an accelerator, of a model with or without experts."""
+        count = self.workspaces + self.expert_workspaces * experts
+        return self.workspace_bytes + count * chip.workspace_bytes
 
 
 SHARDWRIGHT = Stack(
@@ -141,8 +151,9 @@ MEGATRON_CORE = Stack(
     fp8_weight_bytes=2.0,
     keeps_casts=True,
     vocabulary_multiple=128,
-    workspace_bytes=96 * MiB,
-    expert_workspace_bytes=128 * MiB,
+    workspace_bytes=76 * MiB,
+    workspaces=1,
+    expert_workspaces=4,
 )
 MEGATRON_CORE_FUSED_LOSS = replace(
     MEGATRON_CORE,
@@ -159,6 +170,7 @@ FSDP = Stack(
     fused_gate=False,
     keeps_gathered=True,
     keeps_outputs=True,
+    receives_ahead=True,
     selective="products",
     logit_peak_bytes=14.0,
     logit_cut_bytes=4.0,
@@ -186,6 +198,7 @@ NANOTRON = replace(
     about="nanotron: eager kernels as FSDP's, its own tensor and pipeline parallelism without overlap",
     speed=speed.NANOTRON,
     gathers_master=False,
+    receives_ahead=False,
     selective="scores",
 )
 

@@ -73,6 +73,7 @@ def of_microbatch(
     around = activations.ends(job, candidates)
     kept[:, 0] += around.first
     kept[:, :-1] += around.sent[:, None]
+    kept[:, 1:] -= around.received[:, None]
     kept[:, -1] += around.last
     waiting[:, -1] += around.last
     logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
@@ -169,6 +170,7 @@ def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Sequence[tu
                 inputs[name] = layer.kept - layer.experts
         ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}
         ends["around_the_last_norm"] = around.last * (stage == last)
+        ends["in_a_buffer"] = around.received * (stage > 0)
         there = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
-        formula = " + ".join([*terms, *there])
+        formula = " + ".join([*terms, *there]).replace("+ in_a_buffer", "- in_a_buffer")
         ledger.note(f"kept in stage {stage}", formula, kept[:, stage], "B", "of a microbatch", **inputs, **there)

@@ -52,7 +52,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         "layers": np.array([len(each) for each in stages.layers])[stages.of_rank].sum(1),
         "largest_layer": (held.layer_dense + held.layer_expert)[:, None],
     }
-    workspace = stack.workspace_bytes + (stack.expert_workspace_bytes if job.model.moe else 0.0)
+    workspace = stack.held_by_libraries(job.cluster.accelerator, experts=job.model.moe is not None)
 
     def spent(what: str, shared: NDArray[np.bool_], n_bytes: float, more: str = "") -> Floats:
         return _spent(formulas, candidates, what, shared, n_bytes, more)
@@ -71,7 +71,7 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
         ),
         "optimizer": _optimizer(job, candidates, stages, formulas),
         "gathered": _gathered(job, candidates, formulas),
-        "buffers": messages(job, candidates)[:, None],
+        "buffers": messages(job, candidates, stages),
         "workspace": np.asarray(workspace),
     }
     ledger.note("workspace", "", workspace, "B", "of libraries; cost/stack.py")
@@ -84,11 +84,18 @@ def of_ranks(job: Job, candidates: Candidates, stages: Stages, held: Parameters)
     return {kind: np.broadcast_to(n_bytes, shape) for kind, n_bytes in found.items()}
 
 
-def messages(job: Job, candidates: Candidates) -> Floats:
-    """Buffers for the messages of the pipeline, one in each direction, (n,)."""
+def messages(job: Job, candidates: Candidates, stages: Stages) -> Floats:
+    """Buffers for the messages of the pipeline: one in each direction, (n, 1), or one for each input and each gradient
+    that a rank receives in a step, (n, R)."""
+    buffers = np.full((len(candidates), 1), 2 * (candidates.pp > 1))
+    if job.stack.receives_ahead:
+        from_others = (stages.of_rank > 0).sum(1) + (stages.of_rank < len(stages.layers) - 1).sum(1)
+        m = candidates.microbatches(job.global_batch)
+        buffers = m[:, None] * from_others // len(candidates.shared.ways)
+    tokens = candidates.tokens(job.seq_len) / candidates.token_shards
     return ledger.compute(
-        "buffers", "messages * T_shard * h * e", "B", messages=2 * (candidates.pp > 1),
-        T_shard=candidates.tokens(job.seq_len) / candidates.token_shards, h=job.model.d_model, e=job.element_bytes,
+        "buffers", "messages * T_shard * h * e", "B", messages=buffers, T_shard=tokens[:, None], h=job.model.d_model,
+        e=job.element_bytes,
     )  # fmt: skip
 
 

@@ -111,9 +111,7 @@ class DryRun:
 def needed_bytes(config: RunConfig, record: RankRecord) -> float:
     """The peak of a rank with what a dry run does not see, by the constants of the plan: workspace of libraries, and
     what the allocator reserves beyond the tensors."""
-    experts = SHARDWRIGHT.expert_workspace_bytes if config.model.spec().moe is not None else 0.0
-    inside = SHARDWRIGHT.workspace_bytes + experts
-    return (record.peak.n_bytes + inside) * (1 + SHARDWRIGHT.fragmentation)
+    return (record.peak.n_bytes + SHARDWRIGHT.workspace_bytes) * (1 + SHARDWRIGHT.fragmentation)
 
 
 def fullest_by_plan(config: RunConfig) -> int:
