@@ -56,17 +56,23 @@ MATTERS = 0.02
 
 @dataclass(frozen=True)
 class Constant:
-    """`places`: tables and keys in the file that have this value. `guess` with a spread as a factor."""
+    """`places`: tables and keys in the file that have this value. `guess` with a spread as a factor; or the value, if
+    it is not fitted but of a `source`."""
 
     guess: float
     low: float
     high: float
     places: tuple[tuple[str, ...], ...]
     spread: float = 1.3
+    source: str = ""
 
 
 def _one(*place: str, guess: float, low: float, high: float, spread: float = 1.3) -> Constant:
     return Constant(guess, low, high, (place,), spread)
+
+
+def _published(*place: str, value: float, source: str) -> Constant:
+    return Constant(value, value, value, (place,), source=source)
 
 
 EAGER = ("fsdp", "nanotron")
@@ -77,7 +83,7 @@ CONSTANTS: dict[str, Constant] = {
     "matmuls, H100, fp8": _one("product_share", "h100", "fp8", guess=0.85, low=0.5, high=1.0, spread=1.2),
     "matmuls, B200": _one("product_share", "b200", "bf16", guess=0.8, low=0.5, high=1.0, spread=1.2),
     "matmuls, B200, fp8": _one("product_share", "b200", "fp8", guess=0.8, low=0.5, high=1.0, spread=1.2),
-    "attention, A100": _one("flash_share", "a100-80gb", guess=0.55, low=0.2, high=1.0),
+    "attention, A100": _published("flash_share", "a100-80gb", value=0.49, source="arXiv 2307.08691, figure 4"),
     "attention, H100": _one("flash_share", "h100", guess=0.42, low=0.2, high=1.0),
     "attention, B200": _one("flash_share", "b200", guess=0.42, low=0.2, high=1.0),
     "ramp of a matmul": _one("ramp_k", guess=110.0, low=60.0, high=250.0),
@@ -99,9 +105,9 @@ CONSTANTS: dict[str, Constant] = {
     "interference, Megatron-Core": _one("stacks", "megatron-core", "interference", guess=0.2, low=0.02, high=0.6),
     "tuned matmuls": _one("stacks", "megatron-core", "matmul_gain", guess=1.05, low=0.9, high=1.3, spread=1.1),
     "tuned attention": _one("stacks", "megatron-core", "flash_gain", guess=1.9, low=1.2, high=2.6, spread=1.2),
-    "launch": _one("stacks", "megatron", "launch_s", guess=0.75e-3, low=0.2e-3, high=2e-3),
-    "launch backward": _one("stacks", "megatron", "launch_backward", guess=2.2, low=1.2, high=3.0),
-    "step": _one("stacks", "megatron", "step_s", guess=8e-3, low=1e-3, high=50e-3),
+    "launch": _one("host", "launch_s", guess=0.75e-3, low=0.2e-3, high=2e-3),
+    "launch backward": _one("host", "launch_backward", guess=2.2, low=1.2, high=3.0),
+    "step": _one("host", "step_s", guess=8e-3, low=1e-3, high=50e-3),
     "message": _one("stacks", "megatron", "message_s", guess=0.16e-3, low=0.05e-3, high=0.4e-3),
 }
 GUESSES, LOW, HIGH, SPREADS = (
@@ -143,7 +149,7 @@ class Fit:
 
     def __init__(self, runs: Sequence[Run], held: Sequence[str] = ()) -> None:
         self.runs = runs
-        self.fitted = np.array([name not in held for name in CONSTANTS])
+        self.fitted = np.array([name not in held and not each.source for name, each in CONSTANTS.items()])
         self.families = np.array([run.measured.family for run in runs])
         self.measured = np.log([run.measured.step_time_s for run in runs])
         counts = Counter(self.families)
@@ -243,7 +249,8 @@ def described(values: Floats, touched: Sequence[Sequence[str]]) -> str:
     """A table of the constants for docs/cost-model.md; `touched`: the families that each rests on."""
     lines = ["| constant | value | allowed | runs it rests on |", "| --- | --- | --- | --- |"]
     for (name, each), value, families in zip(CONSTANTS.items(), values, touched, strict=True):
-        lines.append(f"| {name} | {value:.3g} | {each.low:g} to {each.high:g} | {', '.join(families) or 'none'} |")
+        allowed = "published" if each.source else f"{each.low:g} to {each.high:g}"
+        lines.append(f"| {name} | {value:.3g} | {allowed} | {each.source or ', '.join(families) or 'none'} |")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from shardwright.cost.blocks import blocks
 from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.formats import FORMATS
+from shardwright.cost.hardware import cluster
 from shardwright.cost.layer import layer
 from shardwright.cost.matmuls import Matmul, head_matmul, layer_matmuls, reached_flops_per_s
 from shardwright.cost.stack import STACKS
@@ -122,6 +123,39 @@ def test_attention_is_faster_on_longer_sequences_and_wider_heads():
     length, width = by.flash_length, by.flash_width
     assert rate(8192, 128) / rate(1024, 128) == pytest.approx((1024 + length) / 1024 * 8192 / (8192 + length))
     assert rate(4096, 128) / rate(4096, 64) == pytest.approx((64 + width) / 64 * 128 / (128 + width))
+
+
+TOKENS = 512, 1024, 2048, 4096, 8192, 16384
+PUBLISHED = {
+    ("a100-80gb", "FlashAttention"): {64: (58, 70, 77, 87, 92), 128: (53, 72, 81, 87, 91)},
+    ("a100-80gb", "FlashAttention-2"): {64: (88, 119, 140, 158, 165, 171), 128: (99, 131, 155, 182, 189, 189)},
+    ("h100", "FlashAttention-2"): {64: (141, 192, 232, 257, 273, 284), 128: (163, 221, 265, 294, 308, 328)},
+}
+"""TFLOP/s of attention with a causal mask, forward and backward, by width of a head (Dao, arXiv 2307.08691, figures 4
+and 7). They are of 3.5 x 2 x s^2 FLOPs for each of h d_model; the kernels compute whole blocks of the diagonal."""
+
+
+def shares(die: str, kernels: str, width: float, length: float) -> dict[tuple[int, int], float]:
+    """`flash_share` by the published rates, by width of a head and tokens."""
+    chip, found = cluster(f"{die}:8").accelerator, {}
+    for c, rates in PUBLISHED[die, kernels].items():
+        for s, rate in zip(TOKENS, rates, strict=False):
+            computed = (0.5 + 64 / s) * 4 * (1 + CALIBRATED.flash_backward) / (3.5 * 2)
+            reached = chip.flops_per_s["bf16"] * chip.matmul_share["bf16"] * c / (c + width) * s / (s + length)
+            found[c, s] = rate * 1e12 * computed / reached
+    return found
+
+
+def test_attention_on_a100_has_the_published_rate():
+    found = shares("a100-80gb", "FlashAttention", CALIBRATED.flash_width, CALIBRATED.flash_length)
+    long = [share for (_, tokens), share in found.items() if tokens >= 2048]
+    assert np.mean(long) == pytest.approx(CALIBRATED.flash("a100-80gb"), abs=0.01)
+
+
+@pytest.mark.parametrize(("die", "share"), [("a100-80gb", 0.95), ("h100", 0.536)])
+def test_rates_of_flash_attention_2_grow_with_width_and_length_as_the_formula_says(die: str, share: float):
+    for found in shares(die, "FlashAttention-2", width=20, length=320).values():
+        assert found == pytest.approx(share, rel=0.04)
 
 
 def test_casts_move_the_bytes_of_the_recipe():

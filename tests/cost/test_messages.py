@@ -143,6 +143,16 @@ def test_zero_1_sends_one_message_a_block_each_way():
     assert found == pytest.approx((4 + 2) * PARAMETERS * 7 / 8 / GB_PER_S + 2 * GROUPS * 7 * LATENCY_S)
 
 
+def test_nanotron_copies_each_rank_s_part_of_each_tensor_alone():
+    """Of Llama 8B on one rank of pp: 32 layers of q k v, o, gate up, down and two norms, and what is outside of them,
+    as one. Ranks that replicate have no parts."""
+    nanotron = on_plain_links(STACKS["nanotron"])
+    at_once = on_plain_links(replace(STACKS["nanotron"], speed=replace(STACKS["nanotron"].speed, part_s=0.0)))
+    for layout, parts in (({"dp_shard": 8, "zero": 1}, (32 * 6 + 1) * 8), ({"dp_replicate": 8}, 0)):
+        alone, together = (exposed(([0.0], [0.0]), [0.0], each, **layout) for each in (nanotron, at_once))
+        assert alone - together == pytest.approx(parts * 10e-6)
+
+
 def test_zero_3_gathers_blocks_twice_and_what_is_outside_of_them_once():
     found = exposed(([0.0], [0.0]), [0.0], dp_shard=8, zero=3)
     outside = 2 * 128256 * 4096 + 4096

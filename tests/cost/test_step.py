@@ -1,6 +1,6 @@
 """A step's time: never under what physics allows, parts that add up, bounds that hold, and monotone in the hardware."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost.blocks import blocks
+from shardwright.cost.calibration import CALIBRATED
 from shardwright.cost.data_parallel import Beside
 from shardwright.cost.flops import executed_flops, model_flops
 from shardwright.cost.hardware import Cluster
@@ -15,6 +16,7 @@ from shardwright.cost.idle import MOST_SIMULATED, StageTimes, busy, ends, makesp
 from shardwright.cost.job import Candidates, Job
 from shardwright.cost.layer import layer
 from shardwright.cost.pipeline import stages
+from shardwright.cost.speed import Speed
 from shardwright.cost.stack import STACKS
 from shardwright.cost.step import data_parallel, rank_parameters, step_time
 from shardwright.model.presets import resolve
@@ -105,8 +107,9 @@ def test_many_layouts_at_once_cost_what_each_costs_alone(model: str, pipeline: d
 def test_each_part_of_a_backward_pass_takes_at_least_its_launches(schedule: str):
     """Of a layer that takes next to no time, 0.5 ms of launches forward and 1.7 times as much backward, or half of that
     in each part of a split pass; a part with more work does not pay for the launches of the other."""
-    small = job("debug", seq_len=256, global_batch=8)
-    assert (small.stack.speed.launch_s, small.stack.speed.launch_backward) == (0.5e-3, 1.7)
+    stack = STACKS["shardwright"]
+    stack = replace(stack, speed=replace(stack.speed, launch_s=0.5e-3, launch_backward=1.7))
+    small = job("debug", seq_len=256, global_batch=8, stack=stack)
     (block,) = blocks(small.model)
     of = candidates(pp=2, pp_schedule=schedule)
     forward, backward, weight = (float(seconds[0]) for seconds in layer(small, of, block).totals)
@@ -216,6 +219,13 @@ def test_experts_over_nodes_pay_for_their_tokens():
     of = candidates(dp_shard=[64, 64], ep=[8, 64], zero=[1, 1])
     inside, over = step_time(the_job, of).parts["expert parallel"]
     assert over > 1.5 * inside > 0
+
+
+def test_one_host_launches_for_every_stack():
+    for field in fields(Speed):
+        if field.name in CALIBRATED.host:
+            assert {getattr(stack.speed, field.name) for stack in STACKS.values()} == {CALIBRATED.host[field.name]}
+    assert set(CALIBRATED.host) == {"launch_s", "launch_backward", "step_s"}
 
 
 def test_every_stack_has_a_price_for_every_precision():

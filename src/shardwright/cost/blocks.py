@@ -62,6 +62,11 @@ class Block:
                 found.setdefault((row.input,) if fused else (row.input, row.name), []).append(row)
         return tuple(Group(tuple(rows)) for rows in found.values())
 
+    @property
+    def tensors(self) -> int:
+        """Number of parameter tensors, if rows that read one tensor are one."""
+        return len(self.matmuls) + self.norms
+
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """The tensor-parallel regions, in the order of the forward pass."""

@@ -29,8 +29,8 @@ class Calibration:
     element-wise kernels reach. `score_bytes`, `score_bytes_backward`: bytes moved for each stored score of attention.
     `straggler_share`: relative increase of the step time for each doubling of nodes, as all ranks wait for the slowest.
     `expert_launches`: launches of a layer with experts relative to a dense one: it also has a router, sorting and
-    all-to-alls. `stacks`: fields of `Speed`, by its `kind`. `interval`: widths of the intervals of
-    step times (`planner.interval`).
+    all-to-alls. `host`: fields of `Speed` that are the host's, the same for every kind; `stacks`: others, by kind.
+    `interval`: widths of the intervals of step times (`planner.interval`).
     The entry "others" holds for dies without fitted numbers.
     """
 
@@ -45,6 +45,7 @@ class Calibration:
     score_bytes_backward: float
     straggler_share: float
     expert_launches: float
+    host: Mapping[str, float] = field(hash=False)
     stacks: Mapping[str, Mapping[str, float]] = field(hash=False)
     interval: Mapping[str, float] = field(hash=False)
     flash_backward: float = 2.5 / 0.85

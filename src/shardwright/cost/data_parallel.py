@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost import ledger, parameters, pipeline, products
-from shardwright.cost.blocks import Block
+from shardwright.cost.blocks import Block, blocks
 from shardwright.cost.collectives import all_gather, all_reduce
 from shardwright.cost.compression import SENT_BYTES, Sums, waits_for_replicas
 from shardwright.cost.job import Candidates, Floats, Ints, Job
@@ -226,6 +226,7 @@ class _Traffic:
         self.job, self.candidates = job, candidates
         self.passes = {F: beside.forward, I_AND_W: beside.backward}
         self.groups = groups(job, candidates, held)
+        self.held = held
         self._sent: dict[str, Floats] = {}
 
     def exposed(self, whats: tuple[str, ...], beside: str) -> Exposed:
@@ -263,6 +264,13 @@ class _Traffic:
                 host = f"host for {what}"
                 terms[host] = ledger.compute(
                     host, "in_step * calls * bucket_s", in_step=slower, calls=calls, bucket_s=bucket_s
+                )
+            if (part_s := self.job.stack.speed.part_s) and what == GATHERED:
+                a_layer = max(block.tensors for block in blocks(self.job.model))
+                of_all = np.where(self.candidates.shards > 1, self.candidates.shards, 0)
+                parts = of_all * (self.held.blocks * a_layer + self.held.end_groups)
+                terms["parts to their places"] = ledger.compute(
+                    "parts to their places", "parts_of_tensors * part_s", parts_of_tensors=parts, part_s=part_s
                 )
             if self.candidates.shared.offload_parameters == "cpu" and what != SUMMED:
                 terms |= {f"{what}, {group.name}, host": self._over_link(what, group) for group in self.groups}

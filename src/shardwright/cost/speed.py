@@ -52,7 +52,8 @@ class Speed:
     Host: `launch_s`: seconds to launch all kernels of one layer forward; `launch_backward`: the same backward, relative
     to it; `adds_launches`: launches take the time of the device itself, since it is the host; then `head_launches`:
     those of embedding, head and loss relative to a layer; `step_s`: overhead of a step; `bucket_s`: to gather or reduce
-    the parameters of a message, beyond the collective. `in_step`: by kind of work, by how much its messages take longer
+    the parameters of a message, beyond the collective; `part_s`: to copy a rank's part of a gathered tensor to its
+    place, where each is copied alone. `in_step`: by kind of work, by how much its messages take longer
     in a step than alone, 1 where it is not there; what runs on the same processor slows them down.
 
     `bucket_elements`: parameters whose gradients are reduced, or which are gathered, in one message; 0: those of one
@@ -98,6 +99,7 @@ class Speed:
     head_launches: float = 0.0
     step_s: float = 10e-3
     bucket_s: float = 0.0
+    part_s: float = 0.0
     in_step: Mapping[str, float] = field(default_factory=dict, hash=False)
     bucket_elements: float = 0.0
     reduce_bytes: float = 2.0
@@ -109,7 +111,7 @@ class Speed:
 
     def calibrated(self, by: Calibration) -> "Speed":
         """This stack with its fitted numbers."""
-        fitted: dict[str, Any] = dict(by.stacks.get(self.kind, {}))
+        fitted: dict[str, Any] = {**by.host, **by.stacks.get(self.kind, {})}
         return replace(self, **fitted)
 
 
@@ -141,9 +143,18 @@ FSDP = Speed(
     merge_bytes=38.0,
 ).calibrated(CALIBRATED)
 NANOTRON = replace(
-    FSDP, kind="nanotron", rmsnorm_bytes=4.0, rope_bytes=4.0, flash_gain=FLASH_2, hides_dp=False, blocking_sends=True
+    FSDP,
+    kind="nanotron",
+    rmsnorm_bytes=4.0,
+    rope_bytes=4.0,
+    flash_gain=FLASH_2,
+    hides_dp=False,
+    blocking_sends=True,
+    part_s=10e-6,
 )
-"""Its norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding)."""
+"""Its norms and rotary embedding are fused kernels (TritonRMSNorm, flash_attn's RotaryEmbedding). ZeRO-1 gathers all
+weights in one message, and its host copies the part of each rank of each tensor alone (`all_gather_coalesced`), which
+takes PyTorch 4 us on a CPU, and about as much again to launch the kernel."""
 COMPILED = Speed(
     kind="fsdp-compiled",
     flash_gain=FLASH_2,
