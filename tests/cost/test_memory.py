@@ -143,8 +143,8 @@ def test_the_fullest_moment_is_the_loss_of_the_last_stage_where_logits_are_large
     found = memory.of(job(seq_len=8192), one(1, "full", pp=2))
     assert [MOMENTS[at] for at in found.moment[0]] == ["backward", "loss"]
     assert found.kinds["logits"][0, 0] == 0
-    # With them the gradient of the head's matrix, once the copies of a part of the logits are gone.
-    assert found.kinds["logits"][0, 1] == 2 * 8192 * 128256 + 2 * 4096 * 128256
+    # With them the gradients of the head's input and matrix, once the copies of a part of the logits are gone.
+    assert found.kinds["logits"][0, 1] == 2 * 8192 * 128256 + 2 * 4096 * 8192 + 2 * 4096 * 128256
 
 
 def test_the_optimizers_step_is_the_fullest_where_activations_are_few():
@@ -293,4 +293,5 @@ def test_a_chunked_loss_has_the_logits_of_a_chunk_and_keeps_gradients_instead():
     chunk = 1024 * rows * 2 + 2**22 * 4 + 2 * tokens * width * 2
     product = (1024 + width) * rows * 2 + 2 * tokens * width * 2
     assert logits_of(loss_chunk_tokens=1024) == pytest.approx(kept + max(chunk, product))
-    assert logits_of() == pytest.approx(tokens * rows * 2 + rows * width * 2), "the gradient of the head's matrix"
+    of_head = tokens * width * 2 + rows * width * 2
+    assert logits_of() == pytest.approx(tokens * rows * 2 + of_head), "the gradients of the head's input and matrix"

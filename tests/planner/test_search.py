@@ -292,11 +292,11 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
 
 @pytest.mark.prove
 def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
-    asked = job(resolve("llama-3.1-8b"), "h100:64", 64, 131073)
+    asked = job(resolve("llama-3.1-8b"), "h100:64", 64, 163841)
     assert search(asked).best == []
     near = next(remedy for remedy in remedies(asked, 0.1) if remedy.what.startswith("--seq-len"))
-    assert near.job.seq_len == 131072
-    assert "into as many as 128 equal parts, 131073 into 1" in near.what
+    assert near.job.seq_len == 163840
+    assert "into as many as 128 equal parts, 163841 into 1" in near.what
     assert search(near.job, top=1).best
 
 

@@ -51,8 +51,8 @@ class Ends:
     """Bytes outside of the layers. `first`: a dropout mask after the embedding; `last`: input and output of the last
     norm; `sent`: the output of a stage, if it is kept after the send; `received`: the input of a stage, if it is in a
     buffer for messages; `logits`: kept from the loss to its backward pass, `waiting_logits`: from there to W; `loss`:
-    temporary buffers of the loss; `freed`: the part of `logits` that is freed before the gradient of the head's matrix
-    exists."""
+    temporary buffers of the loss; `to_head`: the gradient of the head's input; `freed`: the part of `logits` that is
+    freed before the gradient of the head's matrix exists."""
 
     first: Floats
     last: Floats
@@ -61,6 +61,7 @@ class Ends:
     logits: Floats
     waiting_logits: Floats
     loss: Floats
+    to_head: Floats
     freed: Floats
 
 
@@ -143,7 +144,8 @@ def ends(job: Job, candidates: Candidates) -> Ends:
         if stack.logits_together:
             in_loss = "min(T * vocabulary_rows, logits_together) * sum_bytes * loss_buffers"
         loss = formulas("loss", in_loss, "logits, copies, gradients; cost/stack.py")
-        return Ends(first, last, sent, received, logits, waiting, loss, logits - waiting)
+        to_head = formulas("gradient of the head's input", "T * h * e")
+        return Ends(first, last, sent, received, logits, waiting, loss, to_head, logits - waiting)
 
 
 def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tuple[Floats, ...]:
@@ -159,7 +161,7 @@ def _chunked_loss(candidates: Candidates, formulas: Formulas, times: str) -> tup
         "loss", f"max({chunk}, {product}) + cut * 2 * T * h * e", "logits of a chunk; gathered inputs; parallel/loss.py"
     )
     nothing = np.zeros_like(kept)
-    return kept, nothing, loss, nothing
+    return kept, nothing, loss, nothing, nothing
 
 
 def _symbols(job: Job, candidates: Candidates) -> ledger.Inputs:
@@ -209,6 +211,7 @@ def features(job: Job, candidates: Candidates, block: Block) -> ledger.Inputs:
         # Gate, up and, unless fused, silu(gate).
         "made": 2 + (not stack.fused_gate) if block.gated else 1,
         "tensors": 2 + block.gated,
+        "frees_inputs": int(stack.frees_inputs),
         "expert_inner": block.expert_inner,
         # The normed input of a router in 16 bits is kept in fp32 alone where no shared experts read it.
         "copied_alone": int(bool(block.experts) and block.inner == 0 and stack.wide_router and job.element_bytes < 4),
@@ -247,8 +250,9 @@ def _networks(job: Job, formulas: Formulas) -> None:
     formulas("listed of networks", "T * inner / tp * e" + " + T_shard * h * e" * (job.stack.selective == "products"))
     formulas("networks for W", "T * inner / tp * tensors * e")
     formulas(
-        "working of networks", "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * tensors) * e", "gradients, inputs"
-    )
+        "working of networks",
+        "(2 * T * cut * h + 2 * T_shard * h + T * inner / tp * (tensors - frees_inputs)) * e", "gradients, inputs",
+    )  # fmt: skip
 
 
 def _experts(job: Job, formulas: Formulas, *, shared: bool) -> None:
@@ -260,4 +264,6 @@ def _experts(job: Job, formulas: Formulas, *, shared: bool) -> None:
     made = "T_shard * top_k * expert_inner * ((made + unweighted) * e + e_input)"
     formulas("kept of experts", f"rows_sent + router + {made}")
     formulas("experts for W", "T_shard * top_k * (2 * h + tensors * expert_inner) * e")
-    formulas("working of experts", "experts_for_W + T_shard * h * e", "gradients")
+    formulas(
+        "working of experts", "experts_for_W + T_shard * (h - top_k * expert_inner * frees_inputs) * e", "gradients"
+    )

@@ -77,7 +77,8 @@ _SYMBOLS = (
      "buffers; 1 where a stage has several blocks"),
     ("mask weighed unweighted copied keeps_outputs", "", "1 where kept: masks, experts' results, their inputs "
      "without weight, the router's input in fp32, what a stage sends"),
-    ("receives_ahead", "", "1 where the input of a stage is in a buffer for messages"),
+    ("receives_ahead frees_inputs", "", "1 where the input of a stage is in a buffer for messages; where that of a "
+     "network's last matmul is freed before all gradients of the network exist"),
     ("padding rows_of_experts", "B", "heads made as wide as a kernel wants, or normed; rows sent to experts"),
     ("logit_bytes loss_bytes_a_logit", "B", "of a logit, kept; in the loss on top"),
     ("logits_together loss_buffers", "", "logits that the loss takes at a time; its buffers in fp32 of them: 2 where "

@@ -66,8 +66,10 @@ def _while_running(job: Job, candidates: Candidates, memo: Memo, ranks: Ints) ->
     stages = whole.of_ranks(ranks)
     no_loss = len(whole.layers) - 1 not in whole.of_rank[ranks]
     shared = others(candidates, NOT_OF_A_MICROBATCH | ({"loss_chunk_tokens"} if no_loss else set()))
-    of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, shared)
-    sharded = memo.table(OF_STATES, "sharded parts", stages.key, others(candidates, NOT_OF_STATES))
+    splits = candidates.kind.splits_backward and not no_loss
+    of_microbatches = memo.table(OF_A_MICROBATCH, "parts of a microbatch", stages.key, splits, shared)
+    whole_loss = not (no_loss or candidates.shared.loss_chunk_tokens)
+    sharded = memo.table(OF_STATES, "sharded parts", stages.key, whole_loss, others(candidates, NOT_OF_STATES))
     # Of the ZeRO stage it matters only whether gradients are accumulated in shards.
     alike = replace(candidates, zero=np.where(states.shares_gradients(candidates), 2, 0))
 

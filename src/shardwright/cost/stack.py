@@ -38,12 +38,13 @@ class Stack:
     of the "products" (matmuls) in torchtitan's list, or all but those of them that the backward pass reads; or the
     "parts" that a layout names (cost/recompute.py). `stops_early`: full recomputation ends with the last tensor that
     the backward pass reads, as `torch.utils.checkpoint` does.
-    `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's weights; otherwise the
-    inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused with a gate recomputes
-    them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are padded to the width of key
-    heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a matmul in fp8;
-    `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all micro-batches;
-    `keeps_casts`: weights are cast once a step, and that is kept.
+    `frees_inputs`: the backward pass of a network frees the input of its last matmul before the gradients of what it
+    was made of exist. `weighs_outputs`: the outputs of experts are kept, since they are multiplied by the router's
+    weights; otherwise the inputs of the experts' last matrices are, and are also kept unweighted if no kernel fused
+    with a gate recomputes them. `wide_router`: the router's input is copied to fp32. `pads_values`: value heads are
+    padded to the width of key heads for a fused kernel (latent attention). `fp8_input_bytes`: of the kept input of a
+    matmul in fp8; `fp8_weight_bytes`: of the fp8 copies of its weight, plain and transposed, that are kept for all
+    micro-batches; `keeps_casts`: weights are cast once a step, and that is kept.
     `logit_kept_bytes`, `logit_peak_bytes`: for each logit, kept from the loss to its backward pass, and the maximum in
     between; `logit_cut_bytes`: added to that maximum if the vocabulary is sharded over tp. `logits_together`: the loss
     overwrites logits with their gradient, with a copy in fp32 of so many at a time in place of that maximum, and none
@@ -83,6 +84,7 @@ class Stack:
     stops_early: bool = False
     pads_rows: bool = False
     expands_heads: bool = False
+    frees_inputs: bool = False
     weighs_outputs: bool = False
     wide_router: bool = False
     pads_values: bool = False
@@ -125,6 +127,7 @@ SHARDWRIGHT = Stack(
     stops_early=True,
     pads_rows=True,
     expands_heads=True,
+    frees_inputs=True,
     logit_kept_bytes=2.0,
     logits_together=LOGITS_TOGETHER,
 )

@@ -21,7 +21,7 @@ from shardwright.cost.pipeline import Layers, Moments, Stages
 class MicrobatchBytes:
     """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
     the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
-    the embedding's backward pass."""
+    the embedding's backward pass. `ended`: of the last stage, what is freed before the backward pass of its layers."""
 
     activations: Floats
     experts: Floats
@@ -32,16 +32,18 @@ class MicrobatchBytes:
     gradients: Floats
     loss: Floats
     embedding: Floats
+    ended: Floats
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedBytes:
     """What each stage has for a part of the step, whatever the micro-batch, (n, S): its gradients while they accumulate
-    and once they are reduced, and the parameters that it gathers for a pass."""
+    and once they are reduced, and the parameters that it gathers for a pass, and while the head's runs."""
 
     accumulating: Floats
     reduced: Floats
     gathered: Floats
+    gathered_for_head: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +81,8 @@ def of_microbatch(
     logits, waiting_logits, loss = (zeros.copy() for _ in range(3))
     logits[:, -1], waiting_logits[:, -1] = around.logits, around.waiting_logits
     # The head's backward pass has the gradients of the logits and of its matrix.
-    head = held.head * job.stack.weight_gradient_bytes
-    loss[:, -1] = np.maximum(around.loss, head - around.freed)
+    head = held.head * states.weight_gradient_bytes(job)
+    loss[:, -1] = np.maximum(around.loss, head + around.to_head - around.freed)
     if candidates.shared.offload_activations == "cpu":
         # The layer that runs, and the one whose activations are on their way.
         n_layers = np.array([len(each) for each in stages.layers])
@@ -94,8 +96,11 @@ def of_microbatch(
     if ledger.recording():
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
-    embedding[:, 0] = held.head * job.stack.weight_gradient_bytes * (not job.stack.keeps_gradients)
-    return MicrobatchBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding)
+    embedding[:, 0] = held.head * states.weight_gradient_bytes(job) * (not job.stack.keeps_gradients)
+    # A pass that is split keeps what W reads.
+    ended = logits + around.last[:, None] * (np.arange(len(stages.layers)) == len(stages.layers) - 1)
+    ended = logits if candidates.kind.splits_backward else ended
+    return MicrobatchBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding, ended)
 
 
 def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
@@ -135,7 +140,7 @@ def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
     working, gradients = (part[:, stages.of_rank].max(2) for part in (of_stage.working, of_stage.gradients))
     by_action[pipeline.LOSS] = of_stage.loss[:, -1:]
     by_action[pipeline.BACKWARD] = working + gradients
-    by_action[pipeline.BACKWARD_LAST] = working + gradients - of_stage.logits[:, -1:]
+    by_action[pipeline.BACKWARD_LAST] = working + gradients - of_stage.ended[:, -1:]
     by_action[pipeline.EMBEDDING] = of_stage.embedding[:, :1]
     return parts
 
@@ -146,7 +151,7 @@ def parts_sharded(of_stage: ShardedBytes, stages: Stages) -> Floats:
     accumulating[:] = of_stage.accumulating[:, stages.of_rank]
     reduced[:] = of_stage.reduced[:, stages.of_rank]
     by_action[:] = of_stage.gathered[:, stages.of_rank].max(2)
-    by_action[pipeline.LOSS] = 0
+    by_action[pipeline.LOSS] = of_stage.gathered_for_head[:, stages.of_rank].max(2)
     return parts
 
 

@@ -246,7 +246,7 @@ def moving_gradients(
     """
     stack, layer = job.stack, held.layer_dense + held.layer_expert
     values: ledger.Inputs = {"e": job.element_bytes, "largest_layer": layer, "largest_matmul": held.matrix}
-    values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": stack.weight_gradient_bytes}
+    values |= {"reduced_bytes": stack.reduced_bytes, "weight_gradient_bytes": weight_gradient_bytes(job)}
     values |= {"kept_by_a_block": kept, "working_of_a_block": working, "several": stages.several}
     of_gradients = ledger.Formulas({**values, "head": held.head}, "B")
     shared = shares_gradients(candidates)[:, None]
@@ -264,9 +264,16 @@ def moving_gradients(
     return np.where(shared, found, matrix[:, None])
 
 
-def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, Floats, Floats]:
+def weight_gradient_bytes(job: Job) -> float:
+    """Of an element of the weight gradient of one matmul."""
+    return job.stack.weight_gradient_bytes * job.element_bytes / 2
+
+
+def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters) -> tuple[Floats, ...]:
     """What a stage has for a part of the step, in bytes, each (n, S): its gradients while they accumulate, and once
-    they are complete; and the current block and the next one, as ZeRO-3 gathers them for a pass."""
+    they are complete; the current block and the next one, as ZeRO-3 gathers them for a pass; and the last one, which
+    is on its way while the backward pass of the head runs. A chunked loss runs that before, and in a loss that copies
+    logits these copies are more, and gone by then."""
     each = job.stack.gradient_bytes * ~keeps_gradients(job, candidates)[:, None]
     found = []
     for sharded in (shares_gradients(candidates), candidates.zero >= 1):
@@ -283,7 +290,10 @@ def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters
                       for block, (dense, expert) in held.of_block.items()], axis=0)  # fmt: skip
     gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)
-    return found[0], found[1], job.element_bytes * gathers[:, None] * largest * two
+    in_place = bool(job.stack.logits_together) and not candidates.shared.loss_chunk_tokens
+    ahead = (np.arange(len(stages.layers)) == len(stages.layers) - 1) & in_place
+    gathered = job.element_bytes * gathers[:, None] * largest
+    return found[0], found[1], gathered * two, gathered * ahead
 
 
 def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:
