@@ -290,6 +290,18 @@ def test_of_layouts_that_cost_the_same_the_simplest_is_listed_and_the_others_are
     assert also_fast(found.best[0], [same]) == "zero=3"
 
 
+def test_how_many_layouts_are_listed_does_not_change_the_recommended_one():
+    """The fastest recomputes in 12 layers, and is not among the three that are fastest with all layers recomputed."""
+    asked = job(resolve("llama-3.1-8b"), "h100:8", 128, 8192)
+    one, ten = search(asked, top=1), search(asked, top=10)
+    assert len(one.best) == 1
+    assert ten.best[0].choice.layout.recompute_layers == 12
+    assert one.best[0].choice == ten.best[0].choice
+    assert one.recommended is not None
+    assert ten.recommended is not None
+    assert one.recommended.choice == ten.recommended.choice == ten.best[0].choice
+
+
 @pytest.mark.prove
 def test_for_a_length_that_nothing_cuts_a_near_one_is_tried():
     asked = job(resolve("llama-3.1-8b"), "h100:64", 64, 163841)

@@ -12,7 +12,7 @@ from shardwright.planner.choice import read
 from shardwright.planner.interval import TERMS, features
 from shardwright.planner.pool import Pool
 from shardwright.planner.priced import Priced
-from shardwright.planner.tie import complexity, simplest, ties
+from shardwright.planner.tie import complexity, simplest, simplest_of, ties
 from tests.cost.jobs import job
 
 PIPED = "pp=2,pp_schedule=interleaved-1f1b,virtual_stages=4,dp_shard=4,zero=1,recompute=selective"
@@ -52,6 +52,12 @@ def in_nodes_of_8(*texts: str) -> list[int]:
     return [int(complexity(read(text).candidates, 8)[0]) for text in texts]
 
 
+def simplest_listed(share: float, *texts: str) -> str:
+    the_job = within(share)
+    taken = simplest_of([priced(the_job, text) for text in texts])
+    return next(text for text in texts if read(text) == taken.choice)
+
+
 def test_fewer_axes_are_simpler_and_then_a_plain_schedule():
     assert in_nodes_of_8("dp_shard=8", PLAIN, "pp=2,dp_shard=4", PIPED, "pp=2,cp=2") == [0, 0, 2, 3, 4]
 
@@ -87,3 +93,10 @@ def test_a_tie_needs_each_step_to_be_inside_the_interval_of_the_other():
         wide = within(0.0, outside=width)
         assert ties(priced(wide, PIPED), priced(wide, PLAIN)) is tie
         assert ties(priced(wide, PLAIN), priced(wide, PIPED)) is tie
+
+
+def test_of_listed_layouts_the_simplest_that_ties_with_the_first_is_recommended():
+    share = apart(PIPED, PLAIN)
+    assert simplest_listed(1.01 * share, PIPED, PLAIN, SLOW) == PLAIN
+    assert simplest_listed(0.99 * share, PIPED, PLAIN, SLOW) == PIPED
+    assert simplest_listed(1.0, PLAIN, SLOW) == PLAIN, "equally simple: the fastest"

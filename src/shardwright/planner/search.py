@@ -20,7 +20,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.space import Condition, divisors, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
-from shardwright.planner.tie import simplest
+from shardwright.planner.tie import simplest, simplest_of
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
@@ -86,8 +86,8 @@ def search(
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
     is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`);
-    of those found that recompute, only as few layers of each stage as fit do so (`recomputation.fewest_layers`) where
-    that saves `WORTH_A_KEY`, unless `fixed` says what recomputes.
+    of the `TOP` fastest, or `top` if that is more, that recompute, only as few layers of each stage as fit do so
+    (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what recomputes.
     `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM` accelerators there is one.
 
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
@@ -101,7 +101,7 @@ def search(
     found = survey(job, limit, fixed, processes if job.cluster.size >= PARALLEL_FROM else 1)
     if fixed is not None and not found.n_layouts:
         raise none_searched(job, fixed)
-    listed = distinct(found.pool, top)
+    listed = distinct(found.pool, max(top, TOP))
     best = [Priced.of(job, each.members[each.simplest]) for each in listed]
     recommended = simplest(best[0], found.pool) if best else None
     equals = [each.others for each in listed]
@@ -109,8 +109,9 @@ def search(
         best, equals = _with_fewest_layers(best, equals, limit)
         ([recommended], _) = _with_fewest_layers([recommended], [[]], limit)
         if recommended.step_s < best[0].step_s:
-            best, equals = [recommended, *best][:top], [[], *equals][:top]
-    return Plan(job, limit, found, best, equals, recommended, fixed)
+            best, equals = [recommended, *best], [[], *equals]
+        recommended = simplest_of([*best, recommended])
+    return Plan(job, limit, found, best[:top], equals[:top], recommended, fixed)
 
 
 def _with_fewest_layers(
