@@ -268,7 +268,7 @@ def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str
         "logits_for_W": of_ranks(of_stage.waiting_logits),
         "loss": of_stage.loss[:, -1:, None] * is_loss,
         "logits_of_a_microbatch": of_stage.logits[:, -1:, None] * is_last,
-        "around_the_last_norm": (of_stage.ended - of_stage.logits)[:, -1:, None] * is_last,
+        "around_the_last_norm": of_stage.last_norm[:, -1:, None] * is_last,
         "gradients_of_stages": of_ranks(of_stage.gradients) * backward[..., None],
         "all_of_stages": of_ranks(of_stage.accumulating),
         "reduced_of_stages": of_ranks(of_stage.reduced),
@@ -284,9 +284,9 @@ def _held(of_stage: StageBytes, stages: Stages, at: dict[str, Ints]) -> dict[str
         running = f"{pipeline.ACTIONS[int(kind[0, 0, 0])]} runs; microbatches in flight of stages {mine}"
     logits = "sum(in_flight * logits_kept)" + " + sum(waiting * logits_for_W)" * waits
     logits += " + loss" * bool(is_loss.any()) + " - logits_of_a_microbatch" * bool(is_last.any())
-    ended = " - around_the_last_norm" * bool((of_stage.ended > of_stage.logits)[:, -1].any() and is_last.any())
+    freed = " - around_the_last_norm" * bool(of_stage.last_norm.any() and is_last.any())
     formulas = {
-        "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits + ended,
+        "activations": "sum(in_flight * kept)" + " + sum(waiting * kept_for_W)" * waits + freed,
         "experts": "sum(in_flight * experts_kept)" * bool(of_stage.experts.any()),
         "logits": logits * bool(of_stage.logits[:, stages.of_rank].any()),
         "gradients now": _gradients(at, bool(of_stage.accumulating.any()), bool(backward.any()), bool(embeds.any())),

@@ -21,7 +21,8 @@ from shardwright.cost.pipeline import Layers, Moments, Stages
 class MicrobatchBytes:
     """Bytes of a micro-batch in each stage, (n, S): kept while it is in flight, by kind, and while it waits for W; and
     the temporary buffers of an action: of a block's backward pass, of gradients before their reduction, of the loss, of
-    the embedding's backward pass. `ended`: of the last stage, what is freed before the backward pass of its layers."""
+    the embedding's backward pass. `last_norm`: of the last stage, what it has beside
+    logits that is freed before the backward pass of its layers."""
 
     activations: Floats
     experts: Floats
@@ -32,7 +33,7 @@ class MicrobatchBytes:
     gradients: Floats
     loss: Floats
     embedding: Floats
-    ended: Floats
+    last_norm: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +98,12 @@ def of_microbatch(
         _note_stages(stages, kept, around, layers)
     embedding = zeros.copy()
     embedding[:, 0] = held.head * states.weight_gradient_bytes(job) * (not job.stack.keeps_gradients)
-    # A pass that is split keeps what W reads.
-    ended = logits + around.last[:, None] * (np.arange(len(stages.layers)) == len(stages.layers) - 1)
-    ended = logits if candidates.kind.splits_backward else ended
-    return MicrobatchBytes(kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding, ended)
+    last_norm = zeros.copy()
+    if not candidates.kind.splits_backward:  # else W reads it
+        last_norm[:, -1] = around.last
+    return MicrobatchBytes(
+        kept, experts, logits, waiting, waiting_logits, working, gradients, loss, embedding, last_norm
+    )
 
 
 def _layer(job: Job, alike: Layers, memo: Memo | None) -> Layer:
@@ -140,7 +143,7 @@ def parts_of_microbatch(of_stage: MicrobatchBytes, stages: Stages) -> Floats:
     working, gradients = (part[:, stages.of_rank].max(2) for part in (of_stage.working, of_stage.gradients))
     by_action[pipeline.LOSS] = of_stage.loss[:, -1:]
     by_action[pipeline.BACKWARD] = working + gradients
-    by_action[pipeline.BACKWARD_LAST] = working + gradients - of_stage.ended[:, -1:]
+    by_action[pipeline.BACKWARD_LAST] = working + gradients - of_stage.logits[:, -1:] - of_stage.last_norm[:, -1:]
     by_action[pipeline.EMBEDDING] = of_stage.embedding[:, :1]
     return parts
 
@@ -175,7 +178,8 @@ def _note_stages(stages: Stages, kept: Floats, around: Ends, layers: Sequence[tu
                 inputs[name] = layer.kept - layer.experts
         ends = {"dropout_mask": around.first * (stage == 0), "sent_on": around.sent * (stage < last)}
         ends["around_the_last_norm"] = around.last * (stage == last)
-        ends["in_a_buffer"] = around.received * (stage > 0)
         there = {name: n_bytes for name, n_bytes in ends.items() if np.any(n_bytes)}
-        formula = " + ".join([*terms, *there]).replace("+ in_a_buffer", "- in_a_buffer")
+        formula = " + ".join([*terms, *there])
+        if stage > 0 and np.any(around.received):
+            formula, there["in_a_buffer"] = f"{formula} - in_a_buffer", around.received
         ledger.note(f"kept in stage {stage}", formula, kept[:, stage], "B", "of a microbatch", **inputs, **there)

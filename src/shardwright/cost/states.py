@@ -290,10 +290,11 @@ def of_stages(job: Job, candidates: Candidates, stages: Stages, held: Parameters
                       for block, (dense, expert) in held.of_block.items()], axis=0)  # fmt: skip
     gathers = (candidates.zero == 3) & ~_holds_stage(candidates) & (not job.stack.gathers_in_loss)
     two = np.minimum([len(layers) for layers in stages.layers], 2)
-    in_place = bool(job.stack.logits_together) and not candidates.shared.loss_chunk_tokens
-    ahead = (np.arange(len(stages.layers)) == len(stages.layers) - 1) & in_place
     gathered = job.element_bytes * gathers[:, None] * largest
-    return found[0], found[1], gathered * two, gathered * ahead
+    for_head = np.zeros_like(gathered)
+    if job.stack.logits_together and not candidates.shared.loss_chunk_tokens:
+        for_head[:, -1] = gathered[:, -1]
+    return found[0], found[1], gathered * two, for_head
 
 
 def keeps_gradients(job: Job, candidates: Candidates) -> NDArray[np.bool_]:

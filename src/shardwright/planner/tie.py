@@ -55,5 +55,5 @@ def simplest(best: Priced, pool: Pool) -> Priced:
 def simplest_of(found: list[Priced]) -> Priced:
     """The simplest of layouts that tie with the fastest, which is the first; of equally simple ones the fastest."""
     node_size = found[0].job.cluster.node_size
-    near = [each for each in found if each is found[0] or ties(found[0], each)]
+    near = [each for each in found if ties(found[0], each)]
     return min(near, key=lambda each: (int(complexity(each.choice.candidates, node_size)[0]), each.step_s))
