@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ DENSE = Logged(1, 6.0, 0.5, 3e-4, 64, 1000.0, 500.0, 0.01, None, 2**20, 0.064, 0
 
 
 def test_records_and_pipeline_steps_are_read_as_they_were_written_and_half_a_line_is_left_out(tmp_path: Path):
-    moe = Logged(**{**vars(DENSE), "step": 2, "load_by_layer": (1.5, 2.0), "dropped_fraction": 0.0})
+    moe = replace(DENSE, step=2, load_by_layer=(1.5, 2.0), dropped_fraction=0.0)
     start = Started(
         0, "1 rank", "one rank", "constant", 1, "host", "cpu", "2.13", "0.1", time="2026-11-22T10:52:20+00:00"
     )

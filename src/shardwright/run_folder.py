@@ -41,6 +41,9 @@ PHASES = ("data", "forward_backward", "optimizer")
 MOST_RANKS_LOGGED = 256
 """Ranks up to which a record has a number of each; of more of them the lines of a long run would fill a disk."""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
+_KIND_FIRST = re.compile(r'\{"kind": ?"(\w+)"')
+READ_BYTES = 2**24
+"""Bytes of a growing file that are read at once."""
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -108,7 +111,7 @@ class Started:
     time: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logged:
     """A `train` record: loss, gradient norm and learning rate of one step; times and speeds are means over the steps
     since the record before, `memory_bytes` is the peak of rank 0. Of what has a default, `time` is when the
@@ -207,8 +210,14 @@ def metrics_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Any
     """The records of some lines of metrics.jsonl, of which the first has number `first`."""
     kinds = " or ".join(map(repr, _KINDS))
     way_out = f"a record is a JSON object of kind {kinds}"
-    reader_of = lambda line: _READERS[parse_json(line)["kind"]]  # noqa: E731
-    return _parsed(lines, path, first, reader_of, "a record of a run", way_out)
+    return _parsed(lines, path, first, _reader_of, "a record of a run", way_out)
+
+
+def _reader_of(line: str) -> TypeAdapter[AnyRecord]:
+    """The validator of a line of metrics.jsonl. `kind` is parsed alone where it comes first, as `as_record` writes it:
+    parsing every line twice would take most of the time of a long file."""
+    first = _KIND_FIRST.match(line)
+    return _READERS[first[1] if first else parse_json(line)["kind"]]
 
 
 @dataclass(frozen=True)
@@ -308,11 +317,12 @@ def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Even
     return _parsed(lines, path, first, lambda line: reader, "an event of a run", way_out, may_end_early=True)
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The complete lines of a file, none if it is missing. What follows the last newline is an incomplete record: the
-    process that writes it was killed, or is writing it now."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+def whole_lines(path: Path) -> Iterator[str]:
+    """Yield the complete lines of a file, none if it is missing. What follows the last newline is an incomplete record:
+    the process that writes it was killed, or is writing it now. Only a newline ends a line: JSON may contain U+2028."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            yield from (line.rstrip("\r\n") for line in file if line.endswith("\n"))
 
 
 class GrowingFile:
@@ -327,8 +337,9 @@ class GrowingFile:
         self._at, self._file, self.n_lines = 0, -1, 0
 
     def new_lines(self) -> tuple[bool, list[str]]:
-        """The lines since the last call, without an incomplete last one; whether these are all lines, those before
-        having been replaced, as those of a run that goes back to a checkpoint are. A missing file has none."""
+        """Return whether the file was replaced since the last call, as a run that goes back to a checkpoint does, and
+        lines that have not been returned, without an incomplete last one: those of about `READ_BYTES` bytes. Call
+        again until there are none. A missing file has none."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -337,13 +348,15 @@ class GrowingFile:
                     self.begin()
                 self._file = status.st_ino
                 file.seek(self._at)
-                content = file.read()
+                content = file.read(READ_BYTES)
+                while b"\n" not in content and (more := file.read(READ_BYTES)):
+                    content += more
         except FileNotFoundError:
             anew, content = self._file != -1, b""
             self.begin()
         content = content[: content.rfind(b"\n") + 1]
         self._at += len(content)
-        lines = content.decode(errors="replace").splitlines()
+        lines = content.decode(errors="replace").split("\n")[:-1]
         self.n_lines += len(lines)
         return anew, lines
 

@@ -141,17 +141,34 @@ def test_of_a_long_run_the_last_lines_are_shown(tmp_path: Path) -> None:
     assert len(lines) == 12
 
 
+def test_of_a_long_run_evenly_spaced_steps_and_the_last_are_in_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("shardwright.cli.followed.TRAIN_RECORDS", 8)
+    monkeypatch.setattr("shardwright.run_folder.READ_BYTES", 1000)  # a few lines at once
+    followed = Followed(write_run(tmp_path, []))
+    for last in range(1, 60):
+        add(tmp_path, json.dumps(train_record(last)) + "\n")
+        followed.look()
+        steps = [record.step for record in followed.train]
+        spacing = steps[1] - steps[0] if last > 1 else 1
+        assert spacing in (1, 2, 4, 8, 16)
+        assert steps == sorted({*range(1, last + 1, spacing), last})
+        assert (len(steps) <= 8, followed.step) == (True, last)
+    anew = Followed(tmp_path)
+    assert anew.look().n_losses == 59
+    assert [record.step for record in anew.train] == steps
+
+
 def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
     followed = Followed(usual(tmp_path))
-    assert len(followed.look().records) == 7
+    assert followed.look().n_losses == 7
     write_run(tmp_path, [train_record(10), train_record(20)])
-    news = followed.look()
-    assert (news.anew, [record.step for record in followed.records]) == (True, [10, 20])
+    followed.look()
+    assert ([record.step for record in followed.train], followed.others) == ([10, 20], [])
     fresh = tmp_path / "fresh"
     fresh.write_text("".join(json.dumps(train_record(step)) + "\n" for step in (10, 20, 30)))
     fresh.replace(tmp_path / "metrics.jsonl")
-    assert [record.step for record in followed.look().records] == [10, 20, 30]
-    assert followed.look().records == []
+    assert [record.step for record in followed.look().losses] == [10, 20, 30]
+    assert followed.look().n_losses == 0
 
 
 def test_a_folder_that_is_copied_while_it_is_written_is_read_at_every_length(tmp_path: Path) -> None:
@@ -160,7 +177,7 @@ def test_a_folder_that_is_copied_while_it_is_written_is_read_at_every_length(tmp
     followed, n_records = Followed(here), 0
     for length in range(0, len(whole) + 1, 7):
         (here / "metrics.jsonl").write_bytes(whole[:length])
-        n_records += len(followed.look().records)
+        n_records += followed.look().n_losses
         assert n_records == whole[:length].count(b"\n")
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from random import Random
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,8 +14,9 @@ import pytest
 
 from shardwright.errors import InputError
 from shardwright.report.curves import curves_svg, draw_curves
-from shardwright.report.panel import TIMES
+from shardwright.report.panel import POINTS, TIMES, running_mean, thinned, window
 from shardwright.report.run_record import RunRecord, read_run
+from tests.function_calls import calls
 from tests.report.runs import evaluation, moe_record, train_record, usual, write_run
 
 
@@ -115,6 +117,40 @@ def test_a_long_run_is_drawn_with_means_and_stays_small(tmp_path: Path) -> None:
     svg = without_a_warning(read_run(write_run(tmp_path, records)))
     assert any(text.startswith("training, mean of 125 records") for text in texts(svg))
     assert len(svg) < 1_500_000
+
+
+def test_a_thinned_curve_keeps_every_extreme_both_ends_and_the_gaps() -> None:
+    random = Random(1)
+    values = [random.gauss(3, 0.1) for _ in range(54_321)]
+    values[777], values[40_000] = 90.0, -5.0
+    values[1000:1400] = [math.nan] * 400
+    steps, drawn = thinned(range(len(values)), values)
+    assert len(steps) <= POINTS
+    assert steps == sorted(steps)
+    assert (steps[0] < 60, steps[-1] > 54_260) == (True, True)
+    assert all(drawn[at] == values[step] or math.isnan(drawn[at]) for at, step in enumerate(steps))
+    finite = [value for value in drawn if math.isfinite(value)]
+    assert (max(finite), min(finite)) == (90, -5)
+    assert len(finite) < len(drawn)
+
+
+def test_the_running_mean_is_that_of_the_values_around_also_after_a_huge_one() -> None:
+    random = Random(2)
+    values = [random.gauss(3, 0.1) for _ in range(5000)]
+    values[10], values[11] = 1e30, math.inf
+    steps, means = running_mean(range(5000), values)
+    assert (len(steps), steps[0], steps[-1]) == (POINTS, 0, 4999)
+    for at, mean in zip(steps, means, strict=True):
+        half = min(window(values) // 2, at)
+        around = [value for value in values[at - half : at + half + 1] if math.isfinite(value)]
+        assert mean == pytest.approx(sum(around) / len(around)) if math.isfinite(values[at]) else math.isnan(mean)
+
+
+def test_the_work_of_a_page_grows_with_the_records_and_not_with_their_square(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / str(n), [train_record(step) for step in range(n)])) for n in (5000, 10_000)]
+    curves_svg(runs[0])
+    few, many = (calls(lambda run=run: curves_svg(run)) for run in runs)
+    assert many < 2.1 * few
 
 
 def test_the_load_of_a_long_run_is_drawn_with_means(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +220,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """The logged training steps, a dict each: `step`, `loss`, `grad_norm`, `lr`, `tokens_per_s`, `step_s` and the
         other keys of metrics.jsonl."""
-        return [vars(record) for record in self.record.train]
+        return [asdict(record) for record in self.record.train]
 
     @property
     def validation(self) -> list[tuple[int, float]]:

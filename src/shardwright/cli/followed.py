@@ -1,6 +1,8 @@
 """A run folder that is read again and again while the run goes on, or while it is copied from another machine."""
 
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +16,12 @@ from shardwright.run_folder import (
     METRICS,
     RUN_FILE,
     AnyRecord,
+    Evaluated,
     Event,
     GrowingFile,
     Logged,
+    Saved,
+    Started,
     events_of,
     metrics_of,
     published,
@@ -24,6 +29,10 @@ from shardwright.run_folder import (
 
 QUIET_S = 30.0
 """A run whose process is gone has ended when nothing has been written for so long: until then it may be restarted."""
+TRAIN_RECORDS = 4096
+"""Logged steps that are kept in memory."""
+SHOWN_LINES = 10
+"""Lines of a run that are shown of what was written before."""
 MOST_RANKS = 16
 """Ranks whose place is read."""
 
@@ -38,56 +47,72 @@ class Place:
 
 @dataclass
 class News:
-    """What has been written since the last look; `anew`: in the place of all records before."""
+    """Lines written since the last look: their number in metrics.jsonl that report a loss, the records of the last few
+    of these, and the events."""
 
-    anew: bool
-    records: list[AnyRecord]
-    events: list[Event]
+    n_losses: int = 0
+    losses: deque[Logged | Evaluated] = field(default_factory=lambda: deque(maxlen=SHOWN_LINES))
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass
 class Followed:
-    """A run folder as it was at the last `look`. Raises InputError for a folder that is not one of a run."""
+    """A run folder as it was at the last `look`. Raises InputError for a folder that is not one of a run.
+
+    `train`: of a long run not every logged step, but evenly spaced ones (at least `TRAIN_RECORDS` / 2) and the last.
+    """
 
     folder: Path
     config: RunConfig = field(init=False)
-    records: list[AnyRecord] = field(default_factory=list)
+    train: list[Logged] = field(default_factory=list)
+    others: list[Started | Evaluated | Saved] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_folder(self.folder)
         self._metrics, self._events = GrowingFile(self.folder / METRICS), GrowingFile(self.folder / EVENTS)
         self._run_file_ns = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the records."""
+        self.train, self.others = [], []
+        self._n_train, self._stride = 0, 1
 
     def look(self) -> News:
         """Read what has been added. Raises InputError for a damaged line or run file; one that is half written is read
         when it is whole."""
+        news = News()
         path = self.folder / RUN_FILE
         if (changed_ns := path.stat().st_mtime_ns) != self._run_file_ns:
             self.config, self._run_file_ns = load(path), changed_ns
-        before = self._metrics.n_lines
-        anew, lines = self._metrics.new_lines()
-        records = list(metrics_of(lines, self._metrics.path, 1 if anew else before + 1))
-        before = self._events.n_lines
-        events_anew, lines = self._events.new_lines()
-        events = list(events_of(lines, self._events.path, 1 if events_anew else before + 1))
-        if anew:
-            self.records.clear()
-        if events_anew:
-            self.events.clear()
-        self.records += records
-        self.events += events
-        return News(anew, records, events)
+        for first, lines in _added(self._metrics, self._begin):
+            for record in metrics_of(lines, self._metrics.path, first):
+                self._add(record, news)
+        for first, lines in _added(self._events, self.events.clear):
+            news.events += events_of(lines, self._events.path, first)
+        self.events += news.events
+        return news
 
-    @property
-    def train(self) -> list[Logged]:
-        """The logged steps so far."""
-        return [record for record in self.records if isinstance(record, Logged)]
+    def _add(self, record: AnyRecord, news: News) -> None:
+        if isinstance(record, Logged | Evaluated):
+            news.n_losses += 1
+            news.losses.append(record)
+        if not isinstance(record, Logged):
+            self.others.append(record)
+            return
+        if self.train and (self._n_train - 1) % self._stride:
+            self.train.pop()  # the last one so far, which is not among the evenly spaced ones
+        self.train.append(record)
+        self._n_train += 1
+        if len(self.train) > TRAIN_RECORDS:
+            self.train = self.train[::2]
+            self._stride *= 2
 
     @property
     def step(self) -> int:
         """Steps that are known to be done."""
-        return max((record.step for record in self.records), default=0)
+        return max((record.step for record in [*self.others, *self.train[-1:]]), default=0)
 
     @property
     def runs(self) -> bool | None:
@@ -126,3 +151,16 @@ class Followed:
             if identity is not None and state is not None:
                 found[rank] = Place(identity, state)
         return found
+
+
+def _added(file: GrowingFile, forget: Callable[[], None]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the first of some new lines of a file, and the lines; call `forget` where they replace those
+    before."""
+    while True:
+        before = file.n_lines
+        anew, lines = file.new_lines()
+        if anew:
+            forget()
+        if not lines:
+            return
+        yield (1 if anew else before + 1), lines

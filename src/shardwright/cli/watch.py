@@ -9,14 +9,12 @@ import typer
 from rich.live import Live
 
 from shardwright.cli.common import console, say, verb
-from shardwright.cli.followed import Followed, News
+from shardwright.cli.followed import SHOWN_LINES, Followed, News
 from shardwright.cli.watch_page import page, state_in_words
 from shardwright.errors import InputError
-from shardwright.run_folder import Evaluated, Logged, as_record
+from shardwright.run_folder import as_record
 from shardwright.training.metrics import line
 
-SHOWN_BEFORE = 10
-"""Lines of a run that are shown of what was there before."""
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0
 
 
@@ -67,21 +65,17 @@ def _live(run: Followed, every: float) -> None:
 
 def _lines(run: Followed, news: News, every: float) -> None:
     """What is written, line by line; of what was there before the last lines."""
-    steps = run.config.steps
-    n_lines = sum(isinstance(record, Logged | Evaluated) for record in news.records)
-    skipped = max(0, n_lines - SHOWN_BEFORE)
-    if skipped:
-        say(f"({skipped:,} lines before)")
-    _say(news, steps, skipped, len(news.events) - SHOWN_BEFORE)
+    _say(news, run.config.steps, len(news.events) - SHOWN_LINES)
     while not run.has_ended:
         time.sleep(every)
         _say(run.look(), run.config.steps)
     say(state_in_words(run))
 
 
-def _say(news: News, steps: int, skip: int = 0, skip_events: int = 0) -> None:
-    told = [record for record in news.records if isinstance(record, Logged | Evaluated)]
-    for record in told[skip:]:
+def _say(news: News, steps: int, skip_events: int = 0) -> None:
+    if skipped := news.n_losses - len(news.losses):
+        say(f"({skipped:,} lines before)")
+    for record in news.losses:
         say(line(as_record(record), steps))
     for event in news.events[max(0, skip_events) :]:
         say(f"{event.kind} after step {event.step}: {event.text.partition(chr(10))[0]}")

@@ -76,7 +76,7 @@ def _numbers(run: Followed) -> Table:
         table.add_row(name, Text(value, style="bold"), Text(drawn(values, _WIDTH)), Text(remark, style="dim"))
 
     row("loss", f"{last.loss:.4f}", [record.loss for record in train], f"step {last.step:,}")
-    evaluated = [record for record in run.records if isinstance(record, Evaluated)]
+    evaluated = [record for record in run.others if isinstance(record, Evaluated)]
     if evaluated:
         losses = [record.loss for record in evaluated]
         row("validation loss", f"{losses[-1]:.4f}", losses, f"step {evaluated[-1].step:,}")
@@ -142,7 +142,7 @@ def _slowest(last: Logged) -> str:
 
 
 def _checkpoints(run: Followed) -> RenderableType | None:
-    there, saved = run.checkpoints, [record for record in run.records if isinstance(record, Saved)]
+    there, saved = run.checkpoints, [record for record in run.others if isinstance(record, Saved)]
     # A run that is done has deleted its local ones; one that was killed goes on from them.
     local = [] if run.is_done else [record for record in saved if record.local]
     if not there and not local:

@@ -10,7 +10,7 @@ from shardwright.files import write_whole
 from shardwright.report.curves import kind_of
 from shardwright.report.frame import document, picture, table
 from shardwright.report.headline import headline, title_of
-from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean
+from shardwright.report.panel import MANY, choose_scale, name_axis, remark, running_mean, thinned
 from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS, rendered
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -129,9 +129,9 @@ def _losses(ax: "Axes", runs: Sequence[RunRecord]) -> None:
         colour = list(RUN_COLOURS.values())[at % len(RUN_COLOURS)]
         line_style = _LINE_STYLES[at // len(RUN_COLOURS) % len(_LINE_STYLES)]
         losses = [record.loss for record in run.train]
-        drawn = running_mean(losses) if len(losses) >= MANY else losses
-        gaps = [value if math.isfinite(value) else math.nan for value in drawn]
-        tokens = [record.step * run.tokens_per_step for record in run.train]
+        tokens, gaps = (running_mean if len(losses) >= MANY else thinned)(
+            [record.step * run.tokens_per_step for record in run.train], losses
+        )
         ax.plot(tokens, gaps, linestyle=line_style, label=name, color=colour)
         evaluated = [record for record in run.validation if math.isfinite(record.loss)]
         ax.plot(

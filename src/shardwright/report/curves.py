@@ -22,6 +22,7 @@ from shardwright.report.panel import (
     power_of_ten,
     remark,
     running_mean,
+    thinned,
     window,
 )
 from shardwright.report.run_record import RunRecord
@@ -143,7 +144,8 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
     if finite:
         many = len(losses) >= MANY
         mean = f", mean of {window(losses)} records" if many else ""
-        ends = [value for value in running_mean(losses) if math.isfinite(value)] if many else finite
+        smooth = running_mean(range(len(losses)), losses)[1] if many else finite
+        ends = [value for value in smooth if math.isfinite(value)]
         draw_line(ax, run, losses, f"training{mean}: {first_to_last(ends)}")
     validation = [record for record in run.validation if math.isfinite(record.loss)]
     if validation:
@@ -164,12 +166,13 @@ def _loss(ax: "Axes", run: RunRecord) -> None:
     if ahead:
         steps, of_modules = zip(*ahead, strict=True)
         label = f"multi-token prediction: {first_to_last(of_modules)}"
-        ax.plot(steps, of_modules, color=COLOURS["quiet"], linewidth=1, label=label)
+        ax.plot(*thinned(steps, of_modules), color=COLOURS["quiet"], linewidth=1, label=label)
     lost = [step for step, loss in run.losses if not math.isfinite(loss)]
     if lost:
+        shown_at, _ = thinned(lost, lost)
         ax.plot(
-            lost,
-            [0.985] * len(lost),
+            shown_at,
+            [0.985] * len(shown_at),
             transform=ax.get_xaxis_transform(),
             color=COLOURS["limit"],
             linestyle="none",
@@ -195,7 +198,7 @@ def _rate(ax: "Axes", run: RunRecord) -> None:
         return nothing(ax, "Learning rate")
     power = math.floor(math.log10(max(rates))) if max(rates) > 0 else 0
     steps = [record.step for record in run.train]
-    ax.plot(steps, [rate / 10.0**power for rate in rates], color=COLOURS["curve"], **dots(len(rates)))
+    ax.plot(*thinned(steps, [rate / 10.0**power for rate in rates]), color=COLOURS["curve"], **dots(len(rates)))
     ax.set_ylim(0, 1.12 * max(rates) / 10.0**power or 1)
     newest = run.starts[-1].lr_schedule if run.starts else learning_rate_in_words(run.config)
     others = [at for at, start in enumerate(run.starts) if start.lr_schedule != newest]

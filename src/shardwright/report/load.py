@@ -1,9 +1,10 @@
 """The load of experts over a run: two panels of the picture of its curves."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardwright.report.panel import MANY, TIMES, dots, draw_line, first_to_last, header, running_mean, window
+from shardwright.report.panel import MANY, TIMES, dots, draw_line, first_to_last, header, running_mean, thinned, window
 from shardwright.report.run_record import RunRecord
 from shardwright.report.style import COLOURS
 
@@ -22,17 +23,17 @@ def drops(run: RunRecord) -> bool:
 def load_panel(ax: "Axes", run: RunRecord) -> None:
     """The busiest expert of a layer beside the mean of its experts: the layers' mean, and all of them as a band."""
     told = [record for record in run.train if record.load_by_layer]
-    many, steps = len(told) >= MANY, [record.step for record in told]
-    means, least, most = (
-        running_mean(values) if many else values
-        for values in (
-            [record.load_max_over_mean or math.nan for record in told],
-            [min(record.load_by_layer) for record in told],
-            [max(record.load_by_layer) for record in told],
-        )
+    many = len(told) >= MANY
+    steps: Sequence[float] = [record.step for record in told]
+    values = (
+        [record.load_max_over_mean or math.nan for record in told],
+        [min(record.load_by_layer) for record in told],
+        [max(record.load_by_layer) for record in told],
     )
+    curves = [(running_mean if many else thinned)(steps, each) for each in values]
+    (steps, means), (_, least), (_, most) = curves
     n_layers, narrow = len(told[-1].load_by_layer), drops(run)
-    smooth = f", mean of {window(means)} records" if many and not narrow else ""
+    smooth = f", mean of {window(told)} records" if many and not narrow else ""
     if n_layers > 1:
         label = f"{n_layers} layers" if narrow else f"{n_layers} layers: at the end {least[-1]:.3g} to {most[-1]:.3g}"
         ax.fill_between(steps, least, most, color=COLOURS["forward-backward"], alpha=0.6, linewidth=0, label=label)

@@ -15,17 +15,35 @@ if TYPE_CHECKING:
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MANY = 60  # records from which a line is noisy enough to need its mean beside it
+POINTS = 2000
+"""Points of a curve: a picture is about half as many pixels wide, and more records than that are thinned."""
 
 
 def draw_line(ax: "Axes", run: RunRecord, values: Sequence[float], label: str = "_without entry") -> None:
     """Values by step; where there are many, thinly, with their running mean over them."""
     steps, colour = [record.step for record in run.train], COLOURS["curve"]
-    gaps = [value if math.isfinite(value) else math.nan for value in values]
     if len(values) < MANY:
-        ax.plot(steps, gaps, color=colour, label=label, **dots(len(values)))
+        ax.plot(*thinned(steps, values), color=colour, label=label, **dots(len(values)))
     else:
-        ax.plot(steps, gaps, color=colour, alpha=0.35, linewidth=0.7)
-        ax.plot(steps, running_mean(values), color=colour, label=label)
+        ax.plot(*thinned(steps, values), color=colour, alpha=0.35, linewidth=0.7)
+        ax.plot(*running_mean(steps, values), color=colour, label=label)
+
+
+def thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the points of a curve, with NaN for each value that is not finite.
+
+    Of more than `POINTS` values, each of `POINTS` / 2 equal intervals keeps its lowest and its highest, so that no
+    spike is lost; an interval without a finite value keeps a gap.
+    """
+    gaps = [value if math.isfinite(value) else math.nan for value in values]
+    if len(gaps) <= POINTS:
+        return list(steps), gaps
+    kept: list[int] = []
+    for interval in range(POINTS // 2):
+        first, end = (at * len(gaps) // (POINTS // 2) for at in (interval, interval + 1))
+        finite = [at for at in range(first, end) if not math.isnan(gaps[at])] or [first]
+        kept += sorted({min(finite, key=gaps.__getitem__), max(finite, key=gaps.__getitem__)})
+    return [steps[at] for at in kept], [gaps[at] for at in kept]
 
 
 def dots(n_points: int) -> dict[str, Any]:
@@ -33,21 +51,27 @@ def dots(n_points: int) -> dict[str, Any]:
     return {"marker": "o", "markersize": 3.5, "clip_on": False} if n_points <= 20 else {}
 
 
-def window(values: Sequence[float]) -> int:
+def window(values: Sequence[Any]) -> int:
     return max(3, len(values) // 40) | 1
 
 
-def running_mean(values: Sequence[float]) -> list[float]:
-    """The mean of the finite values around each; a gap where the value itself is not finite.
+def running_mean(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return steps, and at each the mean of the finite values around it; NaN where the value itself is not finite.
 
+    Of more than `POINTS` values the means are those at `POINTS` evenly spaced ones, the first and the last included.
     The window shrinks at the beginning, where a loss falls steeply, and is truncated at the end, where it is flat.
     """
+    import numpy as np
+
+    array = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(array)
+    n_points, half = min(len(values), POINTS), window(values) // 2
+    places = [round(point * (len(values) - 1) / max(1, n_points - 1)) for point in range(n_points)]
     means = []
-    for at, value in enumerate(values):
-        half = min(window(values) // 2, at)
-        around = [v for v in values[at - half : at + half + 1] if math.isfinite(v)]
-        means.append(sum(around) / len(around) if math.isfinite(value) else math.nan)
-    return means
+    for at in places:
+        around = slice(max(0, at - min(half, at)), at + min(half, at) + 1)
+        means.append(float(array[around][finite[around]].mean()) if finite[at] else math.nan)
+    return [steps[at] for at in places], means
 
 
 def first_to_last(values: Sequence[float]) -> str:

@@ -3,6 +3,7 @@ of the pipeline if there is one."""
 
 import shlex
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from shardwright.config import RunConfig, load
@@ -64,13 +65,13 @@ class RunRecord:
         """Steps that are known to be done."""
         return self.losses[-1][0]
 
-    @property
+    @cached_property
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of every record of either kind, in the order of steps."""
         records: list[Logged | Evaluated] = [*self.train, *self.validation]
         return sorted(((record.step, record.loss) for record in records), key=lambda pair: pair[0])
 
-    @property
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Its steps by the layout they were taken on, one at least; starts on the same layout and device are one."""
         layout = self.config.layout.layout()
@@ -105,7 +106,7 @@ class RunRecord:
         """Its events that are not a part of every run."""
         return tuple(event for event in self.events if event.kind not in ("start", "save"))
 
-    @property
+    @cached_property
     def edges(self) -> tuple[int, ...]:
         """Steps between which the train records' times were measured: one more than there are records."""
         if not self.train:
