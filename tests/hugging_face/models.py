@@ -87,6 +87,10 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=None, **COMMON))
+
+
 EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
@@ -120,6 +124,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "llama 3": lambda: scaled("llama3"),
     "smollm2": smollm2,
+    "mistral": mistral,
     "qwen3": qwen3,
     "gpt2": gpt2,
     "mixtral": mixtral,

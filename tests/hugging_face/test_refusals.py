@@ -53,12 +53,16 @@ def configured(folder: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, qwen3, qwen3_moe"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama, mistral, qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "has no LlamaForCausalLM, the only one supported"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported for llama; valid: 'silu'"),
         ({"attention_bias": True}, "attention_bias=True and mlp_bias=False differ"),
         ({"hidden_size": "64", "rms_norm_eps": []}, "hidden_size='64' is not a whole number; it is model.d_model here"),
         ({"hidden_size": "64", "rms_norm_eps": []}, "rms_norm_eps=[] is not a number; it is model.norm_eps here"),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32},
+            "sliding_window=32 with max_position_embeddings=64: attention in a sliding window is not supported",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads=0 is not positive"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is neither true nor false"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing; it is model.n_layers here"),

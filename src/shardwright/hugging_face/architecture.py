@@ -55,7 +55,7 @@ class Architecture:
     `null_if_zero`: keys of config.json that are null where they are 0 here.
     `prefix`: what every name but the head's begins with; a file may leave it out.
     `ignored`: regular expression of names that are left out -> why; `{n_layers}` in it stands for the number.
-    `problems`: config.json -> what is not supported of it, one sentence each.
+    `problems`: config.json, completed but with its nulls -> what is not supported of it, one sentence each.
     """
 
     model_type: str
@@ -81,7 +81,7 @@ class Architecture:
         if wrong := list(self._wrong_types(there)):
             raise ConfigError(*wrong, *self._problems(there))
         config = self.complete(there)
-        found = [*self._problems(config), *self.problems(config)]
+        found = [*self._problems(config), *self.problems({**given, **config})]
         values: dict[str, Any] = dict(self.choices)
         for ours, keys in self.sizes.items():
             there = {key: config[key] for key in _keys(keys) if key in config}

@@ -1,4 +1,6 @@
-"""Llama 3, SmolLM2 and what else is a `LlamaForCausalLM`."""
+"""Llama 3, SmolLM2 and what else is a `LlamaForCausalLM`; Mistral without a sliding window, which is the same model."""
+
+from collections.abc import Iterator
 
 from shardwright.hugging_face.architecture import Architecture, Config, Table, register
 
@@ -59,5 +61,32 @@ LLAMA = register(
         ends=ENDS,
         layer=ATTENTION | NETWORK,
         ignored=IGNORED,
+    )
+)
+
+
+def _window(config: Config) -> Iterator[str]:
+    """A window is no limit where it reaches over the longest sequence. MistralConfig has one of 4,096 where the key is
+    missing; null is none."""
+    window, longest = config.get("sliding_window", 4096), config.get("max_position_embeddings", 0)
+    if window is not None and not (isinstance(window, int) and window >= longest):
+        yield (
+            f"sliding_window={window!r} with max_position_embeddings={longest}: attention in a sliding window is not "
+            f"supported; null, and a window of at least max_position_embeddings, are"
+        )
+
+
+MISTRAL = register(
+    Architecture(
+        model_type="mistral",
+        class_name="MistralForCausalLM",
+        sizes=SIZES,
+        choices=CHOICES,
+        fixed={"hidden_act": "silu"},
+        complete=lambda config: complete({"num_key_value_heads": 8} | config),
+        ends=ENDS,
+        layer=ATTENTION | NETWORK,
+        ignored=IGNORED,
+        problems=_window,
     )
 )
