@@ -111,6 +111,16 @@ def test_tensor_and_context_parallel_layouts_take_up_bit_for_bit_what_any_other_
         expected = outcomes[0][1]
 
 
+def test_unequal_shards_of_rows_of_tp_are_taken_up_bit_for_bit(tmp_path):
+    odd = replace(GROUPED, vocab_size=61)  # on 2 ranks 31 and 30, and on 3 ranks of each 11, 11, 9 and 10, 10, 10
+    expected = None
+    for step, layout in enumerate([Layout(dp_shard=3, tp=2, zero=3, sequence_parallel=True), Layout(dp_shard=2), ONE]):
+        for loaded, saved in (outcomes := run_ranks(hop, layout.world_size, tmp_path, layout, step, odd)):
+            assert expected is None or equal(loaded, expected), layout
+            assert saved["model/embedding.weight"].shape == (61, 24)
+        expected = outcomes[0][1]
+
+
 @pytest.mark.parametrize(
     ("spec", "n_layouts"),
     [

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
+from shardwright.parallel.boxes import gather_whole
 from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
 from shardwright.verification.case import DTYPES, Case
@@ -110,8 +110,7 @@ def one_process(dtype: torch.dtype) -> Outcome:
 def whole(tensor: Tensor | None) -> Tensor:
     """A plain copy of a tensor, gathered if it is sharded."""
     assert tensor is not None
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone()
+    return gather_whole(tensor)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

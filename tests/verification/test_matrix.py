@@ -290,6 +290,12 @@ def test_uneven_rows_beside_copied_kv_heads_are_shared_out_too(verifier: Verifie
         check(verifier, uneven, Layout(dp_shard=2, tp=4, zero=zero, sequence_parallel=True))
 
 
+def test_rows_of_tp_that_three_ranks_cut_unequally_train_as_one_process_does(verifier: Verifier):
+    # 61 rows on 2 ranks of tp are 31 and 30; on 3 ranks these are 11, 11, 9 and 10, 10, 10.
+    uneven = replace(CASE, spec=replace(EVEN, vocab_size=61), global_batch=6, steps=1)
+    check(verifier, uneven, Layout(dp_shard=3, tp=2, zero=3, sequence_parallel=True))
+
+
 @pytest.mark.parametrize(
     "changes",
     rest_prove(

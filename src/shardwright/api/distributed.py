@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwright.config import OptimizerSection
 from shardwright.data.batches import Batch
@@ -19,7 +18,7 @@ from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
-from shardwright.parallel.initialise import local_box
+from shardwright.parallel.boxes import gather_whole, local_box
 from shardwright.split.rules import problems as split_problems
 from shardwright.split.stages import schedule_problems
 from shardwright.training.optimizer import parameter_groups
@@ -113,7 +112,7 @@ class DistributedModel:
         process. A collective: every rank calls it, and needs the memory of the whole model."""
         self._model.after_change()
         mine = self._model.named_parameters
-        held = {name: _whole(parameter) for name, parameter in mine.items()}
+        held = {name: gather_whole(parameter) for name, parameter in mine.items()}
         group = self._model.groups.pp
         if group is None:
             return held
@@ -225,10 +224,6 @@ def _leave() -> None:
     """Leave without waiting for the others: after an error of one rank they may never come."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach().clone()
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
-from shardwright.parallel.initialise import local_box
+from shardwright.parallel.boxes import local_box
 from shardwright.parallel.model import ParallelModel
 from shardwright.run_folder import RUN_FILE
 from shardwright.training.checkpoint.manifest import read_manifest

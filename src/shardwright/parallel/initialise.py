@@ -2,11 +2,10 @@
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwright.model.init import initialise
 from shardwright.model.spec import ModelSpec
+from shardwright.parallel.boxes import local_box
 
 
 def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, shards_on: torch.device) -> None:
@@ -23,11 +22,3 @@ def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devi
 def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) -> None:
     """Move a model from the meta device to `device`, but trained parameters to `shards_on`; without values."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=shards_on if tensor.requires_grad else device))
-
-
-def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """This rank's shard of a tensor, and the index in the whole tensor where the shard begins."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.dim()
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach(), tuple(offsets)

@@ -38,7 +38,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwright.layout import Layout
 from shardwright.model import matmul
@@ -46,6 +45,7 @@ from shardwright.model.dropout import KeyedDropout
 from shardwright.model.fp8 import Fp8Linear
 from shardwright.model.modules import Row, layer_rows, row_of
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.boxes import box_of
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
 from shardwright.parallel.norm import as_part, local_part
 from shardwright.split.tensor import vocabulary_rows
@@ -133,9 +133,11 @@ def _shard(parameter: nn.Parameter, row: Row, mesh: DeviceMesh, flat: DeviceMesh
     elif row.split == "kv_column":
         line, placements = mesh["tp_kv", "tp_replicas"], [Shard(row.split_dim), Replicate()]
     else:
-        # Not Shard along both axes: with uneven shards PyTorch would compute wrong offsets when FSDP shards further.
+        # One cut over all ranks, as `vocabulary_rows`: 9 rows on 2 x 2 ranks would be 3, 2, 2, 2, and on 4 are 3, 3, 3.
         line, placements = flat, [Shard(row.split_dim)]
-    shape, _ = compute_local_shape_and_global_offset(parameter.shape, line, placements)
+    coordinates = line.get_coordinate()
+    assert coordinates is not None
+    _, shape, _ = box_of(parameter.shape, line.shape, coordinates, placements)
     part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     return nn.Parameter(as_part(part, parameter, line, placements))
 

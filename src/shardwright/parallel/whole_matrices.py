@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardwright.parallel.boxes import shard_of
 from shardwright.units import in_groups
 
 BUCKET_BYTES = 64 * 2**20
@@ -123,31 +123,16 @@ def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...]
     """The axes of the exchange of a parameter, first those with replicas, and the sizes along each."""
     if not isinstance(parameter, DTensor):
         return (), ()
-    mesh, shape = parameter.device_mesh, list(parameter.shape)
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
-    replicas, shards = [], []
-    # PyTorch shards along the axes from the first to the last, and strided ones after all others.
-    places = list(enumerate(parameter.placements))
-    for i, place in sorted(places, key=lambda each: isinstance(each[1], _StridedShard)):
-        group = mesh.get_group(i)
-        if place.is_replicate():
-            replicas.append((Axis(group, None), ()))
-            continue
-        dim: int = getattr(place, "dim")  # noqa: B009 (Shard and _StridedShard have it, Placement has not)
-        sizes = _chunks(shape[dim], group.size())
-        shape[dim] = sizes[coordinates[i]]
-        whole_experts = dim == 0 and parameter.dim() == 3
-        if not whole_experts:
-            shards.append((Axis(group, dim), sizes))
+    mesh, cuts = parameter.device_mesh, shard_of(parameter)[2]
+    along = {cut.axis for cut in cuts}
+    replicas = [(Axis(mesh.get_group(i), None), ()) for i in range(mesh.ndim) if i not in along]
+    shards = [
+        (Axis(mesh.get_group(cut.axis), cut.dim), cut.sizes)
+        for cut in cuts
+        if not (cut.dim == 0 and parameter.dim() == 3)  # whole experts
+    ]
     used = [each for each in (*replicas, *reversed(shards)) if each[0].group.size() > 1]
     return tuple(axis for axis, _ in used), tuple(sizes for _, sizes in used)
-
-
-def _chunks(size: int, n: int) -> tuple[int, ...]:
-    """The sizes of n shards, as torch.chunk makes them; the last ones may be smaller, or empty."""
-    most = -(-size // n)
-    return tuple(max(0, min(most, size - place * most)) for place in range(n))
 
 
 def _exchange(

@@ -36,3 +36,9 @@ def vocabulary_rows(vocab_size: int, tp: int, tp_rank: int) -> range:
     """
     shard_rows = -(-vocab_size // tp)
     return range(vocab_size)[tp_rank * shard_rows : (tp_rank + 1) * shard_rows]
+
+
+def chunk_sizes(size: int, n: int) -> tuple[int, ...]:
+    """The sizes of n shards, as torch.chunk makes them; the last ones may be smaller, or empty."""
+    most = -(-size // n)
+    return tuple(max(0, min(most, size - place * most)) for place in range(n))

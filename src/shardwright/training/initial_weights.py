@@ -8,7 +8,7 @@ from shardwright.config.sections import InitSection
 from shardwright.errors import CheckpointError, InputError
 from shardwright.model.modules import rows
 from shardwright.model.spec import ModelSpec
-from shardwright.parallel.initialise import local_box
+from shardwright.parallel.boxes import local_box
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.step import Trainer
 from shardwright.training.weights import CheckpointWeights, Weights, fill, open_weights

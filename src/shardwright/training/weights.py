@@ -15,6 +15,7 @@ from shardwright.hugging_face.reader import open_weights as open_folder_of_trans
 from shardwright.model.init import Box, whole
 from shardwright.model.modules import row_of
 from shardwright.model.spec import ModelSpec
+from shardwright.parallel.boxes import overlap
 from shardwright.run_folder import CHECKPOINTS, published
 from shardwright.training.checkpoint.manifest import FILE_NAME, Manifest, ShardRecord, read_manifest
 from shardwright.training.checkpoint.storage import read_shard
@@ -72,13 +73,8 @@ class CheckpointWeights:
         record = self._held[name]
         box = torch.empty(tuple(shape), dtype=getattr(torch, record.dtype))
         for shard in record.shards:
-            spans = [
-                (max(a, b), min(a + n, b + m))
-                for a, n, b, m in zip(offsets, shape, shard.offsets, shard.shape, strict=True)
-            ]
-            if all(low < high for low, high in spans):
-                there = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, shard.offsets, strict=True))
-                here = tuple(slice(low - at, high - at) for (low, high), at in zip(spans, offsets, strict=True))
+            if both := overlap(offsets, shape, shard.offsets, shard.shape):
+                here, there = both
                 box[here] = self._shard(name, shard)[there]
         return box
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwright.parallel.initialise import local_box
+from shardwright.parallel.boxes import local_box
 from shardwright.parallel.objects import gathered
 from shardwright.training.checkpoint.storage import xxh3_128_of
 from shardwright.units import MiB, in_groups

@@ -48,7 +48,7 @@ REDUCTION: dict[str, AnyBug] = {
 }
 SHARD: dict[str, AnyBug] = {
     "blocks of 8-bit states begin where a shard begins": Bug(
-        Mutation(f"{_IN_8_BITS}:_Blocks.__init__", "divmod(first_column(parameter), self.size)", "(0, 0)"),
+        Mutation(f"{_IN_8_BITS}:_Blocks.__init__", "divmod(offsets[-1], self.size)", "(0, 0)"),
         [TP, Layout(dp_shard=2, tp=2, zero=3)],
         optimizer="adamw-8bit",
     ),

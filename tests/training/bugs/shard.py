@@ -39,13 +39,14 @@ SHARD: dict[str, AnyBug] = {
         [ZIGZAG, ULYSSES],
     ),
     "every shard begins with the values of the first": Bug(
-        Mutation("shardwright.parallel.initialise:local_box", "tuple(offsets)", "(0,) * len(offsets)"), [ZERO_3]
+        Mutation("shardwright.parallel.initialise:local_box", "(local, offsets)", "(local, (0,) * len(offsets))"),
+        [ZERO_3],
     ),
     "experts of every rank begin with the values of the first": Bug(
         Mutation(
             "shardwright.parallel.initialise:local_box",
-            "tuple(offsets)",
-            "(0, *offsets[1:]) if tensor.dim() == 3 else tuple(offsets)",
+            "(local, offsets)",
+            "(local, (0, *offsets[1:]) if tensor.dim() == 3 else offsets)",
         ),
         [EP],
         spec={"moe": EXPERTS},

@@ -1,20 +1,18 @@
 """Which rank writes which boxes of which tensors.
 
-PyTorch's checkpoint planner says which boxes a rank holds. Rank 0 gets the lists of all ranks and deals the boxes out;
-between ranks they are JSON, where PyTorch's own planning would unpickle what comes over the network. The tensors of a
-run keep their names, shapes and shardings, so this is done once and kept.
+Every rank lists the boxes that it holds. Rank 0 gets all lists and assigns each box to one rank. Between ranks lists
+are JSON, where PyTorch's own planning would unpickle bytes from the network. The tensors of a run keep their names,
+shapes and shardings, so this is done once and kept.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
-from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from shardwright.hugging_face.writer import Entry
+from shardwright.parallel.boxes import shard_of
+from shardwright.parallel.norm import local_part
 from shardwright.parallel.objects import dealt_by_first, gathered_by_first
 from shardwright.training.checkpoint.manifest import key_of
 from shardwright.training.checkpoint.storage import name_of
@@ -27,13 +25,10 @@ class Piece:
     name: str
     offsets: tuple[int, ...]
     entry: Entry
-    index: MetadataIndex
 
-    def of(self, tensors: dict[str, Tensor]) -> Tensor:
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The box itself, a view of the tensor in training."""
-        found = find_state_dict_object(tensors, self.index)
-        assert isinstance(found, Tensor), self.name
-        return found.detach()
+        return local_part(tensors[self.name]).detach()
 
 
 @dataclass(frozen=True)
@@ -51,12 +46,14 @@ class Plan:
 
 def plan_of(tensors: Mapping[str, Tensor]) -> Plan:
     """The plan for tensors, sharded or whole; every rank calls this."""
-    items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
-    pieces = [_piece(item) for item in items]
-    boxes = [
-        Box(piece.name, piece.offsets, piece.entry.shape, piece.entry.dtype, tuple(_data(item).size))
-        for piece, item in zip(pieces, items, strict=True)
-    ]
+    pieces, boxes = [], []
+    for name, tensor in tensors.items():
+        offsets, shape, _ = shard_of(tensor)
+        if 0 in shape:
+            continue  # other ranks hold all of it
+        entry = Entry(key_of(name, offsets), name_of(tensor.dtype), shape)
+        pieces.append(Piece(name, offsets, entry))
+        boxes.append(Box(name, offsets, shape, entry.dtype, tuple(tensor.shape)))
     everyone = gathered_by_first(boxes, list[Box])
     mine: list[int] = dealt_by_first(writers(everyone), list[int])
     wholes = {box.name: (box.whole, box.dtype) for boxes in everyone for box in boxes}
@@ -92,15 +89,3 @@ def writers(everyone: Sequence[Sequence[Box]]) -> list[list[int]]:
         n_bytes[rank] += everyone[rank][at].n_bytes
         chosen[rank].append(at)
     return chosen
-
-
-def _piece(item: WriteItem) -> Piece:
-    data = _data(item)
-    offsets = tuple(data.chunk.offsets)
-    entry = Entry(key_of(item.index.fqn, offsets), name_of(data.properties.dtype), tuple(data.chunk.sizes))
-    return Piece(item.index.fqn, offsets, entry, item.index)
-
-
-def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor; there is nothing else here"
-    return item.tensor_data

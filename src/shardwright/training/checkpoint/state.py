@@ -17,7 +17,7 @@ from shardwright.training.checkpoint.manifest import (
     Manifest,
     read_manifest,
 )
-from shardwright.training.checkpoint.storage import IntoPlace, SafetensorsReader
+from shardwright.training.checkpoint.storage import SafetensorsReader
 from shardwright.training.offload.states import StoredTensor
 from shardwright.training.optimizer import named_state, stored_state
 from shardwright.training.sources import past_problems
@@ -115,9 +115,7 @@ def read_into(
     refusal: CheckpointError | WorkerError | None = None
     try:
         with torch.no_grad():
-            reader, planner = SafetensorsReader(folder, manifest, stored or {}), IntoPlace()
-            planner.set_up_planner(dict(tensors), reader.metadata())
-            reader.read(planner.create_local_plan(), planner)
+            SafetensorsReader(folder, manifest, tensors, stored or {}).read()
     except CheckpointError as error:
         refusal = error
     except (OSError, SafetensorError) as error:
@@ -134,9 +132,7 @@ def files_needed(folder: Path, manifest: Manifest, trainer: Trainer) -> set[str]
     shapes = {name: record.shape for name, record in manifest.tensors.items()}
     if any(shapes.get(name) != tuple(tensor.shape) for name, tensor in tensors.items()):
         return set()
-    reader, planner = SafetensorsReader(folder, manifest, {}), IntoPlace()
-    planner.set_up_planner(dict(tensors), reader.metadata())
-    return reader.files_of(planner.create_local_plan())
+    return SafetensorsReader(folder, manifest, tensors, {}).files
 
 
 def _differences(

@@ -1,27 +1,18 @@
-"""Reading a checkpoint: PyTorch's planner decides which parts of which shards a rank needs, and here the bytes move.
-Each shard is checked before any of it is used."""
+"""Reading a checkpoint: which parts of which shards a rank needs follows from their boxes. Each shard is checked before
+any of it is used."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from shardwright.errors import CheckpointError, DamagedError
 from shardwright.hugging_face.writer import FILE_METADATA
+from shardwright.parallel.boxes import Indices, overlap, shard_of
+from shardwright.parallel.norm import local_part
 from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, key_of
 from shardwright.training.offload.states import StoredTensor
 
@@ -40,66 +31,34 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class SafetensorsReader:
-    """Reads the shards a rank needs, each whole and checked against its xxh3_128 before any of it is used. `stored`:
-    this rank's shards by name that are on a disk, and are written there."""
+    """Reads the shards that this rank needs for its parts of `tensors`, each whole and checked against its xxh3_128
+    before any of it is used. `stored`: this rank's shards by name that are on a disk, and are written there."""
 
-    def __init__(self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> None:
-        self.folder = folder
-        self._stored = stored
-        self.manifest = manifest
-        self._records = {
-            MetadataIndex(name, shard.offsets): shard
-            for name, tensor in manifest.tensors.items()
-            for shard in tensor.shards
-        }
-
-    def metadata(self) -> Metadata:
-        """What the checkpoint holds, as PyTorch's planner reads it."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, tensor.dtype)),
-                    torch.Size(tensor.shape),
-                    [ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.shape)) for s in tensor.shards],
-                )
-                for name, tensor in self.manifest.tensors.items()
-            }
-        )
-
-    def files_of(self, plan: LoadPlan) -> set[str]:
-        """The files that a plan reads."""
-        indices = (MetadataIndex(item.storage_index.fqn, item.storage_index.offset) for item in plan.items)
-        return {self._records[index].file for index in indices}
-
-    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Fill the tensors of a plan."""
-        wanted = defaultdict(list)
-        for item in plan.items:
-            wanted[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)].append(item)
-        for index, items in sorted(wanted.items(), key=lambda pair: (self._records[pair[0]].file, pair[0].fqn)):
-            shard = read_shard(self.folder, index.fqn, self.manifest.tensors[index.fqn].dtype, self._records[index])
-            for item in items:
-                part = shard
-                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    part = part.narrow(dim, offset, length)
-                if (stored := self._stored.get(item.dest_index.fqn)) is not None:
-                    stored.write(item.dest_offsets, part)
-                else:
-                    planner.resolve_tensor(item).detach().copy_(part)
-
-
-class IntoPlace(DefaultLoadPlanner):
-    """PyTorch's planner, but that it leaves tensors on the meta device as they are: it would give them memory, and
-    their values are on a disk."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    def __init__(
+        self, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
     ) -> None:
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.folder, self.manifest, self._tensors, self._stored = folder, manifest, tensors, stored
+        self._wanted: list[tuple[str, ShardRecord, Indices, Indices]] = []
+        """Name of a tensor, a shard of it, what this rank takes of the shard, and the place of it in its part."""
+        for name, tensor in tensors.items():
+            offsets, shape, _ = shard_of(tensor)
+            for shard in manifest.tensors[name].shards:
+                if both := overlap(shard.offsets, shard.shape, offsets, shape):
+                    self._wanted.append((name, shard, *both))
+
+    @property
+    def files(self) -> set[str]:
+        """The files that are read."""
+        return {shard.file for _, shard, _, _ in self._wanted}
+
+    def read(self) -> None:
+        """Fill the tensors."""
+        for name, record, there, here in sorted(self._wanted, key=lambda each: (each[1].file, each[0])):
+            shard = read_shard(self.folder, name, self.manifest.tensors[name].dtype, record)
+            if (stored := self._stored.get(name)) is not None:
+                stored.write(tuple(part.start for part in here), shard[there])
+            else:
+                local_part(self._tensors[name]).detach()[here] = shard[there]
 
 
 def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tensor:

@@ -31,8 +31,9 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from shardwright.optimizers import OPTIMIZERS, scale_of
+from shardwright.parallel.boxes import shard_of
 from shardwright.parallel.norm import local_part
-from shardwright.parallel.over_shards import first_column, groups_that_shard, reduce_together
+from shardwright.parallel.over_shards import groups_that_shard, reduce_together
 from shardwright.training.on_shards import BUCKET_BYTES
 from shardwright.units import in_groups
 
@@ -143,8 +144,9 @@ class _Blocks:
     """The blocks of the rows of a parameter, of which this rank has all columns or a shard of them."""
 
     def __init__(self, parameter: Tensor, size: int) -> None:
-        self.size, self.columns = min(size, parameter.shape[-1]), local_part(parameter.detach()).shape[-1]
-        self.first, self.before = divmod(first_column(parameter), self.size)
+        offsets, shape, _ = shard_of(parameter)
+        self.size, self.columns = min(size, parameter.shape[-1]), shape[-1]
+        self.first, self.before = divmod(offsets[-1], self.size)
         self.n = -(-(self.before + self.columns) // self.size)
         self.after = self.n * self.size - self.before - self.columns
 
