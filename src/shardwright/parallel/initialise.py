@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwright.model.init import initialise
 from shardwright.model.spec import ModelSpec
+from shardwright.torch_private import compute_local_shape_and_global_offset, map_tensors
 
 
 def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, shards_on: torch.device) -> None:
@@ -22,7 +22,7 @@ def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devi
 
 def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) -> None:
     """Move a model from the meta device to `device`, but trained parameters to `shards_on`; without values."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=shards_on if tensor.requires_grad else device))
+    map_tensors(model, lambda each: torch.empty_like(each, device=shards_on if each.requires_grad else device))
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardwright.torch_private import StridedShard
 from shardwright.units import in_groups
 
 BUCKET_BYTES = 64 * 2**20
@@ -129,12 +129,12 @@ def _axes_of(parameter: Tensor) -> tuple[tuple[Axis, ...], tuple[tuple[int, ...]
     replicas, shards = [], []
     # PyTorch shards along the axes from the first to the last, and strided ones after all others.
     places = list(enumerate(parameter.placements))
-    for i, place in sorted(places, key=lambda each: isinstance(each[1], _StridedShard)):
+    for i, place in sorted(places, key=lambda each: isinstance(each[1], StridedShard)):
         group = mesh.get_group(i)
         if place.is_replicate():
             replicas.append((Axis(group, None), ()))
             continue
-        dim: int = getattr(place, "dim")  # noqa: B009 (Shard and _StridedShard have it, Placement has not)
+        dim: int = getattr(place, "dim")  # noqa: B009 (Shard and StridedShard have it, Placement has not)
         sizes = _chunks(shape[dim], group.size())
         shape[dim] = sizes[coordinates[i]]
         whole_experts = dim == 0 and parameter.dim() == 3
