@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+
+from shardwright.torch_private import TorchDispatchMode, tree_map
 
 COUNTED = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "grouped_matmul", "grouped_weight_gradient")
 

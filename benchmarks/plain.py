@@ -20,6 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwright.torch_private import flash_attention_cpu
+
 LAYERS, WIDTH, FFN, HEADS, KV_HEADS, VOCAB, SEQ = 4, 256, 704, 8, 4, 2048, 256
 HEAD_DIM = WIDTH // HEADS
 MICRO_BATCH, STEP_TOKENS = 4, 4096
@@ -116,7 +118,7 @@ class Llama(nn.Module):
         return self.head(self.features(tokens))
 
 
-KEPT = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+KEPT = {torch.ops.aten.mm.default, flash_attention_cpu.default}
 
 
 def keeps_products(context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shardwright.torch_private import TorchDispatchMode, tree_leaves
 
 KINDS = {
     "allreduce": "all-reduce",
@@ -28,9 +28,9 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func.namespace == "c10d":
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             largest = max((t.numel() * t.element_size() for t in tensors), default=0)
-            name = func._schema.name.removeprefix("c10d::").strip("_")
+            name = func.overloadpacket.__name__.strip("_")
             self.calls[name if largest >= 64 else "small"] += 1
             self.bytes[name if largest >= 64 else "small"] += largest
         return func(*args, **(kwargs or {}))
@@ -51,7 +51,7 @@ class TrafficByGroup(TorchDispatchMode):
         self.bytes: Counter[Link] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name.removeprefix("c10d::").strip("_")
+        name = func.overloadpacket.__name__.strip("_")
         if func.namespace == "c10d" and name in KINDS:
             given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | (kwargs or {})
             self._count(KINDS[name], given)

@@ -138,7 +138,12 @@ def test_pytorchs_matmul_in_fp8_gives_the_same(recipe: str, dtype: torch.dtype):
     a = computes.scaled(a_MK, dtype, None, None, 1)
     b = computes.scaled(b_NK, FORWARD, None, None, 1)
     expected = product(a, b, torch.float64)
-    found = scaled_mm(a, b, torch.bfloat16)
+    try:
+        found = scaled_mm(a, b, torch.bfloat16)
+    except RuntimeError as error:  # PyTorch 2.11
+        if recipe != "rowwise" or "only supports per-tensor scaling for CPU" not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__} has no fp8 matmul with a scale a row on CPUs")
     assert found.dtype == torch.bfloat16
     assert (found.double() - expected).norm() / expected.norm() < 2.0**-8
 

@@ -18,6 +18,7 @@ from shardwright.model.transformer import Transformer
 from shardwright.parallel.apply import apply
 from shardwright.parallel.mesh import build_groups, build_mesh
 from shardwright.parallel.norm import clip_gradients, gradient_norm
+from shardwright.torch_private import parameter_groups, pending_gather
 from tests.distributed import run_ranks
 from tests.marks import rest_prove
 from tests.training.worlds import SEED, SPEC, build, local_batch, whole
@@ -110,12 +111,11 @@ def order_of_events(layout: Layout) -> list[str]:
 
     def watch(name: str, block: nn.Module) -> None:
         assert isinstance(block, FSDPModule)
-        group = block._get_fsdp_state()._fsdp_param_group
-        assert group is not None
+        (group,) = parameter_groups(block)
         gather = group.unshard
 
         def told(*args: object, **named: object) -> None:
-            if not group.is_unsharded and group._all_gather_result is None:
+            if not group.is_unsharded and pending_gather(group) is None:
                 events.append(f"gather {name}")
             gather(*args, **named)  # type: ignore[arg-type]
 

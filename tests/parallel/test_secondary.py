@@ -10,6 +10,7 @@ from shardwright.errors import LayoutError
 from shardwright.layout import Layout
 from shardwright.parallel.data import Sharded
 from shardwright.parallel.microbatch_runner import SequentialRunner
+from shardwright.torch_private import parameter_groups
 from shardwright.verification.case import Case
 from shardwright.verification.rank import build_trainer, local_batch
 from tests.distributed import run_ranks
@@ -39,7 +40,7 @@ def kept(trainer: Any) -> int:
     parts = [
         getattr(parameter, "_sharded_post_forward_param_data", None)
         for group in runner.engine.groups
-        for parameters in group._get_fsdp_state()._fsdp_param_groups
+        for parameters in parameter_groups(group)
         for parameter in parameters.fsdp_params
     ]
     return sum(part.numel() for part in parts if part is not None)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from shardwright.config import parse
 from shardwright.errors import ConfigError
@@ -14,6 +13,7 @@ from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.apply import apply
 from shardwright.parallel.initialise import allocate
+from shardwright.torch_private import FSDPParam, parameter_groups, shard_of
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
 from tests.mutation import Mutation, mutated
@@ -83,7 +83,7 @@ def _devices() -> dict[str, set[str]]:
         for buffer in part.buffers():
             found[buffer.device.type].add("buffer")
     for group in model.runner.engine.groups:  # type: ignore[attr-defined]
-        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+        for parameters in parameter_groups(group):
             found["gathered from"] |= {"host" if each.offload_to_cpu else "device" for each in parameters.fsdp_params}
     return found
 
@@ -123,7 +123,7 @@ def copied() -> int:
     def counted(parameter: FSDPParam) -> list[torch.Tensor]:
         nonlocal n_bytes
         if parameter.offload_to_cpu:
-            n_bytes += parameter._sharded_param_data.nbytes
+            n_bytes += shard_of(parameter).nbytes
         found: list[torch.Tensor] = inputs.fget(parameter)
         return found
 

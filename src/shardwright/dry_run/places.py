@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardwright.torch_private import next_node_number, node_number
+
 
 class Places:
     """The module that runs, by its name in the whole model.
@@ -51,10 +53,10 @@ class Places:
         """The module that runs; empty outside of all."""
         if self._stack:
             return self._stack[-1]
-        node = torch._C._current_autograd_node()
-        if node is None or not self._starts:
+        number = node_number()
+        if number is None or not self._starts:
             return ""
-        at = bisect_right(self._starts, node._sequence_nr()) - 1
+        at = bisect_right(self._starts, number) - 1
         return self._modules[at] if at >= 0 else ""
 
     def _entered(self, module: nn.Module, inputs: Any) -> None:
@@ -66,7 +68,7 @@ class Places:
         self._note()
 
     def _note(self) -> None:
-        number = torch.autograd._get_sequence_nr()
+        number = next_node_number()
         now = self._stack[-1] if self._stack else "loss"
         if self._starts and self._starts[-1] == number:
             self._modules[-1] = now

@@ -1,19 +1,15 @@
 """Runs steps of the training program as one rank, on fake tensors or on real ones, and records the last."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # what collectives do to fake tensors
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.config import RunConfig
 from shardwright.data.batches import Batch
@@ -27,6 +23,7 @@ from shardwright.model.spec import ModelSpec
 from shardwright.parallel.expert import ReadCounts
 from shardwright.schedule.actions import Action
 from shardwright.split.stages import schedule_problems
+from shardwright.torch_private import CHUNKS_OF_PARAMETER, FakeTensorMode, replaced, start_fake_world
 from shardwright.training.build import build_model, build_trainer
 from shardwright.training.step import Trainer
 
@@ -54,7 +51,7 @@ def dry_rank(
     layout = config.layout.layout()
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    start_fake_world(rank, layout.world_size)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fill(part: nn.Module, spec: ModelSpec, seed: int, device: torch.device, _: torch.device) -> None:
@@ -62,7 +59,8 @@ def dry_rank(
             part.to_empty(device=device)
 
     read = read or balanced(layout.ep, layout.coordinates(rank)["ep"], imbalance)
-    with assumed("cuda") if gpu else nullcontext(), _few_empty_shards():
+    few_empty_shards = replaced(CHUNKS_OF_PARAMETER, lambda _: _chunks)
+    with assumed("cuda") if gpu else nullcontext(), few_empty_shards:
         model = build_model(config, CPU, compiled=False, fill=fill, read=read)
         with fake:
             trainer = build_trainer(config, model, CPU, compiled=False, opened=_NoFile)
@@ -84,22 +82,12 @@ class _NoFile:
         pass
 
 
-@contextmanager
-def _few_empty_shards() -> Iterator[None]:
-    """Have FSDP2 make one empty tensor, and not one for each rank whose shard of a parameter has no row: with 16,384
-    ranks these take most of the time of a dry run (PyTorch 2.13)."""
-    theirs = _fsdp_param._chunk_with_empty
-
-    def chunks(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-        found = list(torch.chunk(tensor, num_chunks, dim=dim))
-        missing = num_chunks - len(found)
-        return found + [found[0].new_empty(0)] * missing if missing else found
-
-    _fsdp_param._chunk_with_empty = chunks
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = theirs
+def _chunks(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+    """Split a parameter over ranks as FSDP2 does, but with the same empty tensor for every rank whose shard has no row.
+    FSDP2 makes one for each: with 16,384 ranks these take most of the time of a dry run (PyTorch 2.13)."""
+    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+    missing = num_chunks - len(chunks)
+    return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
 
 
 def _fuse_norms(parts: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardwright.dry_run.axes import axes_of
@@ -32,6 +29,15 @@ from shardwright.dry_run.record import (
     summed,
 )
 from shardwright.layout import Layout
+from shardwright.torch_private import (
+    SHAPE_OF_WHOLE,
+    DispatchMode,
+    Place,
+    replaced,
+    script_type,
+    storage_id,
+    tree_leaves,
+)
 
 BLOCK_BYTES = 512
 """CUDA's caching allocator rounds every tensor up to a multiple of this."""
@@ -39,7 +45,7 @@ BLOCK_BYTES = 512
 Flops = Callable[..., int]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """While active, records every storage that is made, resized and freed, and every collective and message.
 
     It sees the operations that PyTorch dispatches. What a kernel allocates and frees inside is not among them; for
@@ -69,37 +75,36 @@ class Recorder(TorchDispatchMode):
         self._in_messages: set[int] = set()
         self._of_fsdp: set[int] = set()
         self._groups: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self._resize: Any = None
-        self._shapes: Any = None
+        self._patches = ExitStack()
         self._asked = False
         """Whether DTensor asks for the shape of a whole tensor, by running an operation on fake ones."""
 
     def __enter__(self) -> "Recorder":
-        resize = self._resize = torch.UntypedStorage.resize_
-        recorder = self
+        def resized(resize: Callable[..., Any]) -> Callable[..., Any]:
+            def resize_and_record(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+                result = resize(storage, n_bytes)
+                self._sized(storage)
+                return result
 
-        def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
-            found = resize(storage, n_bytes)
-            recorder._sized(storage)
-            return found
+            return resize_and_record
 
-        shapes = self._shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+        def unrecorded(shape: Callable[..., Any]) -> Callable[..., Any]:
+            def shape_of_whole(*args: Any) -> Any:
+                self._asked = True
+                try:
+                    return shape(*args)
+                finally:
+                    self._asked = False
 
-        def shapes_asked(propagator: ShardingPropagator, schema: Any) -> Any:
-            recorder._asked = True
-            try:
-                return shapes(propagator, schema)
-            finally:
-                recorder._asked = False
+            return shape_of_whole
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = shapes_asked  # type: ignore[method-assign,assignment]
+        self._patches.enter_context(replaced(Place(torch.UntypedStorage, "resize_"), resized))
+        self._patches.enter_context(replaced(SHAPE_OF_WHOLE, unrecorded))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._shapes  # type: ignore[method-assign]
+        self._patches.close()
         super().__exit__(*error)
 
     # What the watched program tells
@@ -166,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor was put into the memory of the host."""
-        return self._live.get(tensor.untyped_storage()._cdata, -1) in self._on_host
+        return self._live.get(storage_id(tensor.untyped_storage()), -1) in self._on_host
 
     def copied(self, op: str, n_bytes: int) -> None:
         """The rank copies bytes to the host or the device (TO_HOST, TO_DEVICE), or from or to a disk (READ, WRITE).
@@ -224,11 +229,6 @@ class Recorder(TorchDispatchMode):
 
     # What PyTorch dispatches
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; a guard against that around every operation costs a tenth of the time."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor runs first; its operations on shards come back here
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
 
     def _made(self, tensor: Tensor, func: Any, on_host: bool) -> None:
         # A view of an unknown storage is of memory of the collectives' backend: gloo's reduce-scatter works on a copy.
-        if func.is_view or tensor.untyped_storage()._cdata in self._live:
+        if func.is_view or storage_id(tensor.untyped_storage()) in self._live:
             return
         self._of_action.append(self._number(tensor, _name(func), before=False))
         if on_host:
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
     def _number(self, tensor: Tensor, op: str = "", before: bool = True) -> int:
         """The number of the storage of a tensor; one that is not known yet is `before` this record, or is made now."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._live:
             return self._live[key]
         number = self._live[key] = len(self.allocations)
@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
             self._host_bytes -= self._on_host.pop(number, 0)
 
     def _sized(self, storage: torch.UntypedStorage) -> None:
-        number = self._live.get(storage._cdata)
+        number = self._live.get(storage_id(storage))
         if number is not None:
             self._now += 1
             self.allocations[number].sizes.append((self._now, self._rounded(storage.nbytes())))
@@ -379,13 +379,13 @@ _NAMES = {
 
 
 def _is_group(each: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(each._type())
+    return "ProcessGroup" in script_type(each)
 
 
 @cache
 def _name(func: Any) -> str:
     """`mm` of `aten::mm`."""
-    return str(func._schema.name.partition("::")[2])
+    return str(func.overloadpacket.__name__)
 
 
 @cache
@@ -393,7 +393,7 @@ def _formulas(func: Any) -> tuple[Flops | None, Flops | None]:
     """The FLOPs of an operation, and the bytes that it allocates and frees inside on a GPU; None where it has none."""
     name = _name(func)
     # PyTorch has formulas for operations that return a new tensor; one that works in place, addmm_, has as many.
-    known = getattr(torch.ops.aten, name.rstrip("_"), None) if func.namespace == "aten" else func._overloadpacket
+    known = getattr(torch.ops.aten, name.rstrip("_"), None) if func.namespace == "aten" else func.overloadpacket
     return _OWN_FLOPS.get(name) or flop_registry.get(known), _WORKSPACE.get(name)
 
 

@@ -1,17 +1,27 @@
 """Records what FSDP2 copies between the host and the device with `layout.offload_parameters`: shards of parameters
 before they are gathered, shards of gradients after they are reduced."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from shardwright.dry_run.record import TO_DEVICE, TO_HOST
 from shardwright.dry_run.recorder import Recorder
+from shardwright.torch_private import (
+    GATHER_PARAMETERS,
+    REDUCE_GRADIENTS,
+    SHARDS_TO_GATHER,
+    WAIT_FOR_PARAMETERS,
+    FSDPParam,
+    FSDPParamGroup,
+    ShardedState,
+    pending_gather,
+    replaced,
+    set_shard,
+    shard_of,
+)
 
 
 @contextmanager
@@ -19,53 +29,55 @@ def copies_of_shards(recorder: Recorder) -> Iterator[None]:
     """In the block, each gather and each reduction of a group of parameters is recorded with its copies. Where the
     recorder counts as on a GPU, the copies are made, since without one device and host are the same and nothing is
     copied."""
-    theirs: Any = _fsdp_param_group
-    gather, reduce, inputs = theirs.foreach_all_gather, theirs.foreach_reduce, _inputs()
-    wait = FSDPParamGroup.wait_for_unshard
 
     def come(parameters: list[FSDPParam]) -> None:
-        recorder.copied(TO_DEVICE, sum(each._sharded_param_data.nbytes for each in parameters if _comes(each)))
+        recorder.copied(TO_DEVICE, sum(shard_of(each).nbytes for each in parameters if _comes(each)))
 
-    def gathered(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-        come(parameters)
-        return gather(parameters, *args, **kwargs)
+    def gathered(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def gather_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+            come(parameters)
+            return gather(parameters, *args, **kwargs)
 
-    def waited(group: FSDPParamGroup) -> None:
-        result = group._all_gather_result
-        if result is not None and not result.all_gather_input_split_sizes:  # of one rank, which copies only now
-            come(group.fsdp_params)
-        wait(group)
+        return gather_and_record
 
-    def inputs_on_device(parameter: FSDPParam) -> Any:
-        if not (recorder.gpu and _comes(parameter)):
-            return inputs.fget(parameter)
-        on_host = parameter._sharded_param_data
-        parameter._sharded_param_data = torch.empty(on_host.shape, dtype=on_host.dtype, device=on_host.device)
-        try:
-            return inputs.fget(parameter)
-        finally:
-            parameter._sharded_param_data = on_host
+    def waited(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def record_and_wait(group: FSDPParamGroup) -> None:
+            result = pending_gather(group)
+            if result is not None and not result.all_gather_input_split_sizes:  # of one rank, which copies only now
+                come(group.fsdp_params)
+            wait(group)
 
-    def reduced(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-        found = reduce(parameters, *args, **kwargs)
-        if found[-1] is None:  # else what is reduced waits on the device for the sum over replicas
-            offloaded = [each for each in parameters if each.offload_to_cpu]
-            recorder.copied(TO_HOST, sum(_put_gradient(each, recorder) for each in offloaded))
-        return found
+        return record_and_wait
 
-    theirs.foreach_all_gather, theirs.foreach_reduce = gathered, reduced
-    FSDPParamGroup.wait_for_unshard = waited  # type: ignore[method-assign, assignment]
-    FSDPParam.all_gather_inputs = property(inputs_on_device)  # type: ignore[assignment]
-    try:
+    def on_device(inputs: Any) -> Any:
+        def inputs_on_device(parameter: FSDPParam) -> Any:
+            if not (recorder.gpu and _comes(parameter)):
+                return inputs.fget(parameter)
+            on_host = shard_of(parameter)
+            set_shard(parameter, torch.empty(on_host.shape, dtype=on_host.dtype, device=on_host.device))
+            try:
+                return inputs.fget(parameter)
+            finally:
+                set_shard(parameter, on_host)
+
+        return property(inputs_on_device)
+
+    def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce_and_record(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+            result = reduce(parameters, *args, **kwargs)
+            if result[-1] is None:  # else what is reduced waits on the device for the sum over replicas
+                offloaded = [each for each in parameters if each.offload_to_cpu]
+                recorder.copied(TO_HOST, sum(_put_gradient(each, recorder) for each in offloaded))
+            return result
+
+        return reduce_and_record
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(GATHER_PARAMETERS, gathered))
+        stack.enter_context(replaced(REDUCE_GRADIENTS, reduced))
+        stack.enter_context(replaced(WAIT_FOR_PARAMETERS, waited))
+        stack.enter_context(replaced(SHARDS_TO_GATHER, on_device))
         yield
-    finally:
-        theirs.foreach_all_gather, theirs.foreach_reduce = gather, reduce
-        FSDPParamGroup.wait_for_unshard = wait  # type: ignore[method-assign]
-        FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
-
-
-def _inputs() -> Any:
-    return FSDPParam.__dict__["all_gather_inputs"]
 
 
 def _comes(parameter: FSDPParam) -> bool:

@@ -20,6 +20,7 @@ from shardwright.parallel.pipeline.runner import Pipeline
 from shardwright.parallel.pipeline.timeline import Timeline
 from shardwright.schedule.actions import Action
 from shardwright.schedule.messages import Exchange
+from shardwright.torch_private import parameter_groups, secondary_shard_of, whole_parameter
 from shardwright.training.offload.on_disk import OnDisk
 from shardwright.training.offload.on_host import OnHost
 from shardwright.training.offload.states import Chunk
@@ -183,27 +184,27 @@ def _gathered(engine: Sharded, recorder: Recorder) -> list[Any]:
     """Mark what FSDP gathers into; returns the whole parameters."""
     found = []
     for group in engine.groups:
-        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+        for parameters in parameter_groups(group):
             for each in parameters.fsdp_params:
                 for gathered in each.all_gather_outputs:
                     recorder.mark(gathered, "gathered")
                 theirs: Any = each
                 theirs.to_sharded_post_forward = partial(_keep_part, each.to_sharded_post_forward, each, recorder)
-                found.append(each._unsharded_param)
+                found.append(whole_parameter(each))
     return found
 
 
 def _keep_part(keep: Callable[[], None], parameter: Any, recorder: Recorder) -> None:
     """Mark what a rank keeps of a gathered parameter for the backward pass."""
     keep()
-    recorder.mark(parameter._sharded_post_forward_param_data, "gathered")
+    recorder.mark(secondary_shard_of(parameter), "gathered")
 
 
 def _mark_accumulated(engines: Iterable[DataEngine], recorder: Recorder) -> None:
     """Mark the gradients of whole parameters that FSDP holds until the last micro-batch."""
     for engine in engines:
         for group in engine.groups if isinstance(engine, Sharded) else ():
-            for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            for parameters in parameter_groups(group):
                 for each in parameters.fsdp_params:
                     recorder.mark(each.unsharded_accumulated_grad, "gradients")
 

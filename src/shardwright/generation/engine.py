@@ -22,13 +22,14 @@ from shardwright.generation.cache import Cache, CachedAttention, PrefillAttentio
 from shardwright.generation.latent import CachedLatentAttention
 from shardwright.model.latent_attention import LatentAttention
 from shardwright.model.transformer import Transformer
-from shardwright.parallel.collectives import all_gather_single, start_gather_tokens
+from shardwright.parallel.collectives import start_gather_tokens
 from shardwright.parallel.microbatch_runner import Microbatch
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.tensor import VocabularyHead
 from shardwright.split.rules import sequence_cuts
 from shardwright.split.sequence import spans
 from shardwright.split.tensor import vocabulary_rows
+from shardwright.torch_private import all_gather_single
 from shardwright.training.device import configure_malloc
 
 

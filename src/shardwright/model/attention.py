@@ -16,6 +16,7 @@ from shardwright.model.norm import RMSNorm
 from shardwright.model.recompute import part
 from shardwright.model.rotary import rotate
 from shardwright.model.spec import ModelSpec
+from shardwright.torch_private import varlen_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
 """(q_BTHC, k_BTKC, v_BTKC, documents) -> o_BTHC"""
@@ -105,13 +106,7 @@ def has_varlen(q: Tensor) -> bool:
 
 
 def _varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, documents: list[int]) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    ends = cumulative(documents, q_NHC.device)
-    longest, grouped = max(documents), q_NHC.shape[1] != k_NKC.shape[1]
-    o_NHC = varlen_attn(q_NHC, k_NKC, v_NKC, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
-    assert isinstance(o_NHC, Tensor)
-    return o_NHC
+    return varlen_attention(q_NHC, k_NKC, v_NKC, cumulative(documents, q_NHC.device), max(documents))
 
 
 def cumulative(lengths: list[int], device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.model.number_formats import Fp8, Fp8Recipe
 from shardwright.model.spec import ModelSpec
+from shardwright.torch_private import fp8_mm
 
 FORWARD = torch.float8_e4m3fn
 GRADIENT = {"tensorwise": torch.float8_e5m2, "rowwise": torch.float8_e4m3fn, "blockwise": torch.float8_e4m3fn}
@@ -162,5 +163,5 @@ def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     out = torch.bfloat16 if a.scale.dim() or dtype == torch.float64 else dtype
     # The operands of the kernel are row-major and column-major.
     q_MK, q_KN = a.values.contiguous(), b.values.contiguous().T
-    y_MN = torch._scaled_mm(q_MK, q_KN, scale_a=a.scale, scale_b=b.scale.T if b.scale.dim() else b.scale, out_dtype=out)
+    y_MN = fp8_mm(q_MK, q_KN, scale_a=a.scale, scale_b=b.scale.T if b.scale.dim() else b.scale, out_dtype=out)
     return y_MN.to(dtype)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.model.fp8 import FORWARD, Fp8Linear
+from shardwright.torch_private import grouped_mm
 
 
 def forward(
@@ -187,7 +188,7 @@ def has_grouped_mm(x: Tensor, *widths: int) -> bool:
 def grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor:
     """x W_e^T for the rows of each expert e; (R, D) -> (R, F). Without a gradient."""
     if has_grouped_mm(x_RD, *weight_EFD.shape[1:]):
-        return torch._grouped_mm(x_RD, weight_EFD.mT, offs=counts_E.cumsum(0, dtype=torch.int32))
+        return grouped_mm(x_RD, weight_EFD.mT, offs=counts_E.cumsum(0, dtype=torch.int32))
     y_RF = x_RD.new_empty(x_RD.shape[0], weight_EFD.shape[1])
     start = 0
     for weight_FD, count in zip(weight_EFD, counts_E.tolist(), strict=True):
@@ -200,7 +201,7 @@ def grouped_matmul(x_RD: Tensor, weight_EFD: Tensor, counts_E: Tensor) -> Tensor
 def grouped_weight_gradient(dy_RF: Tensor, x_RD: Tensor, counts_E: Tensor) -> Tensor:
     """dy^T x over the rows of each expert; (R, F), (R, D) -> (E, F, D), 0 for an expert without rows."""
     if has_grouped_mm(x_RD, dy_RF.shape[1], x_RD.shape[1]):
-        return torch._grouped_mm(dy_RF.T, x_RD, offs=counts_E.cumsum(0, dtype=torch.int32))
+        return grouped_mm(dy_RF.T, x_RD, offs=counts_E.cumsum(0, dtype=torch.int32))
     dweight_EFD = x_RD.new_empty(counts_E.shape[0], dy_RF.shape[1], x_RD.shape[1])
     start = 0
     for dweight_FD, count in zip(dweight_EFD, counts_E.tolist(), strict=True):

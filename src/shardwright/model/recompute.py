@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from shardwright.torch_private import FakeTensor, keep_compiled_side_effects_once, storage_id, tensor_version
 
 Part = Callable[..., Tensor | tuple[Tensor, ...]]
 """Takes tensors; returns one or several, each in storage of its own or of one of the inputs."""
@@ -80,7 +81,7 @@ def checkpointed(forward: Callable[..., Any], *, decides: bool, compiled: bool =
         # The compiler looks into the block: it keeps what these operations give, and what the block notes of itself
         # (`MoE.last_load`) is noted once.
         settings["context_fn"] = _keep_choices
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        keep_compiled_side_effects_once()
 
     # A function of ours and not a `partial` of PyTorch's, which is not compiled.
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +157,7 @@ def _run(compute: Part, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> 
     found = _Part.apply(again, *inputs, *weights)
     for number, y in enumerate(found if isinstance(found, tuple) else (found,)):
         storage = StorageWeakRef(y.untyped_storage())
-        _outputs[storage.cdata] = _Output(again, number, storage, y._version)
+        _outputs[storage.cdata] = _Output(again, number, storage, tensor_version(y))
     return found
 
 
@@ -190,9 +191,9 @@ class _View(NamedTuple):
 def _keep(x: Tensor) -> Tensor | Kept:
     """What is kept of a tensor that is saved for the backward pass: a reference if a part can compute it again."""
     if type(x) in (Tensor, FakeTensor) and _outputs:
-        found = _outputs.get(x.untyped_storage()._cdata)
+        found = _outputs.get(storage_id(x.untyped_storage()))
         # An output that was changed in place since is not what the part computes.
-        if found is not None and found.version == x._version:
+        if found is not None and found.version == tensor_version(x):
             return _View(found.again, found.number, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
     return x if _keep_elsewhere is None else _keep_elsewhere(x)
 

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 
 from shardwright.model.device_type import device_type
-
-aten = torch.ops.aten
+from shardwright.torch_private import (
+    flash_attention_cpu,
+    flash_attention_cpu_backward,
+    flash_attention_cuda,
+    flash_attention_cuda_backward,
+)
 
 
 class Kernel(NamedTuple):
@@ -57,20 +61,18 @@ def merge(o_BHTC: Tensor, lse_BHT: Tensor, block_o_BHTC: Tensor, block_lse_BHT: 
 
 
 def _cpu_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q_BHTC, k_BKSC, v_BKSC, 0.0, causal)
+    return flash_attention_cpu(q_BHTC, k_BKSC, v_BKSC, 0.0, causal)
 
 
 def _cpu_gradient(
     do_BHTC: Tensor, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, o_BHTC: Tensor, lse_BHT: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do_BHTC, q_BHTC, k_BKSC, v_BKSC, o_BHTC, lse_BHT, 0.0, causal
-    )
+    return flash_attention_cpu_backward(do_BHTC, q_BHTC, k_BKSC, v_BKSC, o_BHTC, lse_BHT, 0.0, causal)
 
 
 def _cuda_attend(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
-    o_BHTC, lse_BHT, *_ = aten._scaled_dot_product_flash_attention(q_BHTC, k_BHSC, v_BHSC, 0.0, causal)
+    o_BHTC, lse_BHT, *_ = flash_attention_cuda(q_BHTC, k_BHSC, v_BHSC, 0.0, causal)
     return o_BHTC, lse_BHT
 
 
@@ -80,7 +82,7 @@ def _cuda_gradient(
     k_BHSC, v_BHSC = _expand(k_BKSC, q_BHTC), _expand(v_BKSC, q_BHTC)
     # The random state, which the op reads only with dropout but requires as an argument.
     unused = torch.empty((2,), dtype=torch.uint64, device=q_BHTC.device)
-    dq_BHTC, dk_BHSC, dv_BHSC = aten._scaled_dot_product_flash_attention_backward(
+    dq_BHTC, dk_BHSC, dv_BHSC = flash_attention_cuda_backward(
         do_BHTC,
         q_BHTC,
         k_BHSC,

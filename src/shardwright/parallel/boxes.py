@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from shardwright.split.tensor import chunk_sizes
+from shardwright.torch_private import StridedShard
 
 Offsets = tuple[int, ...]
 """The index in the whole tensor at which a shard begins."""
@@ -36,11 +37,11 @@ def box_of(
     """Offsets and shape of the shard at `coordinates` of a mesh of `degrees`, and the cuts that made it, in order:
     along the axes from the first to the last, and strided ones after all others."""
     offsets, local, cuts = [0] * len(shape), list(shape), []
-    for axis, place in sorted(enumerate(placements), key=lambda each: isinstance(each[1], _StridedShard)):
+    for axis, place in sorted(enumerate(placements), key=lambda each: isinstance(each[1], StridedShard)):
         assert not place.is_partial(), "a partial sum is no shard"
         if place.is_replicate():
             continue
-        dim: int = getattr(place, "dim")  # noqa: B009 (Shard and _StridedShard have it, Placement has not)
+        dim: int = getattr(place, "dim")  # noqa: B009 (Shard and StridedShard have it, Placement has not)
         cuts.append(Cut(axis, dim, chunk_sizes(local[dim], degrees[axis])))
         offsets[dim] += sum(cuts[-1].sizes[: coordinates[axis]])
         local[dim] = cuts[-1].sizes[coordinates[axis]]

@@ -24,10 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.model.device_type import device_type
-
-# torch 2.13 has new names for these two, and warns of the old ones.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from shardwright.torch_private import all_gather_single, reduce_scatter_single
 
 
 class Sent:

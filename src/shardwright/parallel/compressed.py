@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.layout import Layout
 from shardwright.parallel.blocks_of_integers import Integers
-from shardwright.parallel.collectives import all_gather_single
 from shardwright.parallel.compression import Codec, Part, Rounded, reduce_scatter, sum_over
 from shardwright.parallel.mesh import lines_of
 from shardwright.split.buckets import REPLICA_BUCKET_BYTES
+from shardwright.torch_private import all_gather_single, parameter_groups, reduce_unused_parameters
 from shardwright.units import in_groups
 
 
@@ -57,14 +57,14 @@ class Compression:
     def apply(self, module: FSDPModule, prefix: str) -> None:
         """Replace the collectives of a group of parameters of FSDP2."""
         # A stage in the middle of a pipeline has no parameters but those of its blocks: then there is no group here.
-        groups = module._get_fsdp_state()._fsdp_param_groups
+        groups = parameter_groups(module)
         parts = [Part.of(each.padded_sharded_param_size) for group in groups for each in group.fsdp_params]
         collective: Any
         if self.gradients is not None:
             collective = _ReduceScatter(self.gradients, self.hops[prefix], parts)
             module.set_custom_reduce_scatter(collective)
             # Zeros where there is no gradient, so that what is reduced is always all of these parts.
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+            reduce_unused_parameters(module)
         if self.weights is not None:
             collective = _AllGather(self.weights, parts)
             module.set_custom_all_gather(collective)
@@ -129,7 +129,7 @@ class OverReplicas:
         assert codec is not None
         found: dict[str, list[Tensor]] = defaultdict(list)
         for module in modules:
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in parameter_groups(module):
                 for parameter in group.fsdp_params:
                     gradient = parameter.sharded_param.grad
                     if isinstance(gradient, DTensor):

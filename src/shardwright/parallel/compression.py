@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.parallel.collectives import Sent, all_gather_single
+from shardwright.parallel.collectives import Sent
+from shardwright.torch_private import all_gather_single
 
 
 class Part(NamedTuple):

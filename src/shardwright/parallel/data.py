@@ -58,6 +58,7 @@ from shardwright.parallel.host import pins
 from shardwright.parallel.powersgd import PowerSGD
 from shardwright.parallel.secondary import drop_secondary_shards, keep_secondary_shards
 from shardwright.split.buckets import BUCKET_BYTES
+from shardwright.torch_private import end_backward, parameter_groups
 from shardwright.units import in_groups
 
 
@@ -185,9 +186,8 @@ class Sharded:
             return  # FSDP2's hooks have reduced the gradients
         # The hooks ran after I, before the gradients of weights existed, so their work is repeated here after W.
         self._set(reduce=last or self.each_microbatch, last=last)
-        states = [group._get_fsdp_state() for group in self.groups]
-        for state in reversed(states):
-            for parameters in state._fsdp_param_groups:
+        for group in reversed(self.groups):
+            for parameters in parameter_groups(group):
                 # Gradients from I have been cast to the reduction type; those from W have not.
                 for parameter in parameters.fsdp_params:
                     none = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
@@ -197,7 +197,7 @@ class Sharded:
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
                 parameters.post_backward()
-        states[0]._root_post_backward_final_callback()
+        end_backward(self.groups[0])
 
     def end_step(self) -> None:
         if self.over_replicas is not None:

@@ -6,6 +6,7 @@ from torch import nn
 from shardwright.model.init import initialise
 from shardwright.model.spec import ModelSpec
 from shardwright.parallel.boxes import local_box
+from shardwright.torch_private import map_tensors
 
 
 def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device, shards_on: torch.device) -> None:
@@ -21,4 +22,4 @@ def materialise(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devi
 
 def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) -> None:
     """Move a model from the meta device to `device`, but trained parameters to `shards_on`; without values."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=shards_on if tensor.requires_grad else device))
+    map_tensors(model, lambda each: torch.empty_like(each, device=shards_on if each.requires_grad else device))

@@ -23,6 +23,7 @@ from shardwright.parallel.routing import LossScale
 from shardwright.split.documents import Lengths, deals_documents, spans_of_documents
 from shardwright.split.sequence import positions_of_rank
 from shardwright.split.tensor import vocabulary_rows
+from shardwright.torch_private import foreach_zero_
 
 
 class ExpertLoad(NamedTuple):
@@ -141,7 +142,7 @@ class ParallelModel:
         if self.runner.keeps_gradients:
             held = [*(self.named_parameters | self.plain_parameters).values(), *self.tied.duplicates]
             if gradients := [parameter.grad for parameter in held if parameter.grad is not None]:
-                torch._foreach_zero_(gradients)
+                foreach_zero_(gradients)
             return
         for parameter in (*self.named_parameters.values(), *self.plain_parameters.values(), *self.tied.duplicates):
             parameter.grad = None

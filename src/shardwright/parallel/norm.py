@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from shardwright.torch_private import DTensorSpec, TensorMeta, foreach_mul_, foreach_norm
 
 
 def gradient_norm(
@@ -32,7 +33,7 @@ def gradient_norm(
             groups[None, (), shared_by].append(gradient)
     squares = []
     for (mesh, sharded, shared_by), gradients in groups.items():
-        square = torch.stack(torch._foreach_norm(gradients)).square().sum() / shared_by
+        square = torch.stack(foreach_norm(gradients)).square().sum() / shared_by
         if mesh is not None:
             for axis in sharded:
                 dist.all_reduce(square, group=mesh.get_group(axis))
@@ -48,7 +49,7 @@ def clip_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float, 
     `gradient_norm`, divided by it, too. Where that is not a number they stay as they are, so that it can still be seen
     which of them it comes from."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, ((max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale).nan_to_num(nan=1.0))
+    foreach_mul_(gradients, ((max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale).nan_to_num(nan=1.0))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.parallel.host import pins
 from shardwright.parallel.norm import local_part
+from shardwright.torch_private import FakeTensor, storage_id, tensor_version
 
 
 class ActivationsOnHost:
@@ -75,12 +75,12 @@ class ActivationsOnHost:
         if layer is None or layer.leaving is None or type(x) not in (Tensor, FakeTensor) or x.is_conj() or x.is_neg():
             return x
         storage = x.untyped_storage()
-        n_bytes, number = storage.nbytes(), storage._cdata
+        n_bytes, number = storage.nbytes(), storage_id(storage)
         if n_bytes < self.min_bytes or n_bytes % x.element_size() or x.device.type != self.device.type:
             return x
         copy = self._known.get(number)
         # What was changed in place since is not what the copy has.
-        if copy is None or copy.version != x._version:
+        if copy is None or copy.version != tensor_version(x):
             if number in self._inputs or number in layer.parameters():
                 return x
             copy = self._known[number] = self._copied(x, layer)
@@ -118,7 +118,7 @@ class ActivationsOnHost:
         self._layer = None
         # The pipeline keeps the input of a stage for its gradient.
         inputs = [x for x in args if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
-        self._inputs = {x.untyped_storage()._cdata for x in inputs}
+        self._inputs = {storage_id(x.untyped_storage()) for x in inputs}
 
     def _copied(self, x: Tensor, layer: "_Layer") -> "_Copy":
         storage = x.untyped_storage()
@@ -126,7 +126,7 @@ class ActivationsOnHost:
         if self._down is not None:
             self._down.wait_stream(torch.cuda.current_stream(self.device))
         with _on(self._down):
-            copy = _Copy(layer, StorageWeakRef(storage), x._version, flat, self.copy_out(flat))
+            copy = _Copy(layer, StorageWeakRef(storage), tensor_version(x), flat, self.copy_out(flat))
         layer.copies.append(ref(copy))
         assert layer.leaving is not None
         layer.leaving.append(flat)
@@ -166,7 +166,7 @@ class _Layer:
 
     def parameters(self) -> set[int]:
         """Storages of its parameters, which FSDP has gathered for a part of the layer only while that runs."""
-        return {local_part(each.detach()).untyped_storage()._cdata for each in self.block.parameters()}
+        return {storage_id(local_part(each.detach()).untyped_storage()) for each in self.block.parameters()}
 
 
 class _Copy:
@@ -186,7 +186,7 @@ class _Copy:
     @property
     def has_to_come(self) -> bool:
         """Whether the device has not, or has no longer, what the storage held."""
-        return self.on_device is None or (self.is_original and self.on_device._version != self.version)
+        return self.on_device is None or (self.is_original and tensor_version(self.on_device) != self.version)
 
 
 class Kept:

@@ -22,11 +22,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from shardwright.layout import Layout
 from shardwright.parallel.mesh import lines_of
+from shardwright.torch_private import (
+    FSDPMeshInfo,
+    FSDPParam,
+    ShardedState,
+    parameter_groups,
+    register_shard,
+    set_secondary_shard,
+)
 
 
 def build_secondary_groups(
@@ -46,7 +52,7 @@ def keep_secondary_shards(module: FSDPModule, group: dist.ProcessGroup, device_t
     """Let a group of parameters of FSDP2, sharded along dim 0, be gathered from the ranks of `group` in backward
     passes."""
     among = FSDPMeshInfo(DeviceMesh.from_group(group, device_type), shard_mesh_dim=0)
-    for parameters in module._get_fsdp_state()._fsdp_param_groups:
+    for parameters in parameter_groups(module):
         parameters.post_forward_mesh_info = among
         for parameter in parameters.fsdp_params:
             each: Any = parameter
@@ -55,9 +61,9 @@ def keep_secondary_shards(module: FSDPModule, group: dist.ProcessGroup, device_t
 
 def drop_secondary_shards(module: FSDPModule) -> None:
     """Free what the last forward pass kept, where no backward pass follows."""
-    for parameters in module._get_fsdp_state()._fsdp_param_groups:
+    for parameters in parameter_groups(module):
         for parameter in parameters.fsdp_params:
-            parameter._sharded_post_forward_param_data = None
+            set_secondary_shard(parameter, None)
 
 
 def _keep_part(parameter: FSDPParam, group: dist.ProcessGroup) -> None:
@@ -65,7 +71,7 @@ def _keep_part(parameter: FSDPParam, group: dist.ProcessGroup) -> None:
     The module has its shard, as between steps."""
     (whole,) = parameter.all_gather_outputs  # (N,), with what FSDP2 pads it to
     n = whole.numel() // group.size()
-    parameter._sharded_post_forward_param_data = whole.narrow(0, group.rank() * n, n).clone()
-    parameter._setattr_on_modules(parameter.sharded_param)
+    set_secondary_shard(parameter, whole.narrow(0, group.rank() * n, n).clone())
+    register_shard(parameter)
     parameter.free_unsharded_param()
     parameter.sharded_state = ShardedState.SHARDED_POST_FORWARD

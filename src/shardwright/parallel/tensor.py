@@ -49,6 +49,7 @@ from shardwright.parallel.boxes import box_of
 from shardwright.parallel.collectives import Sent, start_gather_tokens, start_sum, start_sum_tokens
 from shardwright.parallel.norm import as_part, local_part
 from shardwright.split.tensor import vocabulary_rows
+from shardwright.torch_private import flatten_mesh
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def split_model(model: Transformer, layout: Layout, mesh: DeviceMesh, group: dis
     the same."""
     axis = TensorAxis(group, layout.token_shards)
     copied = "tp_replicas" in (mesh.mesh_dim_names or ())
-    flat = mesh["tp_kv", "tp_replicas"]._flatten("tp") if copied else mesh["tp"]
+    flat = flatten_mesh(mesh["tp_kv", "tp_replicas"], "tp") if copied else mesh["tp"]
     for name, parameter in list(model.named_parameters()):
         row = row_of(model.spec, name)
         if row.split_dim is not None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shardwright.model.attention import cumulative
 from shardwright.split.documents import Piece
+from shardwright.torch_private import flash_attention_pieces, flash_attention_pieces_backward
 
-aten = torch.ops.aten
 ALL = slice(None)
 
 
@@ -43,7 +43,7 @@ def attend(q_1HNC: Tensor, k_1KMC: Tensor, v_1KMC: Tensor, pieces: Sequence[Piec
     """-> rows_R, o_1HRC, lse_1HR"""
     places = _Places.of(pieces, q_1HNC.device)
     q, k, v = (*_gathered((q_1HNC,), places.rows_R), *_gathered((k_1KMC, v_1KMC), places.columns_S))
-    o_RHC, lse_HR, *_ = aten._flash_attention_forward(q, k, v, *places.arguments, False)
+    o_RHC, lse_HR, *_ = flash_attention_pieces(q, k, v, *places.arguments, False)
     return places.rows_R, o_RHC.transpose(0, 1).unsqueeze(0), lse_HR.unsqueeze(0)
 
 
@@ -62,7 +62,7 @@ def gradient(
     k, v = _gathered((k_1KMC, v_1KMC), places.columns_S)
     lse_HR = lse_1HN[0, :, places.rows_R].float().contiguous()
     unused = torch.empty((2,), dtype=torch.uint64, device=q.device)
-    dq_RHC, *parts = aten._flash_attention_backward(do, q, k, v, o, lse_HR, *places.arguments, unused, unused)
+    dq_RHC, *parts = flash_attention_pieces_backward(do, q, k, v, o, lse_HR, *places.arguments, unused, unused)
     sums = []
     for whole_1KMC, part_SKC in zip((k_1KMC, v_1KMC), parts, strict=True):
         sum_1KMC = torch.zeros_like(whole_1KMC, dtype=torch.float32)

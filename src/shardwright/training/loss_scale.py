@@ -19,9 +19,9 @@ from typing import Annotated
 import torch
 from pydantic import ConfigDict, Field, with_config
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwright.config import PrecisionSection
+from shardwright.torch_private import FakeTensor
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

@@ -45,6 +45,7 @@ from shardwright.ranks_at import (
     Watch,
 )
 from shardwright.run_folder import Event, append_event
+from shardwright.torch_private import flight_record, group_names
 from shardwright.training.launch import SUPERVISED
 
 TICK_S = 0.5
@@ -192,14 +193,10 @@ class Monitor:
         return Dump(self._ours(frame), waits, module, action, stack, tuple(pending), joined, for_s)
 
     def _collectives(self) -> tuple[list[Collective], dict[str, int]]:
-        from torch._C import _distributed_c10d as c10d
-
-        dump = getattr(c10d, "_dump_fr_trace_json", None)
-        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []) if dump else []
-        groups = dict(_groups())
+        groups = dict(group_names())
         pending: list[Collective] = []
         joined: dict[str, int] = {}
-        for entry in entries:
+        for entry in flight_record():
             name, number = entry["process_group"][0], entry["collective_seq_id"]
             joined[name] = max(joined.get(name, 0), number)
             if not entry["retired"] and entry["state"] != "completed":
@@ -246,14 +243,6 @@ def _messages_waited_for() -> Iterator[Collective]:
     for each in waited_for():
         line = each.line
         yield Collective(each.what, each.number, _name_of(line), line.axis, (line.source, line.target), True)
-
-
-def _groups() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ranks of each process group of this rank."""
-    from torch.distributed.distributed_c10d import _world
-
-    for group, name in _world.pg_names.items():
-        yield name, tuple(sorted(_world.pg_group_ranks[group]))
 
 
 class NoMonitor:

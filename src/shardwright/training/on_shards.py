@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
+from shardwright.torch_private import storage_id
 from shardwright.units import in_groups
 
 STORED_NARROW = torch.bfloat16
@@ -89,7 +90,7 @@ def _keep_state(parameter: nn.Parameter, shard: nn.Parameter, states: MutableMap
     for name, value in states.pop(shard, {}).items():
         before = states[parameter].get(name)
         if isinstance(before, Tensor) and isinstance(value, Tensor):
-            if local_part(before).untyped_storage()._cdata != value.untyped_storage()._cdata:
+            if storage_id(local_part(before).untyped_storage()) != storage_id(value.untyped_storage()):
                 local_part(before).copy_(value)
         elif isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shard.shape:
             states[parameter][name] = as_part(value, parameter, parameter.device_mesh, parameter.placements)

@@ -4,7 +4,7 @@ import os
 import signal
 from contextlib import suppress
 
-import torch._dynamo
+import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.optim

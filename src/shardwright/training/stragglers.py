@@ -23,8 +23,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardwright.layout import Layout
-from shardwright.parallel.collectives import all_gather_single
 from shardwright.processes import ranks_in_words
+from shardwright.torch_private import all_gather_single
 from shardwright.units import format_seconds
 
 WINDOW = 20

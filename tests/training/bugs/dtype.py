@@ -147,9 +147,7 @@ DTYPE: dict[str, AnyBug] = {
         dtype="bfloat16",
     ),
     "the norm of the gradients is computed in bf16": Bug(
-        Mutation(
-            NORM, "torch._foreach_norm(gradients)", "torch._foreach_norm([each.bfloat16() for each in gradients])"
-        ),
+        Mutation(NORM, "foreach_norm(gradients)", "foreach_norm([each.bfloat16() for each in gradients])"),
         [ONE],
     ),
     "stages send their outputs in bf16": Bug(

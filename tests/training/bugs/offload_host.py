@@ -19,7 +19,7 @@ STALE: dict[str, AnyBug] = {
         [_ONE, _ZERO_3],
     ),
     "the host updates its copy of the weights from before something wrote them": UnitBug(
-        Mutation(f"{_ON_HOST}:_version", "return storage._cdata, shard._version", "return 0, 0"),
+        Mutation(f"{_ON_HOST}:_version", "return storage_id(storage), tensor_version(shard)", "return 0, 0"),
         "tests/training/test_offload_host.py:"
         "test_states_and_the_update_are_on_the_host_and_a_step_copies_gradients_there_and_weights_back",
         (OPTIMIZER, 2**30),

@@ -149,7 +149,7 @@ SCALE: dict[str, AnyBug] = {
     "Lion steps where its direction is zero": UnitBug(
         Mutation(
             f"{_LION}.step",
-            "torch._foreach_sign_(directions)",
+            "foreach_sign_(directions)",
             "directions = [torch.where(each >= 0, 1.0, -1.0).to(each.dtype) for each in directions]",
         ),
         _FORMULA,

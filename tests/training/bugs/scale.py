@@ -89,8 +89,8 @@ SCALE: dict[str, AnyBug] = {
     "9: what two stages hold counts twice": Bug(
         Mutation(
             NORM,
-            "torch.stack(torch._foreach_norm(gradients)).square().sum() / shared_by",
-            "torch.stack(torch._foreach_norm(gradients)).square().sum()",
+            "torch.stack(foreach_norm(gradients)).square().sum() / shared_by",
+            "torch.stack(foreach_norm(gradients)).square().sum()",
         ),
         [PP, DUALPIPE],
         spec={"tied_embedding": True},
@@ -121,7 +121,7 @@ SCALE: dict[str, AnyBug] = {
         [ONE],
     ),
     "each rank clips by the norm of its own shards": Bug(
-        Mutation(f"{STEP}:clip_gradients", "norm + 1e-6", "torch.stack(torch._foreach_norm(gradients)).norm() + 1e-6"),
+        Mutation(f"{STEP}:clip_gradients", "norm + 1e-6", "torch.stack(foreach_norm(gradients)).norm() + 1e-6"),
         [ZERO_2, TP],
     ),
     "the norm counts every replica": Bug(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwright.parallel.host import pins
+from shardwright.torch_private import foreach_copy_
 
 
 class Link:
@@ -46,4 +47,4 @@ class Link:
 
 def _copy(into: Sequence[Tensor], of: Sequence[Tensor]) -> None:
     if into:
-        torch._foreach_copy_(list(into), list(of), non_blocking=True)
+        foreach_copy_(list(into), list(of), non_blocking=True)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwright.parallel.norm import as_part, local_part
+from shardwright.torch_private import storage_id
 from shardwright.training.offload.states import Chunk, Disk, Member, Piece, StatesOnDisk, StoredTensor
 
 
@@ -71,7 +72,7 @@ class OnDisk(Optimizer):
             if name not in before:
                 if piece.last:
                     piece.member.counters[name].copy_(value)
-            elif value.untyped_storage()._cdata != before[name].untyped_storage()._cdata:
+            elif storage_id(value.untyped_storage()) != storage_id(before[name].untyped_storage()):
                 before[name].copy_(value)
 
 

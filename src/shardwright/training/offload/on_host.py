@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardwright.parallel.host import pins
 from shardwright.parallel.norm import as_part_on_host, local_part
+from shardwright.torch_private import storage_id, tensor_version
 from shardwright.training.offload.link import Link
 from shardwright.training.offload.states import Host, Member
 from shardwright.training.on_shards import OnShards
@@ -153,7 +154,7 @@ def _as_of(value: Tensor, parameter: nn.Parameter) -> Tensor:
 def _version(shard: Tensor) -> tuple[int, int]:
     """Something that differs once the values of a tensor were changed, or it is in another place."""
     storage: Any = shard.untyped_storage()
-    return storage._cdata, shard._version
+    return storage_id(storage), tensor_version(shard)
 
 
 def _room(weights: Tensor) -> int:

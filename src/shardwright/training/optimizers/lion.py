@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shardwright.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
+
 
 class Lion(torch.optim.Optimizer):
     """On plain tensors; `mean` of each parameter has to be in its state before the first step."""
@@ -25,8 +27,8 @@ class Lion(torch.optim.Optimizer):
                 continue
             gradients = [parameter.grad for parameter in changed]
             means = [self.state[parameter]["mean"] for parameter in changed]
-            directions = torch._foreach_lerp(means, gradients, 1 - group["beta1"])
-            torch._foreach_sign_(directions)
-            torch._foreach_mul_(changed, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(changed, directions, alpha=-group["lr"])
-            torch._foreach_lerp_(means, gradients, 1 - group["beta2"])
+            directions = foreach_lerp(means, gradients, 1 - group["beta1"])
+            foreach_sign_(directions)
+            foreach_mul_(changed, 1 - group["lr"] * group["weight_decay"])
+            foreach_add_(changed, directions, alpha=-group["lr"])
+            foreach_lerp_(means, gradients, 1 - group["beta2"])

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shardwright.torch_private import foreach_mul_
+
 
 class SGD(torch.optim.SGD):
     """On plain tensors."""
@@ -28,5 +30,5 @@ class SGD(torch.optim.SGD):
             kept = 1 - group["lr"] * group["decoupled_weight_decay"]
             changed = [parameter for parameter in group["params"] if parameter.grad is not None]
             if changed and kept != 1:
-                torch._foreach_mul_(changed, kept)
+                foreach_mul_(changed, kept)
         super().step()
