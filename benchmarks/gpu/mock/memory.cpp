@@ -21,6 +21,7 @@ struct Block {
 std::mutex mutex;
 size_t used_bytes = 0;
 unsigned long long n_copies = 0;
+unsigned long long n_pageable_copies = 0;
 constexpr int n_directions = 5;
 unsigned long long copied_bytes[n_directions];
 
@@ -61,6 +62,21 @@ cudaError_t release(void* pointer) {
   return cudaSuccess;
 }
 
+bool is_pinned(const void* pointer) {
+  char* address = static_cast<char*>(const_cast<void*>(pointer));
+  std::lock_guard<std::mutex> guard(mutex);
+  auto entry = blocks().upper_bound(address);
+  if (entry == blocks().begin()) return false;
+  --entry;
+  return address < entry->first + entry->second.n_bytes;
+}
+
+// A real device copies memory of the host that is not pinned by way of a buffer, for which the host may have to wait.
+void count_pageable(const void* to, const void* from, cudaMemcpyKind direction) {
+  if (direction == cudaMemcpyHostToDevice && !is_pinned(from)) n_pageable_copies++;
+  if (direction == cudaMemcpyDeviceToHost && !is_pinned(to)) n_pageable_copies++;
+}
+
 void copy(void* to, const void* from, size_t n_bytes, int direction) {
   n_copies++;
   copied_bytes[direction < n_directions ? direction : n_directions - 1] += n_bytes;
@@ -77,6 +93,7 @@ void fill(void* pointer, int value, size_t n_bytes) {
 extern "C" {
 
 unsigned long long mock_copies() { return n_copies; }
+unsigned long long mock_pageable_copies() { return n_pageable_copies; }
 unsigned long long mock_copied(int direction) { return copied_bytes[direction]; }
 unsigned long long mock_used() { return used_bytes; }
 
@@ -128,6 +145,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t n_bytes, cudaMemcpyKin
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n_bytes, cudaMemcpyKind direction, cudaStream_t) {
+  count_pageable(to, from, direction);
   copy(to, from, n_bytes, direction);
   return cudaSuccess;
 }
