@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from shardwright.config import parse
-from shardwright.dry_run.agreement import disagreements
+from shardwright.dry_run.agreement import NcclCall, broken_nccl_rules, disagreements
 from shardwright.dry_run.program import dry_rank
 from shardwright.dry_run.record import WAIT, Message, Moment, RankRecord
 from tests.distributed import run_ranks
@@ -128,3 +129,64 @@ def test_groups_in_another_order_are_a_deadlock():
     found = disagreements([messages_of(0, tp, dp), messages_of(1, dp, tp)])
     assert [each.ranks for each in found] == [(0, 1)]
     assert "deadlock" in found[0].what
+
+
+def nccl(op: str, group: str = "01", ranks: tuple[int, ...] = (0, 1), **fields: Any) -> NcclCall:
+    return NcclCall(op, group, ranks, **{"count": 4, "dtype": "bf16", **fields})
+
+
+def test_nccl_collectives_that_differ_on_one_rank_break_a_rule():
+    gather, reduce = nccl("all_gather"), nccl("reduce_scatter")
+    assert broken_nccl_rules({0: [gather, reduce], 1: [gather, reduce]}) == []
+    for other in (
+        [reduce, gather],
+        [gather],
+        [gather, reduce._replace(count=8)],
+        [gather, reduce._replace(dtype="fp32")],
+        [gather, reduce._replace(peer=1)],
+    ):
+        (broken,) = broken_nccl_rules({0: [gather, reduce], 1: other})
+        assert broken.ranks == (0, 1)
+        assert "over 01" in broken.what
+
+
+def test_nccl_messages_of_another_communicator_or_size_break_a_rule():
+    send, receive = nccl("send", peer=1), nccl("receive", peer=0)
+    assert broken_nccl_rules({0: [send], 1: [receive]}) == []
+    for other in (receive._replace(group="also 01"), receive._replace(count=8), receive._replace(dtype="fp32")):
+        broken = broken_nccl_rules({0: [send], 1: [other]})
+        assert {each.what for each in broken} == {"message 1 from rank 0 to 1"}
+
+
+def test_nccl_messages_in_both_directions_wait_for_one_another_unless_they_are_one_launch():
+    def rank(peer: int, launch: int) -> list[NcclCall]:
+        return [nccl("send", peer=peer, launch=launch), nccl("receive", peer=peer, launch=launch)]
+
+    assert broken_nccl_rules({0: rank(1, 7), 1: rank(0, 3)}) == []
+    (broken,) = broken_nccl_rules({0: rank(1, 0), 1: rank(0, 0)})
+    assert broken.ranks == (0, 1)
+    assert "if every call blocks" in broken.what
+
+
+def test_a_ring_of_nccl_messages_is_a_deadlock_and_one_rank_in_the_other_order_resolves_it():
+    world = (0, 1, 2)
+
+    def rank(here: int) -> list[NcclCall]:
+        after, before = (here + 1) % 3, (here - 1) % 3
+        return [nccl("send", "ring", world, peer=after), nccl("receive", "ring", world, peer=before)]
+
+    (broken,) = broken_nccl_rules({here: rank(here) for here in world})
+    assert broken.ranks == world
+    assert broken_nccl_rules({0: rank(0)[::-1], 1: rank(1), 2: rank(2)}) == []
+
+
+def test_two_nccl_communicators_in_another_order_on_one_rank_are_a_deadlock():
+    tp, dp = nccl("all_gather", "tp"), nccl("all_gather", "dp")
+    assert broken_nccl_rules({0: [tp, dp], 1: [tp, dp]}) == []
+    (broken,) = broken_nccl_rules({0: [tp, dp], 1: [dp, tp]})
+    assert broken.sides == (tp, dp)
+
+
+def test_calls_to_ranks_without_a_log_are_not_waited_for():
+    calls = [nccl("all_gather", "four", (0, 1, 2, 3)), nccl("send", "four", (0, 1, 2, 3), peer=3)]
+    assert broken_nccl_rules({0: calls, 1: calls[:1]}) == []

@@ -108,7 +108,7 @@ def _print_ranks(found: "DryRun") -> None:
         say(f"these {len(found.records)} ranks agree: same collectives in each group, a receive for each send")
 
 
-def _print_disagreement(each: "Disagreement") -> None:
+def _print_disagreement(each: "Disagreement[Message]") -> None:
     console.print()
     say(f"ranks do not agree: {each.what}")
     table = columns("rank", "operation", "axis", "type", "shapes", "in", "action", left=7)

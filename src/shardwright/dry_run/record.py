@@ -52,6 +52,11 @@ class Message(NamedTuple):
     peer: int = -1
 
     @property
+    def group(self) -> tuple[str, tuple[int, ...]]:
+        """The process group: the axis and its ranks."""
+        return self.axis, self.ranks
+
+    @property
     def content(self) -> tuple[object, ...]:
         """What all ranks of a collective have to agree on."""
         return self.op, self.n_bytes, self.dtype, self.shapes if not self.splits else ()

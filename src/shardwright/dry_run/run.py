@@ -16,7 +16,7 @@ from shardwright.cost.stack import SHARDWRIGHT
 from shardwright.dry_run.agreement import Disagreement, disagreements
 from shardwright.dry_run.classes import one_of_each_class
 from shardwright.dry_run.planned import Planned, grouped, job_of, planned
-from shardwright.dry_run.record import RankRecord, Traffic
+from shardwright.dry_run.record import Message, RankRecord, Traffic
 from shardwright.errors import InputError, LayoutError
 from shardwright.planner.recomputation import peak_bytes
 from shardwright.units import parsed_bytes
@@ -82,7 +82,7 @@ class DryRun:
     how: How
     records: tuple[RankRecord, ...]
     plans: dict[int, Planned | str]
-    disagreements: tuple[Disagreement, ...] = ()
+    disagreements: tuple[Disagreement[Message], ...] = ()
     remedies: tuple[Remedy, ...] | None = None
 
     @property

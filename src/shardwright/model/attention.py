@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.model.device_type import device_type
+from shardwright.model.device_type import device_type, to_device
 from shardwright.model.documents import Documents
 from shardwright.model.matmul import Linear
 from shardwright.model.norm import RMSNorm
@@ -111,5 +111,4 @@ def _varlen_attention(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, documents: li
 
 def cumulative(lengths: list[int], device: torch.device) -> Tensor:
     """0 and the sums of the first 1, 2, ... lengths, int32, as variable-length kernels take them."""
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return (ends.pin_memory() if device.type == "cuda" else ends).to(device, non_blocking=True)
+    return to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 _assumed: str | None = None
@@ -11,6 +12,18 @@ _assumed: str | None = None
 def device_type(x: Tensor) -> str:
     """`cpu` or `cuda`: that of the tensor, or within `assumed` that one."""
     return x.device.type if _assumed is None else _assumed
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device without waiting for it.
+
+    A GPU copies memory that is not pinned by way of a buffer, and the host may have to wait for everything that the
+    device has to do before; so memory that is not pinned is copied to memory that is. PyTorch uses that again only
+    after the device has read it.
+    """
+    if device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 @contextmanager

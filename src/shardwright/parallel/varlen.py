@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwright.model.attention import cumulative
+from shardwright.model.device_type import to_device
 from shardwright.split.documents import Piece
 from shardwright.torch_private import flash_attention_pieces, flash_attention_pieces_backward
 
@@ -71,7 +72,7 @@ def gradient(
 
 
 def _indices(places: Sequence[slice], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(at.start, at.stop) for at in places]).to(device)
+    return to_device(torch.cat([torch.arange(at.start, at.stop) for at in places]), device)
 
 
 def _gathered(tensors: Sequence[Tensor], places: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shardwright.data.batches import Batch, DocumentsAB
 from shardwright.data.samples import IGNORE
+from shardwright.model.device_type import to_device
 from shardwright.model.documents import Documents, restarted
 from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
@@ -195,7 +196,7 @@ class ForwardBackward:
         return found
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return to_device(tensor, self.device)
 
     def _loss_sum(self, compiled: bool) -> Callable[..., Tensor]:
         """The summed cross-entropy of what this rank's forward pass gives: logits, or with chunks the head's input."""

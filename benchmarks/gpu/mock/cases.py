@@ -1,0 +1,176 @@
+"""The configurations that run on the mock: one list for a single device, one of layouts, one of the other verbs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.optimizers import OPTIMIZERS
+from shardwright.schedule import registry
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of `train`, and the commands that use it. In `then`, RUN is the run's folder and TOKENS the data.
+
+    `launched`: the command starts the ranks itself. `may_wait`: a step may read values
+    back from the device, by docs/architecture.md.
+    """
+
+    name: str
+    settings: Settings
+    devices: int = 1
+    launched: bool = False
+    may_wait: bool = False
+    then: tuple[tuple[str, ...], ...] = field(default=())
+
+
+BF16 = {"precision.compute": "bf16"}
+MOE = {"model.preset": "debug-moe", **BF16}
+LATENT = {"kv_rank": 16, "q_rank": 24, "nope_dim": 8, "rope_dim": 8, "v_dim": 16}
+COMPILE = {"precision.compile": True}
+SHARED_EXPERT = {"model.moe.n_shared": 1, "model.moe.first_dense": 1}
+
+
+def single_device() -> list[Case]:
+    """Every precision, saving of memory, optimizer and kind of model on one device."""
+    recompute = {kind: {"layout.recompute": kind} for kind in ("selective", "full")}
+    parts = {"layout.recompute_modules": ["norms", "activation", "attention", "rope"]}
+    documents = {"data.attention": "document", "data.positions": "document"}
+    on_host = {"layout.offload_activations": "cpu", "layout.offload_min_bytes": 1024}
+    settings: dict[str, Settings] = {
+        "fp32": {},
+        "tf32": {"precision.tf32": True},
+        "fp64": {"precision.compute": "fp64"},
+        "bf16": BF16,
+        "fp16": {"precision.compute": "fp16"},
+        "fp32 compile": COMPILE,
+        "bf16 compile": BF16 | COMPILE,
+        **{f"fp8 {kind}": BF16 | {"precision.fp8": kind} for kind in ("tensorwise", "rowwise", "blockwise")},
+        "fp8 compile": BF16 | COMPILE | {"precision.fp8": "tensorwise"},
+        "fp8 rowwise compile": BF16 | COMPILE | {"precision.fp8": "rowwise"},
+        **{f"recompute {kind}": BF16 | each for kind, each in recompute.items()},
+        **{f"recompute {kind} compile": BF16 | COMPILE | each for kind, each in recompute.items()},
+        "recompute all parts": BF16 | recompute["selective"] | parts,
+        "loss chunks": BF16 | {"layout.loss_chunk_tokens": 128},
+        "loss chunks compile": BF16 | COMPILE | {"layout.loss_chunk_tokens": 128},
+        "documents": BF16 | documents,
+        "documents fp32": documents,
+        "documents compile": BF16 | COMPILE | documents,
+        "accumulation": BF16 | {"batch.micro_batch": 1},
+        "dropout": BF16 | {"model.dropout": 0.1},
+        "tied embeddings": BF16 | {"model.tied_embedding": True},
+        "gpt": BF16 | {"model.norm": "layernorm", "model.activation": "gelu_tanh", "model.positions": "learned"},
+        "qk norm": BF16 | {"model.qk_norm": True},
+        "latent attention": BF16 | {f"model.latent_attention.{key}": value for key, value in LATENT.items()},
+        "multi-token prediction": BF16 | {"model.mtp_modules": 1},
+        "experts": MOE,
+        "experts fp32": {"model.preset": "debug-moe"},
+        "experts compile": MOE | COMPILE,
+        "experts fp8": MOE | {"precision.fp8": "tensorwise"},
+        "experts shared": MOE | SHARED_EXPERT,
+        "experts capacity": MOE | {"model.moe.capacity_factor": 1.25},
+        "experts recompute full": MOE | recompute["full"],
+        "experts recompute full compile": MOE | recompute["full"] | COMPILE,
+        "offload activations": BF16 | on_host,
+        "offload activations compile": BF16 | on_host | COMPILE,
+        "offload activations recompute": BF16 | on_host | recompute["selective"],
+        "offload parameters": BF16 | {"layout.offload_parameters": "cpu"},
+        "offload optimizer cpu": BF16 | {"layout.offload_optimizer": "cpu"},
+        "offload optimizer disk": BF16 | {"layout.offload_optimizer": "disk", "offload_path": "."},
+        "checkpoints": BF16 | {"checkpoint.every": 2},
+        "checkpoints async": BF16 | {"checkpoint.every": 2, "checkpoint.async_mode": "async"},
+        "spikes": BF16 | {"faults.spike": "skip", "faults.recheck": True},
+        "bf16 states": BF16 | {"optimizer.state_dtype": "bf16"},
+        **{f"optimizer {name}": BF16 | {"optimizer.name": name} for name in OPTIMIZERS},
+        "optimizer muon compile": BF16 | COMPILE | {"optimizer.name": "muon"},
+        "optimizer adamw-8bit blocks": BF16 | {"optimizer.name": "adamw-8bit", "optimizer.least_elements": 256},
+    }
+    waits = {"fp16", "spikes"}
+    return [Case(name, each, launched=name == "bf16", may_wait=name in waits) for name, each in settings.items()]
+
+
+def layout(devices: int, settings: Settings | None = None, **keys: Any) -> tuple[int, Settings]:
+    """A layout in bf16 with any other settings."""
+    return devices, BF16 | {f"layout.{key}": value for key, value in keys.items()} | (settings or {})
+
+
+def layouts() -> list[Case]:
+    """Every axis, ZeRO stage, way of context parallelism and schedule, alone and together."""
+    each_schedule = {
+        f"pp {name}": layout(2, pp=2, pp_schedule=name) for name in registry.names() if not name.startswith("dualpipe")
+    }
+    rows: dict[str, tuple[int, Settings]] = {
+        **{f"zero {zero}": layout(2, dp_shard=2, zero=zero) for zero in (0, 1, 2, 3)},
+        "replicas fp32": (2, {"layout.dp_replicate": 2}),
+        "replicas of shards": layout(4, dp_replicate=2, dp_shard=2, zero=2),
+        "zero 3 compile": layout(2, COMPILE, dp_shard=2, zero=3),
+        "zero 3 offload parameters": layout(2, dp_shard=2, zero=3, offload_parameters="cpu"),
+        "zero 3 muon": layout(2, {"optimizer.name": "muon"}, dp_shard=2, zero=3),
+        "zero 3 secondary": layout(4, dp_shard=4, zero=3, zero_secondary_ranks=2),
+        "zero 3 int8 weights": layout(2, dp_shard=2, zero=3, compress_weights="int8"),
+        "int8 gradients": layout(4, dp_shard=4, zero=2, compress_gradients="int8", node_ranks=2),
+        "powersgd": (2, {"layout.dp_replicate": 2, "layout.compress_gradients": "powersgd-4"}),
+        "tp": layout(2, tp=2),
+        "tp without sequence parallel": layout(2, tp=2, sequence_parallel=False),
+        "tp over kv heads": layout(4, tp=4),
+        "tp fp8": layout(2, {"precision.fp8": "tensorwise"}, tp=2),
+        "tp recompute full": layout(2, tp=2, recompute="full"),
+        **{f"cp {method}": layout(2, cp=2, cp_method=method) for method in ("zigzag", "ring", "allgather", "ulysses")},
+        "cp usp": layout(4, cp=4, cp_method="usp", ulysses_degree=2),
+        "cp documents": layout(2, {"data.attention": "document"}, cp=2),
+        **each_schedule,
+        "pp dualpipe": layout(2, {"batch.micro_batch": 2}, pp=2, pp_schedule="dualpipe"),
+        "pp dualpipe-v": layout(2, {"batch.micro_batch": 2}, pp=2, pp_schedule="dualpipe-v"),
+        "pp zero 3 by microbatch": layout(4, pp=2, dp_shard=2, zero=3, zero_pp_gather="microbatch"),
+        "pp tied embeddings": layout(2, {"model.tied_embedding": True}, pp=2),
+        "pp multi-token prediction": layout(2, {"model.mtp_modules": 1}, pp=2),
+        "ep": layout(2, MOE, dp_shard=2, ep=2),
+        "ep compile": layout(2, MOE | COMPILE | SHARED_EXPERT, dp_shard=2, ep=2),
+        "ep tp": layout(4, MOE, dp_shard=2, tp=2, ep=4),
+        "ep pp": layout(4, MOE, pp=2, dp_shard=2, ep=2),
+        "dp tp": layout(4, dp_shard=2, tp=2, zero=3),
+        "cp tp": layout(4, cp=2, tp=2),
+        "dp tp pp": layout(8, dp_shard=2, tp=2, pp=2, zero=2),
+        "dp cp pp": layout(8, dp_shard=2, cp=2, pp=2, pp_schedule="interleaved-1f1b"),
+        "dp cp tp": layout(8, dp_shard=2, cp=2, tp=2, zero=3),
+        "ep tp pp": layout(8, MOE, dp_shard=2, tp=2, pp=2, ep=2, pp_schedule="zb-h1"),
+    }
+    return [
+        Case(f"layout {name}", settings, devices, launched=name == "tp") for name, (devices, settings) in rows.items()
+    ]
+
+
+def verbs() -> list[Case]:
+    """The other verbs that use a GPU, on a run that has just been trained."""
+    generate = ("generate", "RUN", "--prompt", "import os", "--device", "cuda")
+    score = ("eval", "RUN", "--data", "TOKENS", "--samples", "8", "--device", "cuda")
+    more = ("train", "RUN/run.toml", "--resume", "--set", "steps=6")
+    commands: dict[str, tuple[int, Settings, tuple[str, ...]]] = {
+        "generate": (1, BF16, (*generate, "--max-tokens", "8")),
+        "generate greedy": (1, BF16, (*generate, "--max-tokens", "8", "--greedy")),
+        "generate batch": (1, BF16, (*generate, "--prompt", "def", "--max-tokens", "8", "--batch-size", "2")),
+        "generate draft": (1, BF16, (*generate, "--max-tokens", "8", "--draft", "RUN")),
+        "generate experts": (1, MOE, (*generate, "--max-tokens", "8")),
+        "generate tp": (2, BF16, (*generate, "--max-tokens", "8", "--layout", "tp=2")),
+        "eval": (1, BF16, score),
+        "eval documents": (1, BF16 | {"data.attention": "document"}, score),
+        "eval tp": (2, BF16, (*score, "--layout", "tp=2")),
+        "resume": (1, BF16, more),
+        "resume offload": (1, BF16 | {"layout.offload_optimizer": "cpu"}, more),
+    }
+    with_run = [
+        Case(f"verb {name}", *(settings,), then=(then,), devices=n) for name, (n, settings, then) in commands.items()
+    ]
+    measure = [("measure", "--out", "RUN/machine.toml", "--device", "cuda", "--budget", "0.05")]
+    measure += [
+        ("plan", "--model", "debug", "--hardware", "RUN/machine.toml", "--global-batch", "8", "--seq-len", "128")
+    ]
+    return [
+        *with_run,
+        Case("verb measure", BF16, then=tuple(measure)),
+        Case("verb measure 2", BF16, 2, then=tuple(measure[:1])),
+    ]
+
+
+CASES = [*single_device(), *layouts(), *verbs()]

@@ -1,0 +1,89 @@
+"""Reads the calls that nccl.cpp has written, for `broken_nccl_rules` (dry_run/agreement.py)."""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.dry_run.agreement import Disagreement, NcclCall, broken_nccl_rules
+
+_LINE = re.compile(
+    r"(?P<op>\w+) (?P<group>\w+) (?P<rank>\d+)/(?P<size>\d+) count=(?P<count>\d+) dtype=(?P<dtype>\d+) "
+    r"peer=(?P<peer>-?\d+) stream=(?P<stream>\S+) group=(?P<launch>\d+)"
+)
+_RENAMED = {"recv": "receive"}
+_DTYPES = [
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "fp16",
+    "fp32",
+    "fp64",
+    "bf16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+]
+
+
+@dataclass(frozen=True)
+class NcclLog:
+    """The calls of each rank of a run; `most_streams`: the largest number of streams on which a rank has used the same
+    communicator, which NCCL allows and orders by events."""
+
+    calls: dict[int, list[NcclCall]]
+    most_streams: int
+
+    @property
+    def n_communicators(self) -> int:
+        """Communicators that were used."""
+        return len({call.group for calls in self.calls.values() for call in calls})
+
+    @property
+    def n_calls(self) -> int:
+        """Calls of all ranks."""
+        return sum(map(len, self.calls.values()))
+
+    def broken_rules(self) -> list[Disagreement[NcclCall]]:
+        """The rules of NCCL that the calls break."""
+        return broken_nccl_rules(self.calls)
+
+
+def read_log(folder: Path) -> NcclLog:
+    """The logs of all ranks, RANK-PID.log; of a rank with several processes the calls of one after those of another."""
+    lines = {
+        path: [match for line in path.read_text().splitlines() if (match := _LINE.fullmatch(line))]
+        for path in sorted(folder.glob("*.log"))
+    }
+    members: dict[str, dict[int, int]] = defaultdict(dict)
+    """communicator -> number in the communicator -> rank of the world."""
+    for path, matches in lines.items():
+        for match in matches:
+            if match["op"] != "split":
+                members[match["group"]][int(match["rank"])] = _rank_of(path)
+    calls: dict[int, list[NcclCall]] = defaultdict(list)
+    streams: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for path, matches in lines.items():
+        rank = _rank_of(path)
+        for match in matches:
+            if match["op"] in ("init", "split"):
+                continue
+            ranks, peer = members[match["group"]], int(match["peer"])
+            call = NcclCall(
+                _RENAMED.get(match["op"], match["op"]),
+                match["group"],
+                tuple(ranks[number] for number in sorted(ranks)),
+                int(match["count"]),
+                _DTYPES[int(match["dtype"])],
+                ranks[peer] if peer >= 0 else -1,
+                int(match["launch"]),
+            )
+            calls[rank].append(call)
+            streams[rank, match["group"]].add(match["stream"])
+    return NcclLog(dict(calls), max(map(len, streams.values()), default=0))
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.partition("-")[0])
