@@ -65,7 +65,7 @@ def test_the_answers_of_a_conversation_and_the_token_that_ends_them_are_trained_
     whole = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in TALK)
     text = inspect(tmp_path / "talks", n=1)["documents"][0]["text"]
     assert text == whole + "<|endoftext|>"
-    assert manifest.format_version == 2
+    assert manifest.format_version == 3
     assert manifest.answer_end_id == Tokenizer.from_file(str(tokenizer)).token_to_id("<|im_end|>")
     assert (tmp_path / "talks" / "chat_template.jinja").read_text() == CHATML
     assert verify_checksums(tmp_path / "talks") == []
@@ -228,7 +228,7 @@ def test_inspect_marks_the_tokens_that_are_trained_on(tmp_path: Path, tokenizer:
 
 def test_text_is_written_as_before_and_all_of_it_is_trained_on(prepared: Path):
     manifest = Manifest.read(prepared)
-    assert manifest.format_version == 1
+    assert manifest.chat_template_sha256 is None
     assert not list(prepared.glob("*.trained"))
     assert np.all(open_split(prepared, "train").trained(0, 100))
     assert "segments" not in inspect(prepared, n=1)["documents"][0]

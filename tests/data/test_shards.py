@@ -8,9 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from shardwright.data import blocks
+from shardwright.data.prepare import prepare
 from shardwright.data.shards import Manifest, TokenSplit, open_split, verify_checksums
 from shardwright.errors import DataError
+from tests.data.conftest import as_version_1
 
 
 @pytest.fixture
@@ -64,11 +69,23 @@ def test_the_fingerprint_is_of_the_tokens(copy: Path, manifest: Manifest) -> Non
     assert Manifest.read(copy).fingerprint != manifest.fingerprint
 
 
-def test_a_model_needs_a_row_for_every_id(manifest: Manifest) -> None:
-    manifest.check_vocabulary(512)
-    manifest.check_vocabulary(640)
-    with pytest.raises(DataError, match="vocab_size=500 is smaller than the 512 tokens of the data's tokenizer"):
-        manifest.check_vocabulary(500)
+def test_a_model_needs_a_row_for_every_id_in_the_data_and_not_for_every_token_of_the_tokenizer(
+    copy: Path, manifest: Manifest
+) -> None:
+    splits = [open_split(copy, name) for name in ("train", "validation")]
+    largest = max(int(split.tokens(0, split.n_tokens).max()) for split in splits)
+    assert manifest.largest_id == largest == 511
+    edit(copy, lambda raw: raw.update(vocab_size=514))  # a tokenizer with two tokens that the data has not
+    data = Manifest.read(copy)
+    data.check_vocabulary(640)
+    assert data.remarks(640) == []
+    data.check_vocabulary(512)
+    assert "the tokenizer has 514 tokens and the model 512 rows; the data fits" in data.remarks(512)[0]
+    with pytest.raises(DataError, match="vocab_size=511 has no row for token id 511, the largest in the data"):
+        data.check_vocabulary(511)
+    older = Manifest.read(as_version_1(copy))
+    with pytest.raises(DataError, match=r"is smaller than the 514 tokens of the data's tokenizer; .* prepare the data"):
+        older.check_vocabulary(512)
 
 
 def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
@@ -95,7 +112,7 @@ def test_a_folder_that_is_not_of_tokens_says_what_it_is(tmp_path: Path) -> None:
 
 def test_a_newer_format_names_its_writer(copy: Path) -> None:
     edit(copy, lambda raw: raw.update(format_version=9, created_by="shardwright 7.0"))
-    with pytest.raises(DataError, match=r"format version 9, but .* up to 2; it was written by shardwright 7\.0"):
+    with pytest.raises(DataError, match=r"format version 9, but .* up to 3; it was written by shardwright 7\.0"):
         Manifest.read(copy)
 
 
@@ -140,6 +157,67 @@ def test_one_flipped_bit_is_found_by_the_checksums(copy: Path) -> None:
     (problem,) = verify_checksums(copy, seen.append)
     assert problem.startswith("train-00001.bin has the checksum")
     assert set(seen) == {path.name for path in copy.iterdir()} - {"manifest.json"}
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several shards of many blocks of 1 KiB, the last one short."""
+    folder = tmp_path_factory.mktemp("blocks")
+    records = [{"prompt": f"{i} and {i} make ", "completion": f"{2 * i}. " * (i % 7 + 1)} for i in range(900)]
+    (folder / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_BYTES", 1024)
+        prepare(folder / "x.jsonl", folder / "x", format="chat", vocab_size=300, validation=0.1, shard_tokens=6000)
+    return folder / "x"
+
+
+def read_everything(folder: Path, name: str) -> None:
+    split = open_split(folder, name)
+    for start in range(0, split.n_tokens, 700):
+        length = min(700, split.n_tokens - start)
+        split.tokens(start, length)
+        split.trained(start, length)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_changed_byte_anywhere_is_named_with_its_file_and_block(conversations: Path, data: st.DataObject) -> None:
+    files = sorted(path for path in conversations.iterdir() if path.suffix in (".bin", ".idx", ".trained", ".sums"))
+    path = data.draw(st.sampled_from(files))
+    whole = path.read_bytes()
+    at, bits = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
+    split = path.name.split("-")[0]
+    try:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :])
+        with pytest.raises(DataError) as caught:
+            read_everything(conversations, split)
+        where = f"{path} is damaged" + ("" if path.suffix == ".sums" else f" in block {at // 1024} (bytes ")
+        assert str(caught.value).startswith(where)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_block_is_compared_once_and_only_if_it_is_read(conversations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    checksum = blocks.xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(blocks.xxhash, "xxh3_64_intdigest", lambda raw: compared.append(len(raw)) or checksum(raw))
+    split = open_split(conversations, "train")
+    compared.clear()
+    for _ in range(2):
+        split.tokens(600, 100)  # 2 bytes each
+    assert compared == [1024]
+    split.tokens(500, 600)
+    assert compared == [1024] * 3
+
+
+def test_a_folder_without_checksums_of_blocks_still_has_a_checked_index(copy: Path) -> None:
+    assert "no checksums of blocks" in Manifest.read(as_version_1(copy)).remarks(512)[0]
+    split = open_split(copy, "train")
+    assert split.tokens(0, split.n_tokens).max() > 0
+    index = copy / "train-00000.idx"
+    index.write_bytes(index.read_bytes()[:-1] + b"\1")
+    with pytest.raises(DataError, match=r"train-00000\.idx is damaged: it has another sha256"):
+        open_split(copy, "train")
 
 
 def test_a_misspelt_split_is_an_error(prepared: Path) -> None:

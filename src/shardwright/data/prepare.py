@@ -18,10 +18,11 @@ import numpy as np
 
 from shardwright import __version__
 from shardwright.control_groups import usable_cores
+from shardwright.data import blocks
 from shardwright.data.chat import TEMPLATE, ChatFormat, Piece, read_chat_format
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
-from shardwright.data.shards import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest, Split
+from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest, Split
 from shardwright.data.sources import HUB, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
@@ -150,12 +151,13 @@ def prepare(
             texts = _sample(corpus, seed, tokenizer_sample, report)
             loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
         meter = Meter()
-        splits = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
+        splits, largest_id = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
         manifest = Manifest(
-            format_version=1 if chat is None else FORMAT_VERSION,
             created_by=f"shardwright {__version__}",
             dtype=_dtype(loaded),
             **_tokenizer_kept(folder, loaded, chat),
+            block_bytes=blocks.BLOCK_BYTES,
+            largest_id=largest_id,
             splits=splits,
             source=corpus.described(meter),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
@@ -186,6 +188,7 @@ def _tokenizer_kept(folder: Path, loaded: TextTokenizer, chat: ChatFormat | None
         "separator_id": loaded.separator_id,
         "tokenizer_file": TOKENIZER,
         "tokenizer_sha256": _kept(folder / TOKENIZER, loaded.json_bytes),
+        "tokenizer_fingerprint": loaded.fingerprint,
         "chat_template_sha256": _kept(folder / TEMPLATE, chat.template.encode()) if chat and chat.template else None,
         "answer_end_id": loaded.tokenizer.token_to_id(chat.answer_end) if chat and chat.answer_end else None,
         "chat_tokens": chat.named_tokens if chat else {},
@@ -234,7 +237,8 @@ def _write_tokens(
     shard_tokens: int,
     meter: Meter,
     report: _Report,
-) -> dict[str, Split]:
+) -> tuple[dict[str, Split], int]:
+    """The splits, and the largest token id in them."""
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
     dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
     writers = {
@@ -274,7 +278,8 @@ def _write_tokens(
     finally:
         for writer in writers.values():
             writer.close()
-    return {name: writer.split() for name, writer in writers.items()}
+    largest_id = max(writer.largest_id for writer in writers.values())
+    return {name: writer.split() for name, writer in writers.items()}, largest_id
 
 
 def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[list[int], list[Piece]]]:

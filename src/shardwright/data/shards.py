@@ -5,6 +5,7 @@
     train-00000.bin          token ids, little-endian uint16, or uint32 for a vocabulary above 65,536
     train-00000.idx          uint64: where each document that begins in this shard begins, in tokens
     train-00000.trained      of conversations: a byte for each token, 1 if it is trained on
+    train-00000.sums         checksums of the blocks of these files (`blocks`)
     chat_template.jinja      of conversations: the template that wrote the messages
     validation-00000.bin ...
 
@@ -21,18 +22,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwright.data.blocks import BLOCK_BYTES, SUM_BYTES, CheckedFile, SumsFile, n_blocks
 from shardwright.data.chat import TEMPLATE
 from shardwright.errors import DataError, near_path, nearest
 from shardwright.files import parse_json
+from shardwright.units import MiB
 
 FORMAT = "shardwright.tokens"
-FORMAT_VERSION = 2
-"""Version 2 has masks of conversations; a folder without them is still written as version 1."""
+FORMAT_VERSION = 3
+"""Version 2 has masks of conversations. Version 3 has checksums of blocks and the largest token id."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 INDEX_BYTES = 8
+INDEX_CHECKED_AT_START_BYTES = 256 * MiB
+"""Indices of up to this size in all are checked when a split is opened, larger ones when they are first used."""
 PREPARE = "shardwright data prepare SRC --out DIR"
 
 
@@ -52,6 +57,8 @@ class Shard(_Record):
     index_sha256: str
     trained_file: str | None = None
     trained_sha256: str | None = None
+    sums_file: str | None = None
+    sums_sha256: str | None = None
 
 
 class Split(_Record):
@@ -66,7 +73,7 @@ class Manifest(_Record):
     """What is in a folder of tokens. `source` and `options` say how it was made; nothing depends on them."""
 
     format: str = FORMAT
-    format_version: int = 1
+    format_version: int = FORMAT_VERSION
     created_by: str
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
@@ -74,6 +81,12 @@ class Manifest(_Record):
     separator_id: int
     tokenizer_file: str
     tokenizer_sha256: str
+    tokenizer_fingerprint: str | None = None
+    """Equal for tokenizers that make the same ids, however their files are formatted; None before version 3."""
+    block_bytes: int = Field(BLOCK_BYTES, gt=0)
+    """Bytes of the blocks that `.sums` files have checksums of."""
+    largest_id: int | None = None
+    """The largest token id in all splits; None before version 3."""
     chat_template_sha256: str | None = None
     answer_end_id: int | None = None
     """Of conversations, the special token that the template writes behind an answer."""
@@ -134,28 +147,51 @@ class Manifest(_Record):
         for split in self.splits.values():
             for shard in split.shards:
                 found |= {shard.file: shard.sha256, shard.index_file: shard.index_sha256}
-                if shard.trained_file and shard.trained_sha256:
-                    found[shard.trained_file] = shard.trained_sha256
+                for file, sha256 in ((shard.trained_file, shard.trained_sha256), (shard.sums_file, shard.sums_sha256)):
+                    if file and sha256:
+                        found[file] = sha256
         return found
 
     def check_vocabulary(self, model_vocab_size: int) -> None:
-        """Raise DataError if a model of that vocabulary (possibly padded) has no row for some of the ids."""
-        if model_vocab_size < self.vocab_size:
+        """Raise DataError if a model with that many rows (possibly padded) has no row for a token id of the data.
+
+        A tokenizer may have more tokens than the model has rows, as long as the data has none of them.
+        """
+        rows = f"the model's vocab_size={model_vocab_size}"
+        fitting = f"{self.vocab_size} or more (the next multiple of 128: {-(-self.vocab_size // 128) * 128})"
+        if self.largest_id is not None and self.largest_id >= model_vocab_size:
             raise DataError(
-                f"the model's vocab_size={model_vocab_size} is smaller than the {self.vocab_size} tokens of "
-                f"the data's tokenizer; set it to {self.vocab_size} or more (the next multiple of 128: "
-                f"{-(-self.vocab_size // 128) * 128})"
+                f"{rows} has no row for token id {self.largest_id}, the largest in the data, whose tokenizer has "
+                f"{self.vocab_size} tokens; set it to {fitting}"
             )
+        if self.largest_id is None and self.vocab_size > model_vocab_size:
+            raise DataError(
+                f"{rows} is smaller than the {self.vocab_size} tokens of the data's tokenizer; set it to {fitting}; or "
+                f"prepare the data again: this folder is of format version {self.format_version}, which does not say "
+                f"the largest token id"
+            )
+
+    def remarks(self, model_vocab_size: int) -> list[str]:
+        """What a run on this data has to say at its start."""
+        found = []
+        if self.vocab_size > model_vocab_size:
+            found.append(
+                f"the tokenizer has {self.vocab_size:,} tokens and the model {model_vocab_size:,} rows; the data fits: "
+                f"its largest token id is {self.largest_id:,}"
+            )
+        if self.format_version < FORMAT_VERSION:
+            found.append(
+                f"format version {self.format_version} has no checksums of blocks, so damaged tokens are not noticed "
+                f"while training; prepare the data again, or check it with `shardwright data inspect DIR --verify`"
+            )
+        return found
 
     def missing_files(self, folder: Path) -> list[str]:
         """Complaints about files that are not there, or not of the size that the manifest says."""
         expected = {self.tokenizer_file: -1}
         for split in self.splits.values():
             for shard in split.shards:
-                expected[shard.file] = shard.bytes
-                expected[shard.index_file] = shard.documents * INDEX_BYTES
-                if shard.trained_file:
-                    expected[shard.trained_file] = shard.tokens
+                expected |= self._n_bytes_of_files(shard)
         problems = []
         for name, n_bytes in expected.items():
             try:
@@ -171,11 +207,20 @@ class Manifest(_Record):
                 )
         return problems
 
+    def _n_bytes_of_files(self, shard: Shard) -> dict[str, int]:
+        """Name of each file -> its size; the `.sums` file has the checksums of the others in this order."""
+        found = {shard.file: shard.bytes, shard.index_file: shard.documents * INDEX_BYTES}
+        if shard.trained_file:
+            found[shard.trained_file] = shard.tokens
+        if shard.sums_file:
+            found[shard.sums_file] = sum(n_blocks(n, self.block_bytes) for n in found.values()) * SUM_BYTES
+        return found
+
     def _contradictions(self) -> list[str]:
         problems = []
         for name, split in self.splits.items():
             for shard in split.shards:
-                if any(Path(file).name != file for file in filter(None, _files_of(shard))):
+                if any(Path(file).name != file for file in self._n_bytes_of_files(shard)):
                     problems.append(f"{MANIFEST} names {shard.file!r}, a file outside of the folder")
                 if shard.tokens * self.itemsize != shard.bytes:
                     problems.append(
@@ -192,10 +237,6 @@ class Manifest(_Record):
         return problems
 
 
-def _files_of(shard: Shard) -> tuple[str | None, ...]:
-    return shard.file, shard.index_file, shard.trained_file
-
-
 class TokenSplit:
     """All shards of a split as one row of `n_tokens` ids and `n_documents` documents, read by memory map."""
 
@@ -204,66 +245,50 @@ class TokenSplit:
         split = manifest.splits[name]
         self.n_tokens, self.n_documents = split.tokens, split.documents
         self.separator_id = manifest.separator_id
-        self._files = [shard.file for shard in split.shards]
-        self._shards = [
-            np.memmap(folder / shard.file, dtype=f"<u{manifest.itemsize}", mode="r") for shard in split.shards
-        ]
-        self._index_files = [shard.index_file for shard in split.shards]
-        self._trained_files = [shard.trained_file for shard in split.shards if shard.trained_file]
-        self._indices = [
-            np.memmap(folder / shard.index_file, dtype="<u8", mode="r") if shard.documents else np.empty(0, "<u8")
-            for shard in split.shards
-        ]
-        self._trained = [
-            np.memmap(folder / shard.trained_file, dtype=np.uint8, mode="r")
-            for shard in split.shards
-            if shard.trained_file
-        ]
+        self._tokens, self._indices, self._trained = (
+            (
+                list(files)
+                for files in zip(*(_open_files(folder, shard, manifest) for shard in split.shards), strict=True)
+            )
+            if split.shards
+            else ([], [], [])
+        )
         self._token_ends = list(accumulate(shard.tokens for shard in split.shards))
         self._document_ends = list(accumulate(shard.documents for shard in split.shards))
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Ids [length] from token `start` of the split on, across shards; uint16 or uint32, read-only."""
-        return self._row(self._shards, self._files, np.dtype(f"<u{self.manifest.itemsize}"), start, length)
+        return self._row(self._tokens, start, length)
 
     @property
     def masked(self) -> bool:
         """Whether these are conversations, of which some tokens are not trained on."""
-        return bool(self._trained)
+        return any(file is not None for file in self._trained)
 
     def trained(self, start: int, length: int) -> np.ndarray:
         """Which of the tokens [length] from token `start` of the split on are trained on; bool."""
-        if not self._trained:
+        if not self.masked:
             return np.ones(length, bool)
-        return self._row(self._trained, self._trained_files, np.dtype(np.uint8), start, length).astype(bool)
+        return self._row([file for file in self._trained if file is not None], start, length).astype(bool)
 
-    def _row(self, shards: list[Any], files: list[str], dtype: np.dtype, start: int, length: int) -> np.ndarray:
+    def check_index(self) -> None:
+        """Raise DataError if an index is damaged, unless all of them together are so large that it would take long."""
+        if self.n_documents * INDEX_BYTES <= INDEX_CHECKED_AT_START_BYTES:
+            for index in self._indices:
+                index.read_all()
+
+    def _row(self, files: list[CheckedFile], start: int, length: int) -> np.ndarray:
         if start < 0 or length < 0 or start + length > self.n_tokens:
             raise IndexError(f"tokens {start} to {start + length} of a split of {self.n_tokens}")
         pieces: list[np.ndarray] = []
         while length or not pieces:
-            shard = min(bisect_right(self._token_ends, start), len(shards) - 1)
+            shard = min(bisect_right(self._token_ends, start), len(files) - 1)
             if shard < 0:
-                return np.empty(0, dtype)
-            offset = start - self._shard_start(shard)
-            self._require_whole(files[shard], shards[shard].nbytes)
-            piece = shards[shard][offset : offset + length]
+                return np.empty(0, f"<u{self.manifest.itemsize}")
+            piece = files[shard].read(start - self._shard_start(shard), length)
             pieces.append(piece)
             start, length = start + len(piece), length - len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _require_whole(self, file: str, n_bytes: int) -> None:
-        """Raises DataError for a file that is shorter than when it was mapped: to read behind its end would end the
-        process by SIGBUS, without a word. One that is gone by name can still be read."""
-        try:
-            size = (self.folder / file).stat().st_size
-        except OSError:
-            return
-        if size < n_bytes:
-            raise DataError(
-                f"{self.folder / file} has {size} bytes, and had {n_bytes} when it was opened: it was cut short since; "
-                f"copy it again, or prepare the data again, and go on with --resume"
-            )
 
     def document(self, i: int) -> np.ndarray:
         """The ids of document i, its separator last."""
@@ -278,17 +303,16 @@ class TokenSplit:
             return self.n_tokens
         shard = bisect_right(self._document_ends, i)
         first = self._document_ends[shard] - len(self._indices[shard])
-        self._require_whole(self._index_files[shard], self._indices[shard].nbytes)
-        return self._shard_start(shard) + int(self._indices[shard][i - first])
+        return self._shard_start(shard) + int(self._indices[shard].read_all()[i - first])
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
         """Where documents begin among `length` tokens from token `start` of the split on, counted from there; int64."""
         found = [np.empty(0, np.int64)]
-        for shard in range(bisect_right(self._token_ends, start), len(self._shards)):
-            first, index = self._shard_start(shard) - start, self._indices[shard]
+        for shard in range(bisect_right(self._token_ends, start), len(self._tokens)):
+            first = self._shard_start(shard) - start
             if first >= length:
                 break
-            self._require_whole(self._index_files[shard], index.nbytes)
+            index = self._indices[shard].read_all()
             low, high = np.searchsorted(index, np.array([max(0, -first), max(0, length - first)], index.dtype))
             found.append(index[low:high].astype(np.int64) + first)
         return np.concatenate(found)
@@ -296,21 +320,19 @@ class TokenSplit:
     def document_at(self, token: int) -> int:
         """The number of the document that a token of the split is of."""
         shard = bisect_right(self._token_ends, token)
-        index = self._indices[shard]
-        if len(index):
-            self._require_whole(self._index_files[shard], index.nbytes)
+        index = self._indices[shard].read_all()
         offset = np.array(token - self._shard_start(shard), index.dtype)
         return self._document_ends[shard] - len(index) + int(np.searchsorted(index, offset, side="right")) - 1
 
     def document_lengths(self) -> np.ndarray:
         """Tokens of every document, separators counted; int64 [n_documents], 8 bytes a document of memory."""
-        starts = [index.astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]
+        starts = [index.read_all().astype(np.int64) + self._shard_start(i) for i, index in enumerate(self._indices)]
         return np.diff(np.concatenate([*starts, np.array([self.n_tokens])]))
 
     def place(self, token: int) -> tuple[Path, int]:
         """The file that holds a token of the split, and the number of the token in it."""
         shard = bisect_right(self._token_ends, token)
-        return self.folder / self._files[shard], token - self._shard_start(shard)
+        return self._tokens[shard].path, token - self._shard_start(shard)
 
     def where(self, token: int) -> str:
         """`FILE, token N of it`: the place of a token of the split, for messages."""
@@ -318,7 +340,7 @@ class TokenSplit:
         return f"{file}, token {offset} of it"
 
     def _shard_start(self, shard: int) -> int:
-        return self._token_ends[shard] - len(self._shards[shard])
+        return self._token_ends[shard] - len(self._tokens[shard])
 
 
 def open_split(directory: str | Path, name: str) -> TokenSplit:
@@ -326,7 +348,26 @@ def open_split(directory: str | Path, name: str) -> TokenSplit:
     manifest = Manifest.read(directory)
     if name not in manifest.splits:
         raise DataError(f"{directory}: no split {name!r}; {nearest(name, manifest.splits)}")
-    return TokenSplit(Path(directory), name, manifest)
+    split = TokenSplit(Path(directory), name, manifest)
+    split.check_index()
+    return split
+
+
+def _open_files(folder: Path, shard: Shard, manifest: Manifest) -> tuple[CheckedFile, CheckedFile, CheckedFile | None]:
+    """The tokens, the index and, of conversations, the mask of a shard."""
+    size, sums = manifest.block_bytes, None
+    if shard.sums_file and shard.sums_sha256:
+        sums = SumsFile(folder / shard.sums_file, shard.sums_sha256, size)
+    index_block = n_blocks(shard.bytes, size)
+    trained_block = index_block + n_blocks(shard.documents * INDEX_BYTES, size)
+    index = folder / shard.index_file
+    return (
+        CheckedFile(folder / shard.file, f"<u{manifest.itemsize}", shard.tokens, shard.sha256, sums),
+        CheckedFile(index, "<u8", shard.documents, shard.index_sha256, sums, index_block),
+        CheckedFile(folder / shard.trained_file, "u1", shard.tokens, shard.trained_sha256 or "", sums, trained_block)
+        if shard.trained_file
+        else None,
+    )
 
 
 def verify_checksums(directory: str | Path, progress: Callable[[str], None] | None = None) -> list[str]:

@@ -1,6 +1,7 @@
 """Tokenizers: one trained here (byte-level BPE), or any `tokenizer.json` of the `tokenizers` library."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,14 @@ class TextTokenizer:
     def sha256(self) -> str:
         """Checksum of the file, in hex."""
         return hashlib.sha256(self.json_bytes).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        """A sha256 of what determines the ids: equal for files that differ only in format, in padding, truncation,
+        decoder or the tokens that are added around a text."""
+        table = json.loads(Tokenizer.from_buffer(self.json_bytes).to_str())
+        relevant = {key: table.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, uint32, on all cores; a `<|endoftext|>` in a text is text, no separator."""

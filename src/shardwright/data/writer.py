@@ -1,4 +1,4 @@
-"""Writes one split as shards: tokens, the index of its documents, and the checksums of both."""
+"""Writes one split as shards: tokens, the index of its documents, and the checksums of all."""
 
 import hashlib
 import os
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwright.data.blocks import BlockSums
 from shardwright.data.shards import Shard, Split
 
 
@@ -15,11 +16,13 @@ class _HashedFile:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb")  # noqa: SIM115 - closed by the writer that owns it
         self._digest = hashlib.sha256()
+        self.sums = BlockSums()
         self.n_bytes = 0
 
     def write(self, array: np.ndarray) -> None:
         raw = array.tobytes()
         self._file.write(raw)
+        self.sums.update(raw)
         self._digest.update(raw)
         self.n_bytes += len(raw)
 
@@ -49,7 +52,7 @@ class SplitWriter:
         self._trained: _HashedFile | None = None
         self._inside_document = False
         self._shard_token_count = self._shard_document_count = 0
-        self.n_tokens = 0
+        self.n_tokens, self.largest_id = 0, 0
 
     def write(self, tokens: np.ndarray, trained: bool = True) -> None:
         """More tokens of the current document, all trained on or none; the first call after `end_document` begins
@@ -64,6 +67,8 @@ class SplitWriter:
             self._bin.write(tokens[:room])
             if self._trained is not None:
                 self._trained.write(np.full(len(tokens[:room]), trained, np.uint8))
+            if len(tokens):
+                self.largest_id = max(self.largest_id, int(tokens[:room].max()))
             self._shard_token_count += len(tokens[:room])
             self.n_tokens += len(tokens[:room])
             tokens = tokens[room:]
@@ -111,6 +116,9 @@ class SplitWriter:
         if self._bin is None or self._idx is None:
             return
         stem, n_bytes = self._stem(), self._bin.n_bytes
+        written = [file for file in (self._bin, self._idx, self._trained) if file is not None]
+        sums = _HashedFile(self._folder / f"{stem}.sums")
+        sums.write(np.frombuffer(b"".join(file.sums.finish() for file in written), "<u8"))
         shard = Shard(
             file=f"{stem}.bin",
             tokens=self._shard_token_count,
@@ -121,6 +129,8 @@ class SplitWriter:
             index_sha256=self._idx.finish(),
             trained_file=None if self._trained is None else f"{stem}.trained",
             trained_sha256=None if self._trained is None else self._trained.finish(),
+            sums_file=f"{stem}.sums",
+            sums_sha256=sums.finish(),
         )
         self._shards.append(shard)
         self._bin = self._idx = self._trained = None

@@ -40,6 +40,7 @@ def header(
         f"batch   {format_count(tokens_per_step)} tokens a step: {batch_in_words(config)}",
         f"steps   {taken}: {format_count(steps * tokens_per_step)} tokens{'' if sources.mixed else f', {told[0]}'}",
         *(told if sources.mixed else []),
+        *(f"note    {remark}" for remark in sources.remarks),
     ]
 
 

@@ -68,6 +68,13 @@ class Sources:
         """Whether the run file gives sources with weights, and not one folder."""
         return bool(self.config.data.sources)
 
+    @property
+    def remarks(self) -> list[str]:
+        """What the folders of the data have to say at the start of a run."""
+        rows = self.config.model.spec().vocab_size
+        manifests = {source.origin(0)[0].folder: source.origin(0)[0].manifest for source in self.train.sources}
+        return [f"{folder}: {remark}" for folder, data in manifests.items() for remark in data.remarks(rows)]
+
     def order(self, progress: Progress, past: Sequence[Stage] = ()) -> MixtureOrder:
         """The order of the samples of a run that has come to `progress` through the stages `past`."""
         batch = self.config.batch.global_batch
