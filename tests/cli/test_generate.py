@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
@@ -69,6 +70,28 @@ def test_prompts_of_a_file_are_continued(folder: Path):
     assert all(each["n_tokens"] == 9 and each["ended"] == "max_tokens" for each in of_file)
     text = run("generate", folder / "run", "--prompts", folder / "prompts.jsonl", "--max-tokens", 9)
     assert text.startswith("--- prompt 1 of 2\nimport json" + of_file[0]["text"])
+
+
+def test_weights_that_are_not_finite_are_refused_in_one_sentence(folder: Path, tmp_path: Path):
+    export(folder / "run", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for value, dtype in ((math.nan, "fp32"), (1e6, "fp16")):
+        tensors[name][0, 3] = value
+        save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+        out = tmp_path / f"out-{dtype}"
+        said = run("export", tmp_path / "hf", "--out", out, "--dtype", dtype, code=2)
+        assert f"1 of 384 values of {name} are NaN or infinite in float{dtype[2:]}; take an earlier checkpoint" in said
+        assert said.count("error:") == 1
+        assert not out.exists()
+        assert "are NaN or infinite" in run("export", tmp_path / "hf", "--out", out, "--dtype", dtype, "--allow-nan")
+    tensors[name][0, 3] = -math.inf
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    data = ("--data", folder / "tokens", "--seq-len", 16)
+    for verb, *options in (("generate", "--prompt", "x"), ("eval", *data), ("generate", "--prompt=x", "--layout=tp=2")):
+        said = run(verb, tmp_path / "hf", *options, code=2)
+        assert "values of layers.1.ffn.down.weight are NaN or infinite, so all that the model computes" in said
+        assert said.count("error:") == 1
 
 
 def test_a_text_ends_with_an_answer_too_where_conversations_were_trained_on(folder: Path, tmp_path: Path):

@@ -23,10 +23,11 @@ from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.loss_scale import LossScaler, LossScaleState
 from shardwright.training.schedule import learning_rate
+from shardwright.training.step import Trainer
 from shardwright.verification import Verifier
 from shardwright.verification import rank as verify_rank
 from tests.distributed import run_ranks
-from tests.marks import rest_prove
+from tests.marks import prove, rest_prove
 from tests.mutation import Mutation, mutated
 from tests.training.checkpoints import DATA, equal, logical
 from tests.training.runs import checksums, records, train, trajectory, write_run_file
@@ -262,3 +263,28 @@ def stops_soon(rank: int) -> None:
 def test_loss_scales_that_make_no_sense_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         PrecisionSection(**given)
+
+
+def always_overflowing(rank: int) -> None:
+    """The gradient of rank 1 overflows in each step from the third on."""
+    step = Trainer.step
+
+    def spoil(self, batch, at, rate):
+        if rank == 1 and at >= 2:
+            verify_rank.overflow_once(self.model.parts)
+        return step(self, batch, at, rate)
+
+    Trainer.step = spoil
+
+
+@prove
+def test_overflows_that_no_smaller_scale_ends_stop_a_run(run_file):
+    """The scale 2^16 is also the least: steps 3 to 12 are the 10 overflows in a row that stop the run."""
+    settings = ("precision.compute=fp16", "precision.min_loss_scale=65536.0", "checkpoint.every=2")
+    run = train(run_file, *(f"--set={each}" for each in settings), fault=always_overflowing, expect=3)
+    assert run.stderr.startswith("error: step 12: the gradient norm is inf in 10 steps in a row"), run.stderr
+    assert "is that of embedding.weight on rank" in run.stderr
+    assert run.stderr.rstrip().endswith("step-00000010; go on from it with --resume"), (
+        "weights of skipped steps are good"
+    )
+    assert run.stdout.count("skipped: a gradient overflowed") == 10

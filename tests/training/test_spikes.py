@@ -24,6 +24,7 @@ from shardwright.training.checkpoint.manifest import Progress
 from shardwright.training.checkpoint.saver import save
 from shardwright.training.checkpoint.state import load
 from shardwright.training.checkpoint.store import CheckpointStore
+from shardwright.training.finite import FiniteCheck
 from shardwright.training.spikes import SpikeGuard, SpikeState, in_words
 from shardwright.training.step import Trainer
 from shardwright.verification import rank as verify_rank
@@ -231,6 +232,49 @@ def test_a_run_that_stops_at_a_gradient_that_is_not_finite_names_it_and_saves_no
     assert [(each.kind, each.step) for each in events(run_file)] == [("start", 0), ("save", 5), ("spike", 7)]
     train(run_file, "--set", "faults.spike=stop", "--resume")
     assert [step for step, _, _ in trajectory(run_file)] == list(range(1, 21))
+
+
+def test_by_default_a_number_that_is_not_finite_stops_a_run_before_it_is_saved_and_the_first_step_is_named(run_file):
+    """Steps 7 and 8 are not logged: the numbers of step 7 are read before the checkpoint that is due after step 9."""
+    settings = ("--set", "metrics.every=20", "--set", "checkpoint.every=3", "--set", "checkpoint.async_mode=async")
+    run = train(run_file, *settings, fault=partial(nan_in_step, 7, 1), expect=3)
+    assert run.stderr.startswith("error: step 7: the gradient norm is inf (loss 5."), run.stderr
+    assert "is that of embedding.weight on rank" in run.stderr
+    assert "(found after step 9): checkpoints are those from before step 7" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stderr.rstrip().endswith("step-00000006; go on from it with --resume")
+    assert checkpoints(run_file) == ["step-00000003", "step-00000006"]
+    assert [(each.kind, each.step) for each in events(run_file)][-1] == ("spike", 7)
+
+
+def unread_numbers(layout: Layout, kind: str) -> tuple[int, str]:
+    """The step that `FiniteCheck` finds among four, of which the third has such a number on the last rank, and why."""
+    base = LONG if layout.cp * layout.tp > 1 else CASE
+    case = replace(base, spec=EVEN, micro_batch=base.global_batch // (2 * layout.data_ranks), dtype="float32")
+    trainer = verify_rank.build_trainer(case, layout, "adamw")
+    check = FiniteCheck(trainer)
+    for step in range(4):
+        if step == 2 and kind == "gradient" and dist.get_rank() == 0:
+            verify_rank.overflow_once(trainer.model.parts)
+        if step == 2 and kind == "loss" and dist.get_rank() == layout.world_size - 1:
+            trainer.loss_sum = partial(_scaled, trainer.loss_sum, math.inf)
+        result = trainer.step(verify_rank.local_batch(case, layout, dist.get_rank(), step), step, RATE)
+        check.note(step + 1, (0, 1), result, overflowed=False)
+    found = check.first()
+    assert found is not None
+    assert check.first() is None
+    return found.step, str(found.spike)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), rest_prove([(n, kind) for n in LAYOUTS for kind in ("gradient", "loss")], ("pp", "loss"))
+)
+def test_every_rank_finds_the_same_first_step_with_a_number_that_is_not_finite(name: str, kind: str):
+    found = run_ranks(unread_numbers, LAYOUTS[name].world_size, LAYOUTS[name], kind)
+    ((step, told),) = set(found)
+    assert step == 3
+    assert told.startswith("the loss is inf" if kind == "loss" else "the gradient norm is inf"), told
+    assert ("the loss is not finite on rank" if kind == "loss" else "is that of embedding.weight on rank") in told
 
 
 @prove

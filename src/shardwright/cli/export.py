@@ -26,6 +26,10 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="take the tokenizer of this folder, and its chat template")
     ] = None,
+    allow_nan: Annotated[
+        bool,
+        typer.Option("--allow-nan", help="write values that are NaN or infinite, too; without it they are refused"),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Write weights as a folder that transformers loads with AutoModelForCausalLM.from_pretrained.
@@ -37,7 +41,9 @@ def export(
     """
     from shardwright.training.exporting import export as write
 
-    done = write(source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer)
+    done = write(
+        source, out, dtype=dtype, max_shard_bytes=_bytes(max_shard_size), tokenizer=tokenizer, allow_nan=allow_nan
+    )
     if json:
         answer = {"out": str(out), "architecture": done.architecture.class_name, "dtype": done.dtype}
         print_json({**answer, "bytes": done.n_bytes, "remarks": list(done.remarks)})

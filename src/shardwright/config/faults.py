@@ -23,7 +23,8 @@ class FaultsSection(Section):
         "off",
         description="before weights change, loss and gradient norm of a step have to be finite and, once 64 steps are "
         "known, not above mean + spike_sigma x standard deviation of the last 128; if they are not: skip the update, "
-        "go back (rollback) to the last checkpoint and leave out the samples of the step, or stop; off: no check",
+        "go back (rollback) to the last checkpoint and leave out the samples of the step, or stop; off: a number that "
+        "is not finite stops the run before the next logged line or checkpoint, and finite ones are not judged",
     )
     spike_sigma: Annotated[float, Field(gt=0)] = Field(
         6.0, description="standard deviations above the mean from which on a loss or gradient norm is a spike"

@@ -55,11 +55,17 @@ def write_safetensors(path: Path, entries: Sequence[Entry], make: Callable[[Entr
 
 
 def write_weights(
-    folder: Path, tensors: Iterable[FileTensor], dtypes: Mapping[str, str], read: Read, max_shard_bytes: int
+    folder: Path,
+    tensors: Iterable[FileTensor],
+    dtypes: Mapping[str, str],
+    read: Read,
+    max_shard_bytes: int,
+    seen: Callable[[str, Tensor], None],
 ) -> int:
     """Write tensors as `transformers` names them, in one file or in several with an index; returns their bytes.
 
-    `dtypes`: name of the tensor -> its type in the file. A file holds at most `max_shard_bytes`, or one tensor.
+    `dtypes`: name of the tensor -> its type in the file. A file holds at most `max_shard_bytes`, or one tensor. Calls
+    `seen` with the name and the values of each tensor.
     """
     named = {tensor.name: tensor for tensor in tensors}
     entries = [Entry(name, dtypes[name], tensor.shape) for name, tensor in sorted(named.items())]
@@ -70,7 +76,9 @@ def write_weights(
         names = [f"{stem}-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
 
     def make(entry: Entry) -> Tensor:
-        return tensor_of_file(named[entry.name], read, getattr(torch, entry.dtype))
+        tensor = tensor_of_file(named[entry.name], read, getattr(torch, entry.dtype))
+        seen(entry.name, tensor)
+        return tensor
 
     for name, inside in zip(names, files, strict=True):
         write_safetensors(folder / name, inside, make)

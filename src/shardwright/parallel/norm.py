@@ -12,28 +12,38 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.torch_private import DTensorSpec, TensorMeta, foreach_mul_, foreach_norm
 
+LocalNorms = list[tuple[list[int], Tensor]]
+"""Norms of this rank's shards of gradients, several tensors of them, with the positions of their parameters."""
+
 
 def gradient_norm(
-    parameters: Iterable[Tensor], holders: Iterable[int] | None = None, stages: dist.ProcessGroup | None = None
+    parameters: Iterable[Tensor],
+    holders: Iterable[int] | None = None,
+    stages: dist.ProcessGroup | None = None,
+    local_norms: LocalNorms | None = None,
 ) -> Tensor:
     """Euclidean norm over all gradients, as a scalar on their device, equal on every rank.
 
     Squares are summed over the mesh axes along which a gradient is sharded, not over those along which it is
     replicated; gradients on different meshes are added after the sum over each mesh. `stages` is the process group of
     pp, over which the squares are summed last. `holders` says for each parameter how many of those ranks hold it; each
-    of them adds that fraction of its square.
+    of them adds that fraction of its square. `local_norms` is filled with the norms that this rank computes.
     """
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], list[Tensor]] = defaultdict(list)
-    for parameter, shared_by in zip(parameters, holders or repeat(1), strict=False):
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...], int], dict[int, Tensor]] = defaultdict(dict)
+    for position, (parameter, shared_by) in enumerate(zip(parameters, holders or repeat(1), strict=False)):
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             sharded = tuple(i for i, place in enumerate(gradient.placements) if not place.is_replicate())
-            groups[gradient.device_mesh, sharded, shared_by].append(gradient.to_local())
+            groups[gradient.device_mesh, sharded, shared_by][position] = gradient.to_local()
         elif gradient is not None:
-            groups[None, (), shared_by].append(gradient)
+            groups[None, (), shared_by][position] = gradient
     squares = []
-    for (mesh, sharded, shared_by), gradients in groups.items():
-        square = torch.stack(foreach_norm(gradients)).square().sum() / shared_by
+    for (mesh, sharded, shared_by), by_position in groups.items():
+        gradients = list(by_position.values())
+        norms = torch.stack(foreach_norm(gradients))
+        if local_norms is not None:
+            local_norms.append((list(by_position), norms))
+        square = norms.square().sum() / shared_by
         if mesh is not None:
             for axis in sharded:
                 dist.all_reduce(square, group=mesh.get_group(axis))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from shardwright.config.faults import IN_A_ROW, FaultsSection
 from shardwright.data.batches import merged
@@ -76,12 +76,7 @@ class AfterSpike:
         """What faults.spike says of step number `step`, which was not taken; where the run begins again if it goes back
         to a checkpoint, which `newest_checkpoint` loads. Raises SpikeError where it stops. `samples`: the first of the
         step, and the one after its last."""
-        told = f"step {step}: {spike}"
-        if self.trainer.recheck is not None:
-            told += f"; {self.trainer.recheck}"
-        there = [i for i in range(*samples) if not any(first <= i < end for first, end in self.left_out)]
-        places = self.sources.places(order, there)
-        told += f"; {self._in_words(places, spike.losing)}"
+        told, places = self._described(spike, step, samples, order)
         assert self.trainer.spikes is not None
         in_a_row = self.trainer.spikes.state.in_a_row
         back = None
@@ -106,6 +101,28 @@ class AfterSpike:
         screen.say(told)
         self._happened("skip" if back is None else "rollback", step, told, samples=places)
         return back
+
+    def stop(self, spike: Spike, step: int, samples: tuple[int, int], order: MixtureOrder, done: int) -> NoReturn:
+        """Raise SpikeError for step number `step`, whose loss or gradient norm is not finite, after `done` steps."""
+        told, places = self._described(spike, step, samples, order)
+        self._happened("spike", step, told, samples=places)
+        seen = "" if done == step else f" (found after step {done})"
+        raise SpikeError(
+            f"{told}\nthe run is stopped{seen}: checkpoints are those from before step {step}, none holds its numbers. "
+            f"To leave such steps out, set faults.spike to 'skip' or 'rollback'; if it is the first of many, lower "
+            f"optimizer.lr or optimizer.clip_norm"
+        )
+
+    def _described(
+        self, spike: Spike, step: int, samples: tuple[int, int], order: MixtureOrder
+    ) -> tuple[str, list[SamplePlace]]:
+        """A step that is not as it should be in words, and the places of its samples in the data."""
+        told = f"step {step}: {spike}"
+        if self.trainer.recheck is not None:
+            told += f"; {self.trainer.recheck}"
+        there = [i for i in range(*samples) if not any(first <= i < end for first, end in self.left_out)]
+        places = self.sources.places(order, there)
+        return f"{told}; {self._in_words(places, spike.losing)}", places
 
     def _in_words(self, places: Sequence[SamplePlace], losing: Sequence[int]) -> str:
         """The samples of a step, or of them those of the ranks with a loss that is not finite, as far as they are few;

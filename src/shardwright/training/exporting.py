@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from shardwright.config import load as load_run_file
 from shardwright.config.mixture import tokenizer_folder
@@ -25,7 +26,7 @@ from shardwright.run_folder import RUN_FILE
 from shardwright.training.importing import copy_tokenizer, is_free
 from shardwright.training.model_card import model_card
 from shardwright.training.sources import ends_of_text, readable_sources
-from shardwright.training.weights import Weights, open_weights
+from shardwright.training.weights import Weights, count_not_finite, not_finite_in_words, open_weights
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 """Type on the command line -> its name in torch."""
@@ -50,12 +51,14 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tokenizer: str | Path | None = None,
+    allow_nan: bool = False,
 ) -> Exported:
     """Write weights to the new folder `out` in the format of `transformers`; one tensor is in memory at a time.
 
     `source`: a run (its newest checkpoint), a checkpoint, a folder of `shardwright import` or of `transformers`.
     `dtype`: bf16, fp16, fp32 or fp64; as they are unless given. `tokenizer`: a folder whose tokenizer is taken; unless
-    given, that of the weights or of the run's data. Raises ConfigError for a model that `transformers` has no
+    given, that of the weights or of the run's data. `allow_nan`: write values that are NaN or infinite, too, which are
+    refused with an InputError unless it is given. Raises ConfigError for a model that `transformers` has no
     architecture for, saying why, and CheckpointError for weights that are not there or damaged.
     """
     problems = [] if dtype is None or dtype in DTYPES else [f"--dtype {dtype}: valid: {', '.join(DTYPES)}"]
@@ -76,7 +79,17 @@ def export(
         config = architecture.config(weights.spec) | {"torch_dtype": main, "dtype": main, **ids}
         (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_token_ids(fresh, ids)
-        n_bytes = write_weights(fresh, tensors, types, weights.read, max_shard_bytes)
+        not_finite: list[str] = []
+
+        def count(name: str, tensor: Tensor) -> None:
+            if n := count_not_finite(tensor):
+                not_finite.append(f"{not_finite_in_words(source, n, tensor.numel(), name)} in {types[name]}")
+
+        n_bytes = write_weights(fresh, tensors, types, weights.read, max_shard_bytes, count)
+        if not_finite and not allow_nan:
+            way_out = "take an earlier checkpoint, or a --dtype of larger range; --allow-nan writes them as they are"
+            raise InputError(*(f"{problem}; {way_out}" for problem in not_finite))
+        remarks += not_finite
         (fresh / "README.md").write_text(model_card(weights, architecture, main), encoding="utf-8")
     if weights.spec.moe is not None and weights.spec.moe.capacity_factor:
         remarks.append("in transformers no token is dropped; here tokens beyond moe.capacity_factor are")

@@ -31,7 +31,7 @@ from shardwright.training.checkpoint.manifest import (
     sha256_of_text,
 )
 from shardwright.training.checkpoint.storage import xxh3_128_of
-from shardwright.training.weights import MODEL
+from shardwright.training.weights import MODEL, count_not_finite, not_finite_in_words
 from shardwright.units import GiB, in_groups
 
 BLOCK_BYTES = GiB // 4
@@ -70,13 +70,13 @@ def import_weights(source: str | Path, out: str | Path) -> HuggingFaceWeights:
                 tensor = weights.read(block.name, block.offsets, entry.shape).contiguous()
                 record = ShardRecord(block.offsets, entry.shape, file, xxh3_128_of(tensor))
                 records[block.name].append(record)
-                not_finite[block.name] += tensor.numel() - int(tensor.isfinite().sum())
+                not_finite[block.name] += count_not_finite(tensor)
                 return tensor
 
             write_safetensors(fresh / file, entries, make)
         if problems := [
-            f"{source}: {n:,} of {prod(weights.shapes[name]):,} values of {name} are NaN or infinite; the weights are "
-            f"damaged, or were saved in a type that does not hold them"
+            f"{not_finite_in_words(source, n, prod(weights.shapes[name]), name)}; the weights are damaged, or were "
+            f"saved in a type that does not hold them"
             for name, n in not_finite.items()
             if n
         ]:

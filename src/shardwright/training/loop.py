@@ -32,6 +32,7 @@ from shardwright.training.checkpoint.state import checkpoint_bytes, load
 from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.copies import differing_copies
 from shardwright.training.device import configure_malloc
+from shardwright.training.finite import FiniteCheck
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.loss_scale import skipped_in_words
@@ -115,6 +116,7 @@ class _Run:
             self.remarks.append(local.remark)
         self.trainer.spikes = spike_guard(config.faults, model, device)
         self.after_spike = AfterSpike(config.faults, self.trainer, self.sources, self._happened)
+        self.finite = FiniteCheck(self.trainer)
         self.numbers = Numbers(config, self.trainer, self.sources, device)
 
     def go(self) -> bool:
@@ -231,6 +233,7 @@ class _Run:
             self.monitor.enter("data", step)
             trainer.clock.begin_step()
             first_sample, batch = batches.next_sample, next(batches)
+            samples = first_sample, batches.next_sample
             trainer.clock.mark("data")
             skipped = trainer.skipped_steps
             # As in Megatron-LM, the learning rate stays where it is in a step that is skipped.
@@ -239,29 +242,33 @@ class _Run:
             step += 1
             self.after_spike.rechecked(step, screen)
             if trainer.spike is not None:
-                samples = first_sample, batches.next_sample
                 back = self.after_spike.next(trainer.spike, step, samples, self.order, self._newest_checkpoint, screen)
                 if back is not None:
                     return back
-            elif trainer.skipped_steps > skipped:
-                screen.say(told := skipped_in_words(step, trainer.loss_scale))
-                self._happened("skip", step, told)
+            overflowed = trainer.spike is None and trainer.skipped_steps > skipped
+            if overflowed:
+                self._skipped(step, skipped_in_words(step, trainer.loss_scale), screen)
+            self.finite.note(step, samples, result, overflowed)
             self.monitor.enter("log", step - 1)
             screen.at(step)
             last = step == config.steps
-            if step % config.metrics.every == 0 or last:
+            logs, evaluates = step % config.metrics.every == 0 or last, due(step, config.evaluation.every) or last
+            saves = last or self.saving.due(step) or self.saving.due_locally(step)
+            if logs or evaluates or saves or self.finite.due:
+                self._require_finite(step)
+            if logs:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
                 trainer.clock.restart()
                 logged = step
-            if due(step, config.evaluation.every) or last:
+            if evaluates:
                 self._evaluate(step, writers)
-            saves = last or self.saving.due(step) or self.saving.due_locally(step)
             self._check_copies(step, saves)
             self.saving.tell()
             if saves:
                 self._save(step, batches.next_sample, last)
             self.monitor.enter("agreement", step)
         if start.step < step < config.steps:
+            self._require_finite(step)
             if logged < step:
                 self._log(step, step - logged, batches.next_sample, rate, result, writers, screen)
             if not self.saving.due(step):
@@ -269,6 +276,15 @@ class _Run:
                 self._save(step, batches.next_sample, last=True)
             self.saving.settle(required=True)
         return step
+
+    def _skipped(self, step: int, text: str, screen: Screen) -> None:
+        screen.say(text)
+        self._happened("skip", step, text)
+
+    def _require_finite(self, step: int) -> None:
+        """Raise SpikeError, on every rank, if a number of the steps since the last check is not finite."""
+        if (found := self.finite.first()) is not None:
+            self.after_spike.stop(found.spike, found.step, found.samples, self.order, done=step)
 
     def _log(
         self,

@@ -17,7 +17,7 @@ for that copy alone, so the device has work queued until the optimizer's is.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -31,6 +31,7 @@ from shardwright.config.faults import LEAST_WINDOW, SPIKE_WINDOW, FaultsSection
 from shardwright.layout import Layout
 from shardwright.parallel.model import ParallelModel
 from shardwright.parallel.norm import local_part
+from shardwright.parallel.objects import gathered
 from shardwright.processes import ranks_in_words
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -184,9 +185,11 @@ class SpikeGuard:
         why = self.judge(loss, norm)
         if why is None or (math.isfinite(loss) and math.isfinite(norm)):
             return None if why is None else Spike(loss, norm, why)
-        found, names = self._where(), list(self.model.held_on)
-        losing = tuple(rank for rank, (bad, _) in enumerate(found) if bad)
-        return Spike(loss, norm, why, in_words(found, names), losing)
+        held = [(k, p.grad) for k, p in self.model.named_parameters.items() if p.grad is not None]
+        bad = [name for name, gradient in held if not bool(torch.isfinite(local_part(gradient)).all())]
+        assert self.loss_part is not None
+        where, losing = origin(self.model, not bool(torch.isfinite(self.loss_part)), bad)
+        return Spike(loss, norm, why, where, losing)
 
     def judge(self, loss: float, norm: float) -> str | None:
         """Why a step with these numbers is a spike, if it is one; they enter the window."""
@@ -209,19 +212,15 @@ class SpikeGuard:
                 del window[:-SPIKE_WINDOW]
         return found
 
-    def _where(self) -> list[tuple[bool, int]]:
-        """Of each rank whether its part of the loss is not finite, and which parameter with a gradient that is not
-        finite the backward pass comes to first, of those that it holds a part of: its number in the order of the
-        forward pass, -1 for none. Every rank calls this."""
-        place = {name: i for i, name in enumerate(self.model.held_on)}
-        held = [(place[k], local_part(p.grad)) for k, p in self.model.named_parameters.items() if p.grad is not None]
-        bad = [i for i, gradient in held if not bool(torch.isfinite(gradient).all())]
-        assert self.loss_part is not None
-        mine = torch.tensor([not bool(torch.isfinite(self.loss_part)), max(bad, default=-1)], dtype=torch.int64)
-        mine = mine.to(self.loss_part.device)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        return [(bool(each[0]), int(each[1])) for each in everyone]
+
+def origin(model: ParallelModel, loses: bool, bad: Iterable[str]) -> tuple[str, tuple[int, ...]]:
+    """Where numbers that are not finite come from, in words, and the ranks whose part of the loss is not finite. Every
+    rank calls this. `loses`: whether this rank is one of them; `bad`: the parameters whose gradient has such a number
+    in this rank's shard."""
+    names = list(model.held_on)
+    place = {name: i for i, name in enumerate(names)}
+    found = gathered((loses, max((place[name] for name in bad), default=-1)), tuple[bool, int])
+    return in_words(found, names), tuple(rank for rank, (loses, _) in enumerate(found) if loses)
 
 
 def in_words(found: Sequence[tuple[bool, int]], names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from shardwright.model.random import EVALUATION, sample_keys
 from shardwright.parallel.loss import ChunkedLoss, bound, loss_sum
 from shardwright.parallel.microbatch_runner import Loss, Microbatch
 from shardwright.parallel.model import ParallelModel
-from shardwright.parallel.norm import clip_gradients, gradient_norm
+from shardwright.parallel.norm import LocalNorms, clip_gradients, gradient_norm
 from shardwright.parallel.tensor import TensorAxis
 from shardwright.training.ahead import look_ahead
 from shardwright.training.clock import Clock
@@ -84,6 +84,8 @@ class ForwardBackward:
         self.restart_positions = restart_positions
         self.scaler = scaler
         self.loss_sum = self._loss_sum(compile_loss)
+        self.local_norms: LocalNorms = []
+        """Norms of this rank's shards of the gradients of the last `clip`."""
 
     @property
     def loss_scale(self) -> float:
@@ -138,7 +140,8 @@ class ForwardBackward:
         """Divide the gradients by the loss scale, and scale them to a global norm of at most `max_norm`; at 0 or
         infinity any norm may be. Returns the norm before that, without the loss scale."""
         parameters = self.model.named_parameters.values()
-        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp) / self.loss_scale
+        self.local_norms = []
+        norm = gradient_norm(parameters, self.model.holders, self.model.groups.pp, self.local_norms) / self.loss_scale
         self._norm_known(norm)
         if 0 < max_norm < math.inf:
             clip_gradients(parameters, norm, max_norm, self.loss_scale)

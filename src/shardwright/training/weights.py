@@ -128,6 +128,16 @@ def weights_of_checkpoint(folder: Path) -> CheckpointWeights:
 WHAT = "a folder of transformers, one that `shardwright import` wrote, a checkpoint, or a run that has one"
 
 
+def count_not_finite(tensor: Tensor) -> int:
+    """The number of values of a tensor that are NaN or infinite."""
+    return tensor.numel() - int(tensor.isfinite().sum())
+
+
+def not_finite_in_words(source: str | Path, n: int, n_values: int, name: str) -> str:
+    """`hf/x: 3 of 1,024 values of head.weight are NaN or infinite`."""
+    return f"{source}: {n:,} of {n_values:,} values of {name} are NaN or infinite"
+
+
 @torch.no_grad()
 def fill(
     parameters: Iterable[tuple[str, nn.Parameter]],
@@ -138,11 +148,18 @@ def fill(
     """Write weights into parameters of a model `spec`, by name, or into the `box` of each that this rank holds.
 
     A balance of experts that is not there starts as in a new model. Types are converted to those of the parameters.
+    Raises CheckpointError for weights that are NaN or infinite.
     """
     for name, parameter in parameters:
         held, offsets = box(parameter)
         if name in weights.shapes:
-            held.copy_(weights.read(name, offsets, tuple(held.shape)))
+            read = weights.read(name, offsets, tuple(held.shape))
+            if n := count_not_finite(read):
+                raise CheckpointError(
+                    f"{not_finite_in_words(weights.path, n, read.numel(), name)}, so all that the model computes would "
+                    f"be NaN; take an earlier checkpoint, or weights that are whole"
+                )
+            held.copy_(read)
         else:
             row = row_of(spec, name)
             assert row.kind == "balance", f"{name} is not in {weights.path}"

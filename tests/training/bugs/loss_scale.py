@@ -14,7 +14,7 @@ _FACTOR = "(max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale"
 _CHUNKED = Layout(dp_shard=2, zero=2, loss_chunk_tokens=7)
 
 
-_NORM = "gradient_norm(parameters, self.model.holders, self.model.groups.pp)"
+_NORM = "gradient_norm(parameters, self.model.holders, self.model.groups.pp, self.local_norms)"
 _LOCAL = "torch.stack([getattr(p.grad, '_local_tensor', p.grad).norm() for p in parameters]).norm()"
 
 

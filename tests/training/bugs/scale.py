@@ -89,8 +89,8 @@ SCALE: dict[str, AnyBug] = {
     "9: what two stages hold counts twice": Bug(
         Mutation(
             NORM,
-            "torch.stack(foreach_norm(gradients)).square().sum() / shared_by",
-            "torch.stack(foreach_norm(gradients)).square().sum()",
+            "norms.square().sum() / shared_by",
+            "norms.square().sum()",
         ),
         [PP, DUALPIPE],
         spec={"tied_embedding": True},
