@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shardwright.errors import InputError
-from shardwright.files import LOCK, parse_json
+from shardwright.files import LOCK, open_regular, parse_json, problem_of_place, read_lines
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"
@@ -52,6 +52,12 @@ def wrong_kinds(out: Path) -> list[str]:
     files = [out / name for name in (RUN_FILE, METRICS, EVENTS, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
     found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
+    others = [path for path in files if os.path.lexists(path) and not path.is_dir()]
+    found += [
+        f"{path} is a device, a pipe or a link to elsewhere, and a run keeps a file there"
+        for path in others
+        if not path.is_file() or problem_of_place(path) is not None
+    ]
     way_out = "move it away, or name another folder with --set out=..."
     return [f"{problem}; {way_out}" for problem in found]
 
@@ -311,8 +317,10 @@ def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Even
 def whole_lines(path: Path) -> list[str]:
     """The complete lines of a file, none if it is missing. What follows the last newline is an incomplete record: the
     process that writes it was killed, or is writing it now."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+    try:
+        return read_lines(path) if path.is_file() else []
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 class GrowingFile:
@@ -330,7 +338,7 @@ class GrowingFile:
         """The lines since the last call, without an incomplete last one; whether these are all lines, those before
         having been replaced, as those of a run that goes back to a checkpoint are. A missing file has none."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 anew = status.st_ino != self._file or status.st_size < self._at
                 if anew:
@@ -343,7 +351,7 @@ class GrowingFile:
             self.begin()
         content = content[: content.rfind(b"\n") + 1]
         self._at += len(content)
-        lines = content.decode(errors="replace").splitlines()
+        lines = content.decode(errors="replace").split("\n")[:-1]
         self.n_lines += len(lines)
         return anew, lines
 
