@@ -8,6 +8,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -17,13 +18,15 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shardwright.errors import InputError
 from shardwright.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
 """The longest file that is read whole as text: a run file, a table of hardware."""
+LONGEST_TOKENIZER = 512 * MiB
+"""The longest tokenizer.json that is read; the largest published ones have 35 MB."""
 LONGEST_LINE = 4 * MiB
 """The longest line of a file of records, such as metrics.jsonl."""
 DEEPEST = 32
@@ -36,11 +39,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _in_use: set[Path] = set()
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError for what is not there and for anything else, such as a pipe,
     which could block, or a device, which may have no end."""
     _require_regular(path, os.stat(path).st_mode)
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - returned
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = open(descriptor, "rb")  # noqa: SIM115 - returned
     try:
         _require_regular(path, os.fstat(file.fileno()).st_mode)
     except OSError:
@@ -137,12 +141,25 @@ def _has_long_key(line: str) -> bool:
     return any(part.count(".") > _MOST_DOTS for part in re.split("[=,{}]", _STRING.sub("", line)))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """A JSON document. Raises ValueError with a reason for what is none."""
+def parse_json(text: str | bytes, finite: bool = False) -> Any:
+    """Return a JSON document. `finite`: numbers that are infinite or NaN, which Python reads and JSON does not have,
+    are refused. Raises ValueError with a reason for what is no such document."""
+    text = text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(b"\xef\xbb\xbf")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite) if finite else json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _refuse(number: str) -> None:
+    raise ValueError(f"{number} is no number of JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number} is too large for a number of 64 bits")
+    return value
 
 
 def read_csv(path: Path) -> list[tuple[int, list[str]]]:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.files import open_regular
 from shardwright.hugging_face.writer import FILE_METADATA
 from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, key_of
 from shardwright.training.offload.states import StoredTensor
@@ -107,6 +108,7 @@ def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tens
     single bit of it has changed."""
     path, key = folder / record.file, key_of(name, record.offsets)
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             shard: Tensor = file.get_tensor(key)
             metadata = file.metadata()
