@@ -1,7 +1,9 @@
-"""Proves that a file or folder is whole or not there, and that a folder has one owner at a time."""
+"""Proves that a file or folder is whole or not there, that nothing but a regular file is replaced or read, and that a
+folder has one owner at a time."""
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import InputError
-from shardwright.files import new_folder, sole_owner, write_whole
+from shardwright.files import inside, new_folder, open_regular, read_lines, read_text, sole_owner, write_whole
+from shardwright.run_folder import LOCK, METRICS, wrong_kinds
 
 SECOND_OWNER = """
 import sys, pathlib
@@ -45,6 +48,93 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written"):
         write_whole(tmp_path / "file" / "below", b"")
+
+
+def null_device(folder: Path) -> Path:
+    """A device like /dev/null, which a rename could replace; where only root may make one, /dev/null itself."""
+    path = folder / "null"
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        path.write_bytes(b"")
+    except OSError:
+        return Path("/dev/null")
+    return path
+
+
+def test_a_device_and_a_pipe_are_written_to_and_stay_what_they_are(tmp_path: Path):
+    device, pipe = null_device(tmp_path), tmp_path / "pipe"
+    write_whole(device, b"page")
+    assert device.is_char_device()
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match="cannot be written"):
+        write_whole(pipe, b"page")  # nobody reads it, and it does not wait for someone
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"page")
+    assert os.read(descriptor, 100) == b"page"
+    os.close(descriptor)
+    assert pipe.is_fifo()
+
+
+def test_a_link_is_followed_within_its_folder_alone(tmp_path: Path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.write_text("mine")
+    (run / "inside.html").symlink_to("report-1.html")
+    (run / "outside.html").symlink_to("../other")
+    write_whole(run / "inside.html", b"page")
+    assert (run / "inside.html").is_symlink()
+    assert (run / "report-1.html").read_bytes() == b"page"
+    for path in (run / "outside.html", tmp_path / "run"):
+        with pytest.raises(InputError, match=r"link out of its folder|that is a folder"):
+            write_whole(path, b"page")
+    assert other.read_text() == "mine"
+    assert (run / "outside.html").is_symlink()
+    (tmp_path / "linked").symlink_to("run")
+    with pytest.raises(InputError, match="not replaced by a folder"):
+        write_folder(tmp_path / "linked", "text")
+
+
+def all_lines(path: Path) -> list[str]:
+    return list(read_lines(path))
+
+
+def test_only_regular_files_are_read_and_lines_have_a_bound(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        for read in (open_regular, read_text, all_lines):
+            with pytest.raises(OSError):
+                read(path)
+    (tmp_path / "lines").write_bytes(b"a\xe2\x80\xa8b\nc")
+    assert all_lines(tmp_path / "lines") == ["a\u2028b"], "a line ends at a newline alone"
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(2**40)
+    for read in (read_text, all_lines):
+        with pytest.raises(OSError, match="longer than"):
+            read(tmp_path / "sparse")
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa")
+    assert read_text(tmp_path / "marked") == "a"
+
+
+def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path: Path):
+    folder = tmp_path / "models--a--b" / "snapshots" / "1"
+    (folder / "below").mkdir(parents=True)
+    (tmp_path / "secret").write_text("")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "up").symlink_to("..")
+    for name in ("../x", "/etc/passwd", "link", "up/x", "a\0", "", "below/../../x"):
+        with pytest.raises(InputError, match=r"no name of a file in this folder|link out of this folder"):
+            inside(folder, name)
+    (folder.parent.parent / "blobs").mkdir()
+    (folder.parent.parent / "blobs" / "sha").write_text("")
+    (folder / "model.safetensors").symlink_to("../../blobs/sha")
+    for name in ("model.safetensors", "below/x"):
+        assert inside(folder, name) == folder / name
+
+
+def test_what_a_run_cannot_write_to_is_named_before_it_starts(tmp_path: Path):
+    (tmp_path / LOCK).symlink_to("/etc/hostname")
+    os.mkfifo(tmp_path / METRICS)
+    assert len(wrong_kinds(tmp_path)) == 2
 
 
 def write_folder(out: Path, text: str, error: Exception | None = None) -> None:

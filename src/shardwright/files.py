@@ -1,5 +1,6 @@
-"""Publishing by rename: a file or folder is written under a temporary name beside its place and renamed when it is
-complete, so that a reader sees a complete one or none. Also locks a folder for one process at a time."""
+"""Reading and writing of files that others may have made. Reading takes regular files of a bounded size, inside the
+folder that names them. Publishing is by rename: a file or folder is written under a temporary name beside its place and
+renamed when it is complete, so that a reader sees a complete one or none. Also locks a folder for one process."""
 
 import contextlib
 import csv
@@ -7,10 +8,12 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import shutil
 import socket
+import stat
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -22,6 +25,10 @@ from shardwright.units import MiB, format_bytes
 
 LONGEST_TEXT = 16 * MiB
 """The longest file that is read whole as text: a run file, a table of hardware."""
+LONGEST_TOKENIZER = 512 * MiB
+"""The longest tokenizer.json that is read; the largest published ones have 35 MB."""
+LONGEST_LINE = 4 * MiB
+"""The longest line of a file of records, such as metrics.jsonl."""
 DEEPEST = 32
 """How deep tables and lists of a TOML document may be nested."""
 _MOST_DOTS = 1000
@@ -32,17 +39,76 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _in_use: set[Path] = set()
 
 
-def read_text(path: Path) -> str:
-    """A file of UTF-8 text. Raises OSError, and ValueError with a reason for what is no such text or is longer than
-    `LONGEST_TEXT`, as a device can be."""
-    with path.open("rb") as file:
-        content = file.read(LONGEST_TEXT + 1)
-    if len(content) > LONGEST_TEXT:
-        raise ValueError(f"longer than {format_bytes(LONGEST_TEXT)}")
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading. Raises OSError for what is not there and for anything else, such as a pipe,
+    which could block, or a device, which may have no end."""
+    _require_regular(path, os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = open(descriptor, "rb")  # noqa: SIM115 - returned
     try:
-        return content.decode("utf-8")
+        _require_regular(path, os.fstat(file.fileno()).st_mode)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "a device, a pipe or a socket, and no regular file", str(path))
+
+
+def read_bytes(path: Path, most_bytes: int = LONGEST_TEXT) -> bytes:
+    """Return the content of a regular file. Raises OSError as `open_regular` does, and for a file that is longer than
+    `most_bytes`."""
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.E2BIG, f"longer than {format_bytes(most_bytes)}", str(path))
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Return a file of UTF-8 text, without a byte order mark. Raises OSError as `read_bytes` does, and ValueError with
+    a reason for what is no such text."""
+    try:
+        return read_bytes(path).decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the complete lines of a file of records; what follows the last newline is left out. Lines end at a newline
+    alone, which JSON escapes. Raises OSError as `open_regular` does, and for a line longer than `LONGEST_LINE`."""
+    n_lines = 0
+    with open_regular(path) as file:
+        while (line := file.readline(LONGEST_LINE + 1)).endswith(b"\n"):
+            n_lines += 1
+            yield line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+        if len(line) > LONGEST_LINE:
+            what = f"line {n_lines + 1} is longer than {format_bytes(LONGEST_LINE)}"
+            raise OSError(errno.E2BIG, what, str(path))
+
+
+def inside(folder: Path, name: str, error: type[InputError] = InputError) -> Path:
+    """Return the path of the file that a file of `folder` calls `name`.
+
+    Raises `error` for a name that leads out of the folder: an absolute path, `..`, or a link to elsewhere. The links in
+    a snapshot of the Hugging Face cache lead to the blobs of the same model, and are followed.
+    """
+    way_out = "only files of the folder itself are read; copy the file into it"
+    parts = Path(name).parts
+    if not parts or "\0" in name or Path(name).is_absolute() or ".." in parts:
+        raise error(f"{folder}: {name!r} is no name of a file in this folder; {way_out}")
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
+    roots = [root]
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        roots.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(each) for each in roots):
+        raise error(f"{folder}: {name!r} is a link out of this folder, to {target}; {way_out}")
+    return folder / name
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -75,19 +141,31 @@ def _has_long_key(line: str) -> bool:
     return any(part.count(".") > _MOST_DOTS for part in re.split("[=,{}]", _STRING.sub("", line)))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """A JSON document. Raises ValueError with a reason for what is none."""
+def parse_json(text: str | bytes, finite: bool = False) -> Any:
+    """Return a JSON document. `finite`: numbers that are infinite or NaN, which Python reads and JSON does not have,
+    are refused. Raises ValueError with a reason for what is no such document."""
+    text = text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(b"\xef\xbb\xbf")
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite) if finite else json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _refuse(number: str) -> None:
+    raise ValueError(f"{number} is no number of JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number} is too large for a number of 64 bits")
+    return value
 
 
 def read_csv(path: Path) -> list[tuple[int, list[str]]]:
     """The rows of a CSV file, each with its line (the last one of a row that has several). Raises OSError, and
     ValueError with a reason for what is no such file."""
-    text = read_text(path).removeprefix("\ufeff")  # spreadsheets begin a file with a byte order mark
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         return [(reader.line_num, cells) for cells in reader]
     except csv.Error as error:
@@ -99,17 +177,56 @@ def reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
+def problem_of_place(path: Path) -> str | None:
+    """Return why a file may not be written to a place, or None. A regular file is replaced; a character device, such as
+    /dev/null, or a pipe is written to; a link is followed within its folder."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG  # absent, or a link to what is absent
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror}; choose another place"
+    if stat.S_ISDIR(mode):
+        return f"{path}: that is a folder; name a file in it"
+    if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+        return None
+    if not stat.S_ISREG(mode):
+        return f"{path}: that is a disk or a socket; name a file"
+    target = Path(os.path.realpath(path))
+    if path.is_symlink() and not target.is_relative_to(os.path.realpath(path.parent)):
+        return f"{path}: that is a link out of its folder, to {target}, and is not followed; name {target} itself"
+    return None
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, in place of what is there. Raises InputError if the place cannot be written."""
+    """Write a file, in place of a regular file that is there. Raises InputError if the place cannot be written."""
+    if (problem := problem_of_place(path)) is not None:
+        raise InputError(problem)
+    special = path.exists() and not path.is_file()
+    if path.is_symlink() and not special:
+        path = Path(os.path.realpath(path))
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if special:
+            _write_through(path, content)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_bytes(content)
+        fresh.unlink(missing_ok=True)
+        with fresh.open("xb") as file:
+            file.write(content)
         os.replace(fresh, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise InputError(f"{path} cannot be written: {error.strerror}; choose another place") from None
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Write to a device or a pipe, which stays what it is; a pipe that nobody reads is an error instead of a wait."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb") as file:
+        file.write(content)
 
 
 @contextlib.contextmanager
@@ -132,6 +249,8 @@ def new_folder(
         raise error(f"{out}: this process is already writing it")
     _in_use.add(fresh)
     try:
+        if out.is_symlink() or (out.exists() and not out.is_dir()):
+            raise error(f"{out}: that is a link or a file, and is not replaced by a folder; name another place")
         out.parent.mkdir(parents=True, exist_ok=True)
         _clear_leftovers(out)
         check(out)
@@ -226,7 +345,7 @@ LOCK = ".lock"
 def problem_of_owner(folder: Path) -> str | None:
     """What is wrong with starting a run in a folder that another process owns (`sole_owner`); None if none does."""
     try:
-        with (folder / LOCK).open() as file:
+        with open_regular(folder / LOCK) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _used_by(folder)
@@ -239,7 +358,7 @@ def owner_runs(folder: Path) -> bool | None:
     """Whether the process that owned a folder last (`sole_owner`) still runs; None where it was not one of this machine
     or is not known. The lock itself is not touched: a run that starts just then would find it taken."""
     try:
-        owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", (folder / LOCK).read_text(errors="replace"))
+        owner = re.fullmatch(r"process (\d{1,9}) on (\S+)\n", _text_of_lock(folder))
     except OSError:
         return None
     if owner is None or owner[2] != socket.gethostname():
@@ -247,8 +366,12 @@ def owner_runs(folder: Path) -> bool | None:
     return _runs(int(owner[1]))
 
 
+def _text_of_lock(folder: Path) -> str:
+    return read_bytes(folder / LOCK).decode(errors="replace")
+
+
 def _used_by(folder: Path) -> str:
-    owner = (folder / LOCK).read_text().strip()
+    owner = _text_of_lock(folder).strip()
     return (
         f"{folder} is in use by {owner or 'another process'}; wait for it to end, or name another folder with "
         f"--set out=..."

@@ -22,7 +22,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwright.files import write_whole
+from shardwright.files import read_bytes, write_whole
 from shardwright.processes import ranks_in_words
 
 RANKS = "ranks"
@@ -204,7 +204,7 @@ class Folder:
 
 def _read(adapter, path: Path):  # type: ignore[no-untyped-def]
     try:
-        return adapter.validate_json(path.read_bytes())
+        return adapter.validate_json(read_bytes(path))
     except (OSError, ValidationError):
         return None
 

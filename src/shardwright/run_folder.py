@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from shardwright.errors import InputError
-from shardwright.files import LOCK, parse_json
+from shardwright.files import LOCK, open_regular, parse_json, problem_of_place, read_lines
 
 RUN_FILE, METRICS, CHECKPOINTS, LOGS, TENSORBOARD = "run.toml", "metrics.jsonl", "checkpoints", "logs", "tensorboard"
 EVENTS = "events.jsonl"
@@ -55,6 +55,12 @@ def wrong_kinds(out: Path) -> list[str]:
     files = [out / name for name in (RUN_FILE, METRICS, EVENTS, LOCK)]
     found = [f"{path} is a file, and a run keeps a folder there" for path in folders if path.is_file()]
     found += [f"{path} is a folder, and a run keeps a file there" for path in files if path.is_dir()]
+    others = [path for path in files if os.path.lexists(path) and not path.is_dir()]
+    found += [
+        f"{path} is a device, a pipe or a link to elsewhere, and a run keeps a file there"
+        for path in others
+        if not path.is_file() or problem_of_place(path) is not None
+    ]
     way_out = "move it away, or name another folder with --set out=..."
     return [f"{problem}; {way_out}" for problem in found]
 
@@ -319,10 +325,12 @@ def events_of(lines: Iterable[str], path: Path, first: int = 1) -> Iterator[Even
 
 def whole_lines(path: Path) -> Iterator[str]:
     """Yield the complete lines of a file, none if it is missing. What follows the last newline is an incomplete record:
-    the process that writes it was killed, or is writing it now. Only a newline ends a line: JSON may contain U+2028."""
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            yield from (line.rstrip("\r\n") for line in file if line.endswith("\n"))
+    the process that writes it was killed, or is writing it now. Raises InputError for a file that cannot be read."""
+    try:
+        if path.is_file():
+            yield from read_lines(path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 class GrowingFile:
@@ -341,7 +349,7 @@ class GrowingFile:
         lines that have not been returned, without an incomplete last one: those of about `READ_BYTES` bytes. Call
         again until there are none. A missing file has none."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 anew = status.st_ino != self._file or status.st_size < self._at
                 if anew:

@@ -125,7 +125,9 @@ def test_a_newer_format_names_its_writer(copy: Path) -> None:
             lambda raw: raw["splits"]["train"]["shards"][0].update(tokens=5),
             "contradicts itself: train-00000.bin",
         ),
-        (lambda raw: raw["splits"]["train"]["shards"][0].update(file="../x"), "a file outside of the folder"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(file="../x"), "'../x' is no name of a file in this"),
+        (lambda raw: raw["splits"]["train"]["shards"][0].update(index_file="a/../../x"), "is no name of a file in"),
+        (lambda raw: raw.update(tokenizer_file="/etc/passwd"), "'/etc/passwd' is no name of a file in this folder"),
     ],
 )
 def test_a_damaged_manifest_is_an_error(copy: Path, change: Callable[[dict], None], message: str) -> None:

@@ -1,7 +1,9 @@
 """Proves that what is not supported or damaged is refused, with what is wrong and what is supported."""
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwright.errors import InputError
 from shardwright.hugging_face.architecture import ARCHITECTURES, architecture_of
-from shardwright.hugging_face.files import INDEX
+from shardwright.hugging_face.files import INDEX, LENGTH
 from shardwright.hugging_face.reader import open_weights
 from shardwright.model.presets import resolve
 from shardwright.training.exporting import export
@@ -230,6 +232,112 @@ def test_presets_have_their_architecture(preset: str, name: str):
 
 
 def test_an_index_that_is_none_is_refused(folder: Path):
-    for text in ("[]", "{}", '{"weight_map": {"a": 1}}'):
+    (folder / "model.safetensors").unlink()
+    for text, said in (
+        ("[]", "holds no object of keys and values"),
+        ("{}", "weight_map is missing"),
+        ('{"weight_map": {"a": 1}}', "weight_map.a=1: input should be a valid string"),
+    ):
         (folder / INDEX).write_text(text)
-        assert "is damaged: it has no weight_map from tensors to files" in refused(open_weights, folder)
+        assert said in refused(open_weights, folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"rope_scaling": [1]', "rope_scaling=[1]: input should be"),
+        ('"rope_parameters": "linear"', "rope_parameters='linear': input should be"),
+        ('"model_type": ["llama"]', "model_type=['llama']: input should be a valid string"),
+        ('"rope_parameters": {"rope_type": "linear", "factor": "x"}', "rope_parameters.factor='x'"),
+        ('"rope_parameters": {"full_attention": {"rope_type": "yarn"}}', "of kinds of layers are not supported"),
+        ('"rope_theta": NaN', "is damaged: NaN is no number of JSON"),
+        ('"extra": {"any": [-Infinity]}', "is damaged: -Infinity is no number of JSON"),
+        ('"rms_norm_eps": 1e999', "is damaged: 1e999 is too large"),
+        ('"hidden_size": 1' + "0" * 400, "is too large for 64 bits"),
+        ('"a": ' + "[" * 100_000 + "]" * 100_000, "is damaged: nested too deeply"),
+        ('"transformers_weights": "x.safetensors"', "names other files of weights"),
+    ],
+)
+def test_a_configuration_of_other_types_is_one_sentence(folder: Path, text: str, said: str):
+    path = folder / "config.json"
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f", {text}}}")
+    assert said in refused(open_weights, folder)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"eos_token_id": "2"}', '{"eos_token_id": [[2]]}', "nothing"])
+def test_a_generation_config_of_other_types_is_refused(folder: Path, tmp_path: Path, text: str):
+    (folder / "generation_config.json").write_text(text)
+    assert "generation_config.json" in refused(import_weights, folder, tmp_path / "out")
+
+
+def with_header(path: Path, header: Any) -> None:
+    """Replace the header of a safetensors file."""
+    text = json.dumps(header).encode() if not isinstance(header, bytes) else header
+    content = path.read_bytes()
+    (length,) = LENGTH.unpack(content[: LENGTH.size])
+    path.write_bytes(LENGTH.pack(len(text)) + text + content[LENGTH.size + length :])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        1,
+        [],
+        {},
+        {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [None, 4]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]},
+        {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [10**30], "data_offsets": [0, 4]},
+    ],
+    ids=str,
+)
+def test_an_entry_of_a_header_of_other_types_is_damaged(folder: Path, entry: Any):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    header = json.loads(content[LENGTH.size : LENGTH.size + LENGTH.unpack(content[: LENGTH.size])[0]])
+    with_header(path, header | {"model.norm.weight": entry})
+    assert "model.safetensors is damaged: " in refused(open_weights, folder)
+
+
+def test_a_header_has_bounds_in_time_and_memory(folder: Path):
+    path = folder / "model.safetensors"
+    begin = time.process_time()
+    for header in (
+        {f"{number:x}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(50_000)},
+        b"[" * 10**6,
+        b'{"a": ' * 10**5,
+    ):
+        with_header(path, header)
+        assert refused(open_weights, folder)
+        (folder / "model.safetensors").write_bytes(LENGTH.pack(8) + b"{}      ")
+    with path.open("wb") as file:
+        file.write(LENGTH.pack(10**8))
+        file.truncate(2 * 10**8)
+    assert "at most 32 MiB are read" in refused(open_weights, folder)
+    assert time.process_time() - begin < 20, "work that grows by the square of the tensors takes minutes"
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/absolute.safetensors", "link.safetensors"])
+def test_weights_outside_of_the_folder_are_not_read(folder: Path, tmp_path: Path, place: str):
+    outside = tmp_path / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    (folder / "link.safetensors").symlink_to(outside)
+    name = str(tmp_path / place[1:]) if place.startswith("/") else place
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    assert "only files of the folder itself are read" in refused(open_weights, folder)
+
+
+def test_a_tokenizer_outside_of_the_folder_is_not_copied(folder: Path, tmp_path: Path):
+    (tmp_path / "secret").write_text("{}")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    assert "'tokenizer.json' is a link out of this folder" in refused(import_weights, folder, tmp_path / "out")
+
+
+def test_a_pipe_in_place_of_weights_does_not_block(folder: Path):
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert refused(open_weights, folder)

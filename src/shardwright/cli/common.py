@@ -17,7 +17,7 @@ from rich.table import Table
 
 from shardwright import extensions
 from shardwright.errors import InputError, LayoutError, ShardwrightError, nearest
-from shardwright.files import parse_toml
+from shardwright.files import parse_toml, problem_of_place
 from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS
 
@@ -174,7 +174,8 @@ def wrong_place(option: str, path: Path | None, named: Mapping[str, str] | None 
         return [f"{option} {path}: {', '.join(f'{words} *{suffix}' for suffix, words in named.items())}"]
     if not path.absolute().parent.is_dir():
         return [f"{option} {path}: there is no folder {path.parent}; make it first"]
-    return [f"{option} {path}: that is a folder; name a file in it"] if path.is_dir() else []
+    problem = problem_of_place(path)
+    return [] if problem is None else [f"{option} {problem}"]
 
 
 def wrong_device(device: str) -> list[str]:

@@ -41,6 +41,11 @@ def import_(
         )
         return
     say(f"{architecture}, {format_count(weights.spec.n_parameters)} parameters, {format_bytes(n_bytes)} -> {out}")
+    if weights.folder.untied:
+        say(
+            "the head is not tied: config.json ties it to the embedding, and the files have a head with other values, "
+            "which transformers keeps too"
+        )
     for name, reason in weights.left_out.items():
         say(f"left out: {name} ({reason})")
     if weights.folder.tokenizer is None:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from shardwright.errors import DataError
-from shardwright.files import reason
+from shardwright.files import read_bytes, reason
 from shardwright.units import KiB
 
 BLOCK_BYTES = 64 * KiB
@@ -62,7 +62,7 @@ class SumsFile:
     def __getitem__(self, block: int) -> int:
         if self._sums is None:
             try:
-                content = self._path.read_bytes()
+                content = read_bytes(self._path)
             except OSError as error:
                 raise DataError(f"{self._path}: cannot be read: {reason(error)}; {WAY_OUT}") from None
             if hashlib.sha256(content).hexdigest() != self._sha256:

@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shardwright.errors import DataError, nearest
+from shardwright.files import LONGEST_TOKENIZER, read_bytes
 from shardwright.units import MiB
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
@@ -99,9 +100,7 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> TextTokeni
     if path.is_dir():
         raise DataError(f"{path}: a folder, not a tokenizer; pass the file, {path / 'tokenizer.json'}")
     try:
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path}: not a file of a tokenizer but a device or a pipe")
-        json_bytes = path.read_bytes()
+        json_bytes = read_bytes(path, LONGEST_TOKENIZER)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read: {error.strerror}") from error
     try:

@@ -14,6 +14,7 @@ from shardwright.config.mixture import tokenizer_folder
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import DataError
+from shardwright.files import LONGEST_TOKENIZER, inside, read_bytes
 from shardwright.hugging_face.files import token_ids
 from shardwright.layout import Layout
 from shardwright.model.spec import ModelSpec
@@ -89,7 +90,7 @@ class Source:
         if (path / RUN_FILE).is_file():
             path = tokenizer_folder(load_run_file(path / RUN_FILE).data)
         file = path / TOKENIZER
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        return hashlib.sha256(read_bytes(file, LONGEST_TOKENIZER)).hexdigest() if file.is_file() else None
 
 
 def open_source(folder: Path) -> Source:
@@ -136,7 +137,7 @@ def _tokenizer(folder: Path, way_out: str) -> Tokenizer:
     if not path.is_file():
         raise DataError(f"{folder} has no {TOKENIZER}, by which a prompt becomes tokens; {way_out}")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(read_bytes(inside(folder, TOKENIZER, DataError), LONGEST_TOKENIZER))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{path}: not a tokenizer.json of the tokenizers library ({error}); {way_out}") from None
     tokenizer.no_truncation()

@@ -109,6 +109,9 @@ class Architecture:
             for key in (key for key in _keys(keys) if key in config):
                 value = config[key]
                 whole = isinstance(value, int) and not isinstance(value, bool)
+                if whole and abs(value) >= 2**63:
+                    yield f"{key}={str(value)[:12]}... is too large for 64 bits; it is model.{ours} here"
+                    continue
                 if kind is int and not whole:
                     yield f"{key}={value!r} is not a whole number; it is model.{ours} here"
                 elif kind is float and not (whole or isinstance(value, float)):
@@ -122,6 +125,8 @@ class Architecture:
         if "quantization_config" in config:
             method = config["quantization_config"].get("quant_method", "some method")
             yield f"the weights are quantised ({method}); convert them to bf16 or fp32 with transformers first"
+        if config.get("transformers_weights") is not None:
+            yield f"transformers_weights={config['transformers_weights']!r} names other files of weights; leave it out"
         for key, value in self.fixed.items():
             valid = value if isinstance(value, tuple) else (value,)
             if key in config and config[key] not in valid:

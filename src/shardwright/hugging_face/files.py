@@ -1,21 +1,40 @@
 """A folder of `transformers`: its config.json, and which tensor lies where in its safetensors files; no torch."""
 
+import functools
+import io
 import json
+import math
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
 from shardwright.errors import CheckpointError, ConfigError, DamagedError, InputError
-from shardwright.files import parse_json
+from shardwright.files import inside, open_regular, parse_json
 from shardwright.hugging_face import deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
 from shardwright.hugging_face.architecture import ARCHITECTURES, Architecture, find
+from shardwright.hugging_face.schema import (
+    HEADER,
+    LONGEST_JSON,
+    ConfigFile,
+    GenerationFile,
+    IndexFile,
+    problems_of,
+    read_object,
+)
 from shardwright.model.spec import ModelSpec
+from shardwright.units import format_bytes
 
 CONFIG, INDEX, WHOLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Type in a safetensors file -> its name in torch, of those that are read."""
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_COMPARED_AT_ONCE = 2**22
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,6 +70,8 @@ class Folder:
     config: dict[str, Any]
     architecture: Architecture
     spec: ModelSpec
+    untied: bool = False
+    """Whether config.json ties the head to the embedding, and the files have a head with other values."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -70,9 +91,7 @@ def read_folder(path: Path) -> Folder:
 
     Raises ConfigError if it is not supported, with every reason.
     """
-    config = _json(path / CONFIG)
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path / CONFIG} holds no object of keys and values")
+    config = _object(path / CONFIG, ConfigFile)
     try:
         architecture = find(config)
         spec = architecture.spec(config)
@@ -80,42 +99,53 @@ def read_folder(path: Path) -> Folder:
         raise ConfigError(*(f"{path / CONFIG}: {problem}" for problem in error.problems)) from None
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
-    return Folder(path, config, architecture, spec)
+    untied = spec.tied_embedding and _has_own_head(path, architecture)
+    return Folder(path, config, architecture, replace(spec, tied_embedding=False) if untied else spec, untied)
+
+
+def _has_own_head(path: Path, architecture: Architecture) -> bool:
+    """Whether a folder whose config.json ties the head to the embedding has a head with other values. `transformers`
+    then keeps both, whatever config.json says."""
+    if not _has_weights(path):
+        return False
+    held = held_tensors(path)
+    head, embedding = (f"{architecture.ends[name]}.weight" for name in ("head", "embedding"))
+    one, other = held.get(head), held.get(architecture.prefix + embedding, held.get(embedding))
+    return one is not None and other is not None and one.shape == other.shape and not equal_values(one, other)
+
+
+def _has_weights(path: Path) -> bool:
+    return (path / WHOLE).is_file() or (path / INDEX).is_file()
 
 
 def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:
     """Whether a folder has weights, and a layer of that number among them."""
-    if not ((path / INDEX).is_file() or (path / WHOLE).is_file()):
+    if not _has_weights(path):
         return False
     begin = architecture.layers.format(layer=layer)
     return any(name.removeprefix(architecture.prefix).startswith(begin) for name in held_tensors(path))
 
 
 def held_tensors(path: Path) -> dict[str, Held]:
-    """Every tensor of a folder by its name, from the headers of its safetensors files.
+    """Every tensor of a folder by its name, from the headers of its safetensors files: of model.safetensors, or else of
+    the files that the index names, as `transformers` chooses them. What the index says of single tensors is not read:
+    the headers say it, and an older index may name tensors that are not there any more.
 
     Raises CheckpointError where there is none, and DamagedError for a shard that is missing or shorter than its header
     says.
     """
+    if (path / WHOLE).is_file():
+        return read_header(inside(path, WHOLE, DamagedError))
     if (path / INDEX).is_file():
-        table = _json(path / INDEX)
-        weight_map = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise DamagedError(
-                f"{path / INDEX} is damaged: it has no weight_map from tensors to files; download it again"
-            )
+        weight_map = _object(path / INDEX, IndexFile, DamagedError)["weight_map"]
         names = sorted(set(weight_map.values()))
-        if missing := [name for name in names if not (path / name).is_file()]:
+        files = [inside(path, name, DamagedError) for name in names]
+        if missing := [file.name for file in files if not file.is_file()]:
             raise DamagedError(
                 f"{path}: {len(missing)} of the {len(names)} files that {INDEX} names are missing: {_some(missing)}; "
                 f"download them again"
             )
-        found = {key: held for name in names for key, held in read_header(path / name).items()}
-        if absent := sorted(weight_map.keys() - found.keys()):
-            raise DamagedError(f"{path}: {INDEX} names tensors that no file holds: {_some(absent)}")
-        return found
-    if (path / WHOLE).is_file():
-        return dict(read_header(path / WHOLE))
+        return {key: held for file in files for key, held in read_header(file).items()}
     pickled = sorted(each.name for each in path.glob("*") if each.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
         raise CheckpointError(
@@ -129,46 +159,84 @@ def held_tensors(path: Path) -> dict[str, Held]:
 def read_header(path: Path) -> dict[str, Held]:
     """The tensors of a safetensors file. Raises DamagedError for one that is cut off or no such file."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             (length,) = LENGTH.unpack(file.read(LENGTH.size))
+            if length > LONGEST_JSON:
+                limit = format_bytes(LONGEST_JSON)
+                raise DamagedError(f"{path}: its header has {length:,} bytes, and at most {limit} are read")
             header = parse_json(file.read(length)) if length < size else None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (struct.error, ValueError):
+    except (struct.error, ValueError) as error:
+        if isinstance(error, DamagedError):
+            raise
         header = None
     if not isinstance(header, dict):
         raise DamagedError(f"{path} is damaged: it does not begin with the header of a safetensors file")
     header.pop("__metadata__", None)
+    try:
+        entries = HEADER.validate_python(header)
+    except ValidationError as error:
+        raise DamagedError(f"{path} is damaged: in its header {next(problems_of(error, header))}") from None
     begin = LENGTH.size + length
-    needed = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    needed = begin + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if size != needed:
         raise DamagedError(
             f"{path} is damaged: it has {size:,} bytes, and its header says {needed:,}; download it again"
         )
-    if odd := sorted({entry["dtype"] for entry in header.values()} - DTYPES.keys()):
+    if odd := sorted({entry.dtype for entry in entries.values()} - DTYPES.keys()):
         raise CheckpointError(
-            f"{path} holds tensors of type {', '.join(odd)}; supported: {', '.join(DTYPES)}; convert quantised weights "
+            f"{path} holds tensors of type {_some(odd)}; supported: {', '.join(DTYPES)}; convert quantised weights "
             f"with transformers first"
         )
+    for name, entry in entries.items():
+        there, n_bytes = entry.data_offsets[1] - entry.data_offsets[0], entry.n_elements * _ITEM_BYTES[entry.dtype]
+        if there != n_bytes:
+            raise DamagedError(f"{path} is damaged: {name} has {there:,} bytes, and its shape makes {n_bytes:,}")
     return {
-        name: Held(path, DTYPES[entry["dtype"]], tuple(entry["shape"]), begin + entry["data_offsets"][0])
-        for name, entry in header.items()
+        name: Held(path, DTYPES[entry.dtype], entry.shape, begin + entry.data_offsets[0])
+        for name, entry in entries.items()
     }
 
 
-def _json(path: Path) -> Any:
+def equal_values(one: Held, other: Held) -> bool:
+    """Whether two tensors of the same shape have the same values, each as it is stored. The result is kept as long as
+    the files stay as they are."""
+    return _equal_values(one, other, *(each.file.stat().st_mtime_ns for each in (one, other)))
+
+
+@functools.lru_cache(maxsize=64)
+def _equal_values(one: Held, other: Held, *changed_ns: int) -> bool:
+    left = math.prod(one.shape)
+    with open_regular(one.file) as a, open_regular(other.file) as b:
+        a.seek(one.begin)
+        b.seek(other.begin)
+        while left:
+            n = min(left, _COMPARED_AT_ONCE)
+            if not np.array_equal(_values(a, one.dtype, n), _values(b, other.dtype, n)):
+                return False
+            left -= n
+    return True
+
+
+def _values(file: io.BufferedReader, dtype: str, n: int) -> np.ndarray:
+    """The next n numbers of a file; bfloat16 is the upper half of float32."""
+    if dtype != "bfloat16":
+        return np.frombuffer(file.read(n * np.dtype(dtype).itemsize), np.dtype(dtype).newbyteorder("<"))
+    return (np.frombuffer(file.read(2 * n), "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _object(path: Path, form: type[BaseModel], error: type[InputError] = ConfigError) -> dict[str, Any]:
     try:
-        return parse_json(path.read_bytes())
+        return read_object(path, form, error)
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} is no folder of transformers: it has no {path.name}; supported architectures: "
             f"{', '.join(ARCHITECTURES)}"
         ) from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {error}") from None
+    except OSError as problem:
+        raise InputError(f"{path} cannot be read: {problem.strerror}") from None
 
 
 def _some(names: list[str], n: int = 3) -> str:
@@ -189,7 +257,7 @@ def token_ids(path: Path) -> dict[str, int | list[int]]:
     found: dict[str, int | list[int]] = {}
     for name in (CONFIG, GENERATION):
         if (path / name).is_file():
-            table = _json(path / name)
+            table = _object(path / name, GenerationFile)
             found |= {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
     return found
 

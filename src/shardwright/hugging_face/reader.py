@@ -1,6 +1,7 @@
 """Reads any box of a parameter of ours from a folder of `transformers`, and only the bytes that it needs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.files import open_regular
 from shardwright.hugging_face.files import Folder, Held, held_tensors, read_folder, said_shortly
-from shardwright.hugging_face.table import FileTensor, Part, file_tensors, reason_to_ignore
+from shardwright.hugging_face.table import FileTensor, Part, file_tensors, reasons_to_ignore
 from shardwright.model.modules import rows
 
 
@@ -27,7 +29,7 @@ class HuggingFaceWeights:
         expected = [tensor for tensor in file_tensors(folder.architecture, folder.spec) if not tensor.copy]
         self._tensors = _found(expected, self._held, folder)
         known = {tensor.name for tensor in self._tensors}
-        reasons = {name: reason_to_ignore(folder.architecture, folder.spec, name) for name in self._held.keys() - known}
+        reasons = reasons_to_ignore(folder.architecture, folder.spec, self._held.keys() - known)
         self._raise_problems(reasons)
         self.left_out = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
         self._places: dict[str, list[tuple[FileTensor, Part]]] = {}
@@ -78,6 +80,7 @@ class HuggingFaceWeights:
         held = self._held[name]
         try:
             if held.file not in self._open:
+                open_regular(held.file).close()
                 self._open[held.file] = safe_open(held.file, framework="pt")
             found: Tensor = self._open[held.file].get_slice(name)[tuple(slice(*span) for span in spans)]
         except (SafetensorError, OSError) as error:
@@ -92,9 +95,14 @@ class HuggingFaceWeights:
 def _found(expected: list[FileTensor], held: dict[str, Held], folder: Folder) -> list[FileTensor]:
     """The tensors under the names of the files, which may leave the prefix out, as those of the first GPT-2 do."""
     prefix = folder.architecture.prefix
-    if any(name.startswith(prefix) for name in held):
-        return expected
-    return [FileTensor(t.name.removeprefix(prefix), t.parts, t.shape, t.transposed, t.order) for t in expected]
+    if not any(name.startswith(prefix) for name in held):
+        expected = [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in expected]
+    # Of a tied model the one matrix may be there under the name of the head alone.
+    ends, head = folder.architecture.ends, f"{folder.architecture.ends['head']}.weight"
+    embeddings = (f"{prefix}{ends['embedding']}.weight", f"{ends['embedding']}.weight")
+    if folder.spec.tied_embedding and head in held and not held.keys() & set(embeddings):
+        expected = [replace(tensor, name=head) if tensor.name in embeddings else tensor for tensor in expected]
+    return expected
 
 
 def open_weights(path: str | Path) -> HuggingFaceWeights:

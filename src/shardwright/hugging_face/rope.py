@@ -33,13 +33,18 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None, list[s
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         return theta, None, ["a partial_rotary_factor other than 1 is not supported"]
     if kind == "default":
-        return theta, None, []
+        of_layers = [key for key, value in given.items() if isinstance(value, dict)]
+        return (
+            theta,
+            None,
+            [f"rope_parameters of kinds of layers are not supported: {', '.join(of_layers)}"] * bool(of_layers),
+        )
     unknown = sorted(given.keys() - set(_NAMES.values()))
     if unknown:
         return theta, None, [f"rope_scaling has keys that are not supported: {', '.join(unknown)}"]
     if kind == "yarn":
         length = given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        if given.get("factor") is None and length:
+        if given.get("factor") is None and length and "max_position_embeddings" in config:
             given["factor"] = config["max_position_embeddings"] / length
     ours = {each: given[key] for each, key in _NAMES.items() if given.get(key) is not None}
     whole: dict[str, Any] = {

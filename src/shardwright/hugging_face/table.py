@@ -5,7 +5,7 @@ lies in one tensor, or with experts in one for each.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwright.errors import ConfigError
@@ -121,13 +121,19 @@ def _interleaved(row: Row) -> Iterator[int]:
             begin += n_rows
 
 
-def reason_to_ignore(architecture: Architecture, spec: ModelSpec, name: str) -> str | None:
-    """Why a tensor of a file that the model has no parameter for is left out; None if nothing says so."""
-    if spec.tied_embedding and name == f"{architecture.ends['head']}.weight":
-        return "the head is the embedding's matrix"
-    if any(name == tensor.name for tensor in file_tensors(architecture, spec) if tensor.copy):
-        return "modules of multi-token prediction share the embedding and the head of the model"
-    for pattern, reason in architecture.ignored.items():
-        if re.fullmatch(pattern.replace("{n_layers}", str(spec.n_layers)), name):
-            return reason
-    return None
+def reasons_to_ignore(architecture: Architecture, spec: ModelSpec, names: Iterable[str]) -> dict[str, str | None]:
+    """Why each tensor of a file that the model has no parameter for is left out; None if nothing says so."""
+    copies = {tensor.name for tensor in file_tensors(architecture, spec) if tensor.copy}
+    patterns = [
+        (re.compile(pattern.replace("{n_layers}", str(spec.n_layers))), why)
+        for pattern, why in architecture.ignored.items()
+    ]
+    reasons: dict[str, str | None] = {}
+    for name in names:
+        if spec.tied_embedding and name == f"{architecture.ends['head']}.weight":
+            reasons[name] = "the head is the embedding's matrix"
+        elif name in copies:
+            reasons[name] = "modules of multi-token prediction share the embedding and the head of the model"
+        else:
+            reasons[name] = next((why for pattern, why in patterns if pattern.fullmatch(name)), None)
+    return reasons

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
+from shardwright.files import read_text
 from shardwright.report.timeline import PipelineRecord, read_pipeline
 from shardwright.report.words import layout_in_words
 from shardwright.run_folder import (
@@ -145,7 +146,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=config,
-        run_file=(folder / RUN_FILE).read_text(encoding="utf-8"),
+        run_file=read_text(folder / RUN_FILE),
         train=tuple(record for record in records if isinstance(record, Logged)),
         validation=tuple(record for record in records if isinstance(record, Evaluated)),
         starts=tuple(record for record in records if isinstance(record, Started)),

@@ -1,7 +1,6 @@
 """`shardwright export`: weights as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
 
 import json
-import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from shardwright.data.chat import TEMPLATE
 from shardwright.data.shards import TOKENIZER
 from shardwright.data.shards import Manifest as DataManifest
 from shardwright.errors import CheckpointError, DataError, InputError
-from shardwright.files import new_folder
+from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.hugging_face.architecture import Architecture, architecture_of
 from shardwright.hugging_face.files import CONFIG, token_ids, write_token_ids
 from shardwright.hugging_face.table import FileTensor, file_tensors
@@ -136,7 +135,7 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
     data = tokenizer_folder(section)
     try:
         manifest = DataManifest.read(data)
-        text = (data / TOKENIZER).read_bytes()
+        text = read_bytes(data / TOKENIZER, LONGEST_TOKENIZER)
     except (InputError, OSError) as error:
         said = str(error).splitlines()[0]
         return [f"no tokenizer: that of the run's data cannot be read ({said}); give one with --tokenizer FOLDER"], {}
@@ -144,7 +143,7 @@ def _tokenizer(weights: Weights, out: Path, given: str | Path | None) -> tuple[l
     chats = {folder: each for folder, each in readable_sources(section).items() if each.chat_template_sha256}
     named: dict[str, str] = {}
     for folder, of_chat in list(chats.items())[:1]:
-        shutil.copyfile(folder / TEMPLATE, out / TEMPLATE)
+        (out / TEMPLATE).write_bytes(read_bytes(inside(folder, TEMPLATE, DataError)))
         named = of_chat.chat_tokens
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

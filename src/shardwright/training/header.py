@@ -3,7 +3,6 @@
 import math
 import platform
 import subprocess
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 import shardwright
 from shardwright.config import RunConfig, as_toml, flat, load, resolved_toml
 from shardwright.data.mixture import MixtureOrder
-from shardwright.errors import InputError
+from shardwright.errors import CheckpointError, InputError
+from shardwright.files import parse_toml, read_text, reason
 from shardwright.report.words import batch_in_words, layout_in_words, learning_rate_in_words, model_in_words
 from shardwright.run_folder import Started, now
 from shardwright.training.schedule import learning_rate
@@ -104,10 +104,12 @@ def changes_since(saved: Path, now_toml: str) -> list[str]:
     """The keys of a run that differ from those of the run file saved with the checkpoint it goes on from, as
     `steps 100 to 200`; none where that file is not there."""
     try:
-        before = flat(tomllib.loads(saved.read_text(encoding="utf-8")))
+        before = flat(parse_toml(read_text(saved)))
     except FileNotFoundError:
         return []
-    after = flat(tomllib.loads(now_toml))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{saved} cannot be read: {reason(error)}") from None
+    after = flat(parse_toml(now_toml))
     keys = [key for key in (before | after) if before.get(key) != after.get(key) and key != "checkpoint.resume"]
     return [f"{key} {_said(before.get(key))} to {_said(after.get(key))}" for key in keys]
 

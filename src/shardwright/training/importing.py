@@ -6,7 +6,6 @@ OUT/model.toml                the section [model] of a run file
 OUT/tokenizer.json ...        the files of the tokenizer and generation_config.json, as they were
 """
 
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from shardwright.config import as_toml, table_of
 from shardwright.errors import CheckpointError, InputError
-from shardwright.files import new_folder
+from shardwright.files import LONGEST_TOKENIZER, inside, new_folder, read_bytes
 from shardwright.hugging_face.files import GENERATION, TOKENIZER_FILES, token_ids, write_token_ids
 from shardwright.hugging_face.reader import HuggingFaceWeights, open_weights
 from shardwright.hugging_face.writer import Entry, write_safetensors
@@ -105,7 +104,7 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
     """Copy the files of a tokenizer, and generation_config.json, that are there; returns their names."""
     names = [name for name in (*TOKENIZER_FILES, GENERATION) if (source / name).is_file()]
     for name in names:
-        shutil.copyfile(source / name, out / name)
+        (out / name).write_bytes(read_bytes(inside(source, name), LONGEST_TOKENIZER))
     return names
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from shardwright import forks, processes
 from shardwright.config import RunConfig, resolved_toml
 from shardwright.errors import CopiesError, WorkerError
-from shardwright.files import parse_json
+from shardwright.files import open_regular, parse_json
 from shardwright.forks import Descriptor, fork
 from shardwright.processes import Worker
 from shardwright.ranks_at import Watch
@@ -119,7 +119,7 @@ def _run(
 def _has_logged_since(out: Path, time: str) -> bool:
     """Whether a step was logged after that time: all ranks are in training, then, and answer signals."""
     try:
-        with (out / METRICS).open("rb") as file:
+        with open_regular(out / METRICS) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().splitlines()
         record = parse_json(lines[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwright.config import RunConfig, parse, resolved_toml
+from shardwright.config import RunConfig, load, resolved_toml
 from shardwright.config.settle import needs_memory, settled, with_recomputation
 from shardwright.errors import ConfigError
 from shardwright.parallel.objects import gathered
@@ -59,8 +59,8 @@ def _as_before(config: RunConfig) -> tuple[str, int | None] | None:
     if config.checkpoint.resume != "auto" or not kept.is_file():
         return None
     try:
-        began = parse(tomllib.loads(kept.read_text(encoding="utf-8")))
-    except (ConfigError, tomllib.TOMLDecodeError):
+        began = load(kept)
+    except ConfigError:
         return None
     then = began.layout.recomputation
     same = resolved_toml(with_recomputation(config, *then)), resolved_toml(began)

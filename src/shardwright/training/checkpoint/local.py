@@ -29,12 +29,12 @@ from torch import Tensor
 
 from shardwright.config import RunConfig
 from shardwright.errors import CheckpointError
-from shardwright.files import parse_json
+from shardwright.files import parse_json, read_bytes, read_text
 from shardwright.parallel.objects import gathered
 from shardwright.run_folder import RUN_FILE, published, step_of
 from shardwright.training.checkpoint.hosts import Hosts, transfers
 from shardwright.training.checkpoint.manifest import FILE_NAME as MANIFEST
-from shardwright.training.checkpoint.manifest import Manifest, ShardRecord, read_manifest
+from shardwright.training.checkpoint.manifest import LONGEST_MANIFEST, Manifest, ShardRecord, read_manifest
 from shardwright.training.checkpoint.messages import Messages
 from shardwright.training.checkpoint.plan import Piece
 from shardwright.training.checkpoint.shards import file_name, rank_of, records_from, records_of, write_shards
@@ -184,7 +184,7 @@ class LocalLevel:
         for path in self.store.published():
             try:
                 self._read[step_of(path)] = read_manifest(path)
-                content = (path / MANIFEST).read_bytes()
+                content = read_bytes(path / MANIFEST, LONGEST_MANIFEST)
             except (CheckpointError, OSError) as error:
                 remarks.append(str(error))
                 continue
@@ -251,7 +251,7 @@ def claim(folder: Path, out: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, run = folder / _HOST, str(out.absolute())
     with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-        other = parse_json(path.read_text(encoding="utf-8"))["out"]
+        other = parse_json(read_text(path))["out"]
         if other != run and published(folder):
             raise CheckpointError(
                 f"{folder} holds checkpoints of the run in {other}, and this one is in {run}; name another folder, or "
@@ -271,7 +271,7 @@ def _name_of_host(folder: Path, out: Path) -> str:
             os.link(fresh, path)  # that of the first of the ranks
     finally:
         fresh.unlink(missing_ok=True)
-    return str(parse_json(path.read_text(encoding="utf-8"))["host"])
+    return str(parse_json(read_text(path))["host"])
 
 
 def _plain(records: Records) -> list[Any]:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwright.errors import CheckpointError, DamagedError
+from shardwright.files import open_regular
 from shardwright.hugging_face.writer import FILE_METADATA
 from shardwright.parallel.boxes import Indices, overlap, shard_of
 from shardwright.parallel.norm import local_part
@@ -66,6 +67,7 @@ def read_shard(folder: Path, name: str, dtype: str, record: ShardRecord) -> Tens
     single bit of it has changed."""
     path, key = folder / record.file, key_of(name, record.offsets)
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             shard: Tensor = file.get_tensor(key)
             metadata = file.metadata()
