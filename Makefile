@@ -7,11 +7,12 @@ QUICKSTART ?=
 # One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help quickstart test prove commands lint bench clean
+.PHONY: help quickstart test test-oldest prove commands lint bench clean
 
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
 	@echo "make test         install with the test tools and run the tests; 6 minutes on 2 cores"
+	@echo "make test-oldest  what depends on the version of PyTorch, on the oldest version allowed; 3 minutes on 2 cores"
 	@echo "make prove        matrices of layouts, mutations, kill trials, planner accuracy; about 40 minutes"
 	@echo "make commands     every command of README and docs, run as typed; most of an hour"
 	@echo "make lint         ruff, mypy, import-linter"
@@ -40,6 +41,26 @@ test: .venv/.dev
 	@echo "unit tests, one parity case a feature, each verb end to end: 6 minutes on 2 cores; the rest: make prove"
 	$(PYTEST) -m "not prove and not commands"
 
+# The oldest PyTorch that pyproject.toml allows, and the tests of all that differs between versions. PyPI has no CPU
+# build of it for Linux: pip downloads 2.5 GB of CUDA libraries, 5 GB on the disk.
+OLDEST := .venv-oldest/bin
+OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_TESTS := tests/test_torch_private.py tests/model/test_documents.py tests/model/test_fp8.py \
+	tests/parallel/test_apply.py tests/parallel/test_secondary.py tests/dryrun/test_program.py \
+	tests/training/test_compression.py tests/training/test_offload_parameters.py
+
+.venv-oldest/.dev: constraints.txt pyproject.toml
+	test -x $(OLDEST)/python || $(PYTHON) -m venv .venv-oldest
+	sed 's/^torch==.*/torch==$(OLDEST_TORCH).*/' constraints.txt > .venv-oldest/constraints.txt
+	$(OLDEST)/pip install --quiet --disable-pip-version-check --no-compile -c .venv-oldest/constraints.txt \
+		-e . pytest pytest-timeout hypothesis
+	@touch $@
+
+test-oldest: .venv-oldest/.dev
+	@echo "tests of what differs between versions of PyTorch, on $(OLDEST_TORCH)"
+	$(OLDEST)/python -c 'import torch; assert torch.__version__.startswith("$(OLDEST_TORCH)."), torch.__version__'
+	$(OLDEST)/pytest -m "not prove and not commands" $(OLDEST_TESTS)
+
 prove: .venv/.dev
 	@echo "matrices of layouts, mutations, kill trials, planner accuracy: about 40 minutes on 2 cores"
 	$(PYTEST) -m prove
@@ -58,4 +79,4 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf .venv quickstart
+	rm -rf .venv .venv-oldest quickstart

@@ -26,7 +26,7 @@ ON_RANKS = {
         "mesh.mesh.movedim(at, -1).reshape(-1, node_ranks, n // node_ranks).transpose(1, 2)",
     ),
     "secondary shards are never freed after an evaluation": Mutation(
-        "shardwright.parallel.data:drop_secondary_shards", "parameter._sharded_post_forward_param_data = None", "pass"
+        "shardwright.parallel.data:drop_secondary_shards", "set_secondary_shard(parameter, None)", "pass"
     ),
 }
 """Changes of code that no number shows."""

@@ -40,7 +40,7 @@ DTYPE: dict[str, AnyBug] = {
 }
 STALE: dict[str, AnyBug] = {
     "activations that were changed in place are not copied again": UnitBug(
-        Mutation(f"{_STORE}.keep", "copy is None or copy.version != x._version", "copy is None"), _IN_PLACE
+        Mutation(f"{_STORE}.keep", "copy is None or copy.version != tensor_version(x)", "copy is None"), _IN_PLACE
     ),
     "what is still on the device is read though it was changed in place": UnitBug(
         Mutation("shardwright.parallel.offload:_Layer.to_come", "copy.has_to_come", "copy.on_device is None"),

@@ -24,8 +24,8 @@ STALE: dict[str, AnyBug] = {
     "secondary shards are those of the first step, and not updated after the optimizer's": Bug(
         Mutation(
             _KEEP,
-            f"parameter._sharded_post_forward_param_data = {_PART}",
-            f"parameter._sharded_post_forward_param_data = parameter.__dict__.setdefault('first', {_PART})",
+            f"set_secondary_shard(parameter, {_PART})",
+            f"set_secondary_shard(parameter, parameter.__dict__.setdefault('first', {_PART}))",
         ),
         _IN_NODES,
     ),
