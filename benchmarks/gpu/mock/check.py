@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]
 
 from cases import CASES, Case  # noqa: E402
 from nccl_log import read_log  # noqa: E402
+from setting import environment  # noqa: E402
 
 import shardwright.cli.main  # noqa: E402
 import shardwright.cli.train  # noqa: E402
@@ -37,20 +38,6 @@ AFTER_FAILURE_S = 5.0
 """Until ranks are ended that wait for one that failed."""
 SHOWN_LINES = 12
 """Of the output of a command that failed."""
-
-
-def environment(mock: Path) -> dict[str, str]:
-    """Variables with which a program sees the devices of the mock."""
-    return {
-        "LD_PRELOAD": str(mock / "mock.so"),
-        "LD_LIBRARY_PATH": str(mock),
-        "TRITON_LIBCUDA_PATH": str(mock),
-        # cuDNN loads the parts with its kernels by itself, and these look for a real device.
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "src"),
-    }
 
 
 def run_file(case: Case, out: Path, tokens: Path) -> str:
@@ -78,6 +65,8 @@ def run_file(case: Case, out: Path, tokens: Path) -> str:
 
 def written(value: Any) -> str:
     """A value as TOML has it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {written(each)}" for key, each in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

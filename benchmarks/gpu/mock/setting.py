@@ -1,0 +1,20 @@
+"""The variables with which a program sees the devices of the mock."""
+
+from pathlib import Path
+
+
+def environment(mock: Path) -> dict[str, str]:
+    """What to add to the variables of a program; `mock`: the folder that build.py has filled.
+
+    `MOCK_DEVICES`, `MOCK_BYTES` (of each device) and `MOCK_NCCL_LOG` (a folder) may be set as well.
+    """
+    return {
+        "LD_PRELOAD": str(mock / "mock.so"),
+        "LD_LIBRARY_PATH": str(mock),
+        "TRITON_LIBCUDA_PATH": str(mock),
+        # cuDNN loads the parts with its kernels by itself, and these look for a real device.
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
+    }

@@ -1,0 +1,236 @@
+"""The first half hour on a GPU: three parts of at most ten minutes each, the results written as they come.
+
+    python benchmarks/gpu/plan.py 1|2|3 [--out FOLDER] [--only NAME ...] [--mock FOLDER]
+
+Every step runs in processes of its own, under its own time limit, and a step that fails does not stop the others.
+FOLDER (by default that of the variable OUT, else gpu-results) gets part-N.jsonl, one line a step, and part-N.log, the
+ends of the outputs of steps that failed. `page.py` makes the page of them. How to carry it to a machine: README.md here.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "src")]
+
+from steps import PARTS, Settings, Step  # noqa: E402
+
+PART_S = 570.0
+SHOWN_LINES = 25
+PREPARE = ("-m", "shardwright", "data", "prepare", "WORK/text", "--out", "TOKENS", "--vocab-size", "500")
+VERSIONS = (
+    "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'device': p.name, "
+    "'device_bytes': p.total_memory, 'torch': torch.__version__, 'nccl': torch.cuda.nccl.version()}))"
+)
+
+
+class Part:
+    """One part of the plan: its folders, its variables and the time that it has left."""
+
+    def __init__(self, number: int, out: Path, mock: Path | None) -> None:
+        self.number, self.out, self.mock = number, out.resolve(), mock
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work = Path(tempfile.gettempdir()) / "shardwright-gpu"
+        self.work.mkdir(exist_ok=True)
+        self.results, self.log = self.out / f"part-{number}.jsonl", self.out / f"part-{number}.log"
+        self.until_s = time.monotonic() + PART_S
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])),
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "8"),
+        }
+        if mock is not None:
+            sys.path.insert(0, str(HERE / "mock"))
+            from setting import environment
+
+            self.environment |= environment(mock.resolve())
+
+    @property
+    def tokens(self) -> Path:
+        """The data that every run reads."""
+        return self.work / "tokens"
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line to the results, and print it."""
+        line = json.dumps(record)
+        with self.results.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+    def placed(self, text: str) -> str:
+        """A word of a command with its folders."""
+        for name, folder in (("OUT", self.out), ("WORK", self.work), ("TOKENS", self.tokens)):
+            text = text.replace(name, str(folder))
+        return text
+
+    def python(self, words: tuple[str, ...], limit_s: float, **more: str) -> tuple[int | str, str]:
+        """Run Python in a session of its own; its exit code, or why there is none, and its output."""
+        limit_s = min(limit_s, self.until_s - time.monotonic())
+        if limit_s < 1:
+            return "no time left", ""
+        process = subprocess.Popen(
+            [sys.executable, *map(self.placed, words)],
+            env=self.environment | {name: self.placed(value) for name, value in more.items()},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"ended after {limit_s:.0f} s", process.communicate()[0]
+        return process.returncode, output
+
+    def run(self, step: Step) -> None:
+        """Run a step and write its line."""
+        if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
+            return self.write({"step": step.name, "skipped": f"needs {', '.join(missing)}"})
+        if step.kernels and self.mock is not None:
+            return self.write({"step": step.name, "skipped": "kernels of the mock compute nothing"})
+        began_s = time.monotonic()
+        more = dict(step.environment)
+        words = step.command
+        if step.settings is not None:
+            run_file, probe = self.work / f"{step.name}.toml", self.work / f"{step.name}.json"
+            run_file.write_text(self.run_file(step, step.settings))
+            probe.unlink(missing_ok=True)
+            more["GPU_PROBE"] = str(probe)
+            words = ("-m", "shardwright", "train", str(run_file))
+        code, output = self.python(words, step.limit_s, **more)
+        record: dict[str, Any] = {"step": step.name, "exit": code, "s": round(time.monotonic() - began_s, 1)}
+        if step.settings is not None:
+            record |= measured(self.work / step.name, probe) | planned(run_file)
+        elif code == 0 and output.rstrip().endswith("}"):
+            record |= last_document(output)
+        if code != 0:
+            with self.log.open("a") as file:
+                file.write(f"--- {step.name}: {code}\n" + "\n".join(output.splitlines()[-SHOWN_LINES:]) + "\n")
+            print("\n".join(line[:300] for line in output.splitlines()[-SHOWN_LINES:]), flush=True)
+        self.write(record)
+
+    def run_file(self, step: Step, settings: Settings) -> str:
+        """The run file of a step, TOML."""
+        every: Settings = {
+            "out": str(self.fresh(step.name)),
+            "steps": step.n_steps,
+            "device": "cuda",
+            "extensions": [str(HERE / "probe.py")],
+            "data.path": str(self.tokens),
+            "metrics.every": 1,
+            "evaluation.samples": 0,
+            **settings,
+        }
+        sections: dict[str, list[str]] = {"": []}
+        for path, value in every.items():
+            section, _, key = path.rpartition(".")
+            sections.setdefault(section, []).append(
+                f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+            )
+        return "\n".join(line for name, lines in sections.items() for line in ([f"[{name}]"] if name else []) + lines)
+
+    def fresh(self, name: str) -> Path:
+        """The folder of a run; what an earlier try left there is renamed."""
+        folder = self.work / name
+        if folder.exists():
+            folder.rename(folder.with_name(f"{name}-before-{time.time_ns()}"))
+        return folder
+
+
+def measured(run: Path, probe: Path) -> dict[str, Any]:
+    """Medians over the second half of the steps of a run, and the peaks of the allocator."""
+    try:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):
+        return {}
+    steps = [line for line in lines if "loss" in line and "tokens_per_s" in line]
+    if not steps:
+        return {}
+    late = steps[len(steps) // 2 :]
+    result: dict[str, Any] = {"steps": len(steps), "loss": [steps[0]["loss"], steps[-1]["loss"]]}
+    for name in ("tokens_per_s", "mfu"):
+        values = [step[name] for step in late if step.get(name) is not None]
+        result[name] = statistics.median(values) if values else None
+    return result | (json.loads(probe.read_text()) if probe.exists() else {})
+
+
+def planned(run_file: Path) -> dict[str, Any]:
+    """The plan of a run file for one H100: seconds of a step, and bytes that are allocated and reserved at most."""
+    from shardwright.config import load
+    from shardwright.cost.estimate import estimate
+    from shardwright.dry_run.planned import job_of
+    from shardwright.errors import ShardwrightError
+
+    try:
+        config = load(run_file)
+        result = estimate(job_of(config), config.layout.layout(), config.batch.micro_batch)
+        tokens_per_s = config.batch.global_batch * config.batch.seq_len / result.step_s
+        allocated = float(sum(values[0].max() for values in result.memory.kinds.values()))
+        return {
+            "planned_tokens_per_s": tokens_per_s,
+            "planned_allocated_bytes": allocated,
+            "planned_reserved_bytes": result.peak_bytes,
+        }
+    except ShardwrightError as error:
+        return {"planned": str(error)}
+
+
+def last_document(output: str) -> dict[str, Any]:
+    """The JSON object on the last line of an output, if that is one."""
+    try:
+        result = json.loads(output.splitlines()[-1])
+    except ValueError:
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def prepare(part: Part) -> None:
+    """Write which machine this is, and make the data from the standard library, unless an earlier part has."""
+    code, output = part.python(("-c", VERSIONS), 60)
+    part.write(
+        {"part": part.number, "exit": code} | (last_document(output) if code == 0 else {"output": output[-500:]})
+    )
+    if part.tokens.exists():
+        return
+    text = part.work / "text"
+    text.mkdir(exist_ok=True)
+    for source in sorted(Path(os.__file__).parent.glob("*.py")):
+        (text / source.name).write_bytes(source.read_bytes())
+    code, output = part.python(PREPARE, 60)
+    if code != 0:
+        sys.exit(f"the data cannot be prepared: {output[-2000:]}")
+
+
+def main() -> None:
+    """Run the steps of a part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", type=int, choices=PARTS)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="the steps to run, by name")
+    parser.add_argument("--mock", type=Path, metavar="FOLDER", help="rehearse on the mock that mock/build.py has made")
+    options = parser.parse_args()
+    part = Part(options.part, options.out, options.mock)
+    prepare(part)
+    for step in PARTS[options.part]():
+        if not options.only or step.name in options.only:
+            part.run(step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The steps of the GPU plan, as data: three parts of at most ten minutes each."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a part, which is ended after `limit_s`.
+
+    A step with `settings` is a run of `train` with these keys, of `n_steps` steps. Otherwise `command` is what Python
+    runs; in it OUT is the folder of results, WORK one for runs, TOKENS the data. `needs`: modules without which the
+    step is skipped. `kernels`: whether it is skipped on the mock, where kernels do nothing.
+    """
+
+    name: str
+    limit_s: float
+    settings: Settings | None = None
+    n_steps: int = 6
+    command: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    kernels: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+BF16 = {"precision.compute": "bf16"}
+COMPILE = {"precision.compile": True}
+TENSORWISE = {"precision.fp8": "tensorwise"}
+SMALL = {"model.preset": "debug", "batch.seq_len": 256, "batch.global_batch": 8, "batch.micro_batch": 2}
+SMALL_EXPERTS = SMALL | BF16 | {"model.preset": "debug-moe"}
+LARGE = BF16 | {"model.preset": "smollm2-1.7b", "batch.seq_len": 4096, "batch.global_batch": 4, "batch.micro_batch": 4}
+LONG = BF16 | {"model.preset": "llama-3.2-1b", "batch.seq_len": 32768, "batch.global_batch": 1, "batch.micro_batch": 1}
+EXPERTS = BF16 | {
+    "model.preset": "qwen3-0.6b",
+    "model.moe.n_experts": 16,
+    "model.moe.top_k": 2,
+    "model.moe.d_ffn": 1536,
+    "batch.seq_len": 2048,
+    "batch.global_batch": 4,
+    "batch.micro_batch": 4,
+}
+"""A mixture of 2.4B parameters, of which a token uses 0.7B."""
+
+SHARDWRIGHT = ("-m", "shardwright")
+HERE = "benchmarks/gpu"
+
+
+def smoke() -> list[Step]:
+    """Every feature of CUDA once, on a model of 0.3M parameters."""
+    on_host = {"layout.offload_activations": "cpu", "layout.offload_min_bytes": 1024}
+    settings = {
+        "bf16": BF16,
+        "fp32": {},
+        "tf32": {"precision.tf32": True},
+        "fp16": {"precision.compute": "fp16"},
+        "compile": BF16 | COMPILE,
+        "fp8": BF16 | TENSORWISE,
+        "fp8-rowwise": BF16 | {"precision.fp8": "rowwise"},
+        "recompute-full": BF16 | {"layout.recompute": "full"},
+        "recompute-selective": BF16 | {"layout.recompute": "selective", "layout.loss_chunk_tokens": 128},
+        "documents": BF16 | {"data.attention": "document"},
+        "muon": BF16 | {"optimizer.name": "muon"},
+        "adamw-8bit": BF16 | {"optimizer.name": "adamw-8bit"},
+        "offload-optimizer": BF16 | {"layout.offload_optimizer": "cpu"},
+        "offload-activations": BF16 | on_host,
+        "async-checkpoints": BF16 | {"checkpoint.every": 2, "checkpoint.async_mode": "async"},
+        "spikes": BF16 | {"faults.spike": "skip"},
+    }
+    runs = [Step(name, 60, SMALL | each) for name, each in settings.items()]
+    runs += [Step("experts", 60, SMALL_EXPERTS), Step("experts-compile", 90, SMALL_EXPERTS | COMPILE)]
+    generate = (
+        *SHARDWRIGHT,
+        "generate",
+        "WORK/bf16",
+        "--prompt",
+        "import os",
+        "--max-tokens",
+        "32",
+        "--device",
+        "cuda",
+    )
+    score = (*SHARDWRIGHT, "eval", "WORK/bf16", "--data", "TOKENS", "--device", "cuda")
+    tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
+    return [
+        *runs,
+        Step("generate", 60, command=generate),
+        Step("eval", 60, command=score),
+        Step("tests", 180, command=tests, needs=("pytest", "hypothesis"), kernels=True),
+    ]
+
+
+def speed() -> list[Step]:
+    """SmolLM2-1.7B with sequences of 4,096 tokens, and the same model in a loop written by hand."""
+    profile = {"GPU_PROFILE": "OUT/profile"}
+    loop = (f"{HERE}/torch_loop.py",)
+    return [
+        Step("1.7b-eager", 80, LARGE, 14),
+        Step("1.7b-compile", 110, LARGE | COMPILE, 14),
+        Step("1.7b-compile-fp8", 110, LARGE | COMPILE | TENSORWISE, 14),
+        Step("torch-compile", 90, command=(*loop, "--compile")),
+        Step("torch-eager", 60, command=loop),
+        Step("1.7b-compile-profile", 90, LARGE | COMPILE, 8, environment=profile),
+        Step("1.7b-recompute-full", 60, LARGE | {"layout.recompute": "full"}, 8),
+    ]
+
+
+def rest() -> list[Step]:
+    """This GPU measured and planned; offloads, long sequences, experts and generation at a size that counts."""
+    measure = (*SHARDWRIGHT, "measure", "--out", "OUT/machine.toml", "--device", "cuda", "--overwrite")
+    plan = (*SHARDWRIGHT, "plan", "--model", "smollm2-1.7b", "--hardware", "OUT/machine.toml")
+    generate = (*SHARDWRIGHT, "generate", "WORK/1.7b-offload-activations", "--prompt", "import os")
+    chunks = {"layout.recompute": "full", "layout.loss_chunk_tokens": 4096}
+    return [
+        Step("1.7b-offload-activations", 70, LARGE | {"layout.offload_activations": "cpu"}, 8),
+        Step("1.7b-offload-optimizer", 80, LARGE | {"layout.offload_optimizer": "cpu"}, 6),
+        Step("1b-32k", 80, LONG | chunks, 6),
+        Step("2.4b-experts", 70, EXPERTS, 8),
+        Step("2.4b-experts-compile", 90, EXPERTS | COMPILE, 8),
+        Step("1.7b-generate", 60, command=(*generate, "--max-tokens", "64", "--device", "cuda")),
+        Step("measure", 240, command=measure),
+        Step("plan-of-this-gpu", 30, command=(*plan, "--global-batch", "4", "--seq-len", "4096")),
+    ]
+
+
+PARTS = {1: smoke, 2: speed, 3: rest}
