@@ -206,7 +206,7 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
         f"# out is a new folder, so that the run in {json.dumps(config.out)} stays as it is; this run starts anew "
         '(checkpoint.resume = "no").\n'
     )
-    return remark + resolved_toml(parse(table, source=str(path)))
+    return remark + resolved_toml(parse(table, source=str(path)), absolute=True)
 
 
 def _new_out(config: "RunConfig", path: Path) -> str:

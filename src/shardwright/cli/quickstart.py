@@ -175,8 +175,8 @@ def _tokenise(places: Places, say: Any) -> int:
 
 def _write_run_file(places: Places, steps: int, vocab_size: int) -> RunConfig:
     text = RUN_FILE.format(
-        out=places.run.as_posix(),
-        data=places.data.as_posix(),
+        out=places.run.name,  # beside the run file
+        data=places.data.name,
         steps=steps,
         warmup=min(20, steps // 4),
         vocab_size=vocab_size,

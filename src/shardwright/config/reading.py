@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pydantic import (
 
 from shardwright import extensions
 from shardwright.config.run_config import RunConfig, broken_rules
-from shardwright.config.sections import RENAMED
+from shardwright.config.sections import PATH, RENAMED, located
 from shardwright.errors import ConfigError, near_path, nearest
 from shardwright.files import parse_toml, read_text
 from shardwright.layout_keys import KEYS as LAYOUT_KEYS
@@ -26,7 +26,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with every problem of the file and of the overrides at once.
     """
     try:
-        table = parse_toml(read_text(Path(path)))
+        text = read_text(Path(path))
+        table = parse_toml(text)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file{near_path(path, '*.toml')}") from None
     except IsADirectoryError:
@@ -35,23 +36,31 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse(table, overrides, source=str(path), folder=Path(path).parent)
+    # A kept run file has absolute paths; those of earlier versions are relative to where the run was started.
+    resolved = text.startswith(_RESOLVED)
+    return parse(table, overrides, source=str(path), folder=Path() if resolved else Path(path).parent)
+
+
+_RESOLVED = "# resolved by shardwright"
 
 
 def parse(
     table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file", folder: Path = Path()
 ) -> RunConfig:
-    """Validate a run file that is already a table, and import its extensions, whose paths are relative to `folder`.
+    """Validate a run file that is already a table, and import its extensions.
 
-    Raises ConfigError with every problem at once.
+    Relative paths of the table are relative to `folder`, those of `overrides` to the working folder. Raises
+    ConfigError with every problem at once.
     """
     problems: list[str] = []
+    if folder != Path():
+        change_paths(table, lambda path: located(path, folder))
     for override in overrides:
         problems += _apply(table, override)
     problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
-    problems += extensions.load_named(table, folder)
+    problems += extensions.load_named(table, Path())
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
@@ -63,6 +72,21 @@ def parse(
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
     return config
+
+
+def change_paths(table: dict[str, Any], change: Callable[[str], str], section: Any = RunConfig) -> None:
+    """Replace every path of a run file (the fields marked `PATH`), given as a table that may have mistakes."""
+    for name, field in section.model_fields.items():
+        value, inner = table.get(name), _section_of(field.annotation)
+        if field.json_schema_extra == PATH:
+            if isinstance(value, str) and (name, value) not in (("resume", "auto"), ("resume", "no")):
+                table[name] = change(value)
+            elif isinstance(value, list):  # of extensions, where others are names of modules
+                table[name] = [change(each) if str(each).endswith(".py") else each for each in value]
+        elif inner is not None:
+            for below in value if isinstance(value, list) else [value]:
+                if isinstance(below, dict):
+                    change_paths(below, change, inner)
 
 
 def _beyond_64_bits(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -199,10 +223,13 @@ def _owner(path: Sequence[str]) -> Any:
     return owner
 
 
-def resolved_toml(config: RunConfig) -> str:
-    """A configuration as a run file with every default filled in; reading it back gives an equal one."""
-    lines = ["# resolved by shardwright; `shardwright train` accepts this file"]
+def resolved_toml(config: RunConfig, absolute: bool = False) -> str:
+    """A configuration as a run file with every default filled in; reading it back gives an equal one. `absolute`: paths
+    are, so that the file means the same wherever it lies."""
+    lines = [f"{_RESOLVED}; `shardwright train` accepts this file"]
     values = config.model_dump(exclude_none=True)
+    if absolute:
+        change_paths(values, lambda path: located(path, Path.cwd()))
     layout = config.layout.layout()
     values["model"] = config.model.resolved()
     values["layout"] = {name: value for name in LAYOUT_KEYS if (value := getattr(layout, name)) is not None}

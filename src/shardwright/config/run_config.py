@@ -13,6 +13,7 @@ from shardwright.config.mixture import mixture_problems
 from shardwright.config.optimizer import OptimizerSection
 from shardwright.config.precision import PrecisionSection
 from shardwright.config.sections import (
+    PATH,
     BatchSection,
     CheckpointSection,
     DataSection,
@@ -41,7 +42,11 @@ from shardwright.split.stages import schedule_problems
 class RunConfig(Section):
     """A whole run."""
 
-    out: str = Field(min_length=1, description="folder of the run: resolved run file, metrics, checkpoints, pictures")
+    out: str = Field(
+        min_length=1,
+        json_schema_extra=PATH,
+        description="folder of the run: resolved run file, metrics, checkpoints, pictures",
+    )
     steps: Positive = Field(description="optimizer steps")
     seed: NotNegative = Field(0, description="of initial weights, data order and dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
@@ -52,13 +57,15 @@ class RunConfig(Section):
     )
     offload_path: str | None = Field(
         None,
+        json_schema_extra=PATH,
         min_length=1,
         description="folder, best on a local disk, for the files of layout.offload_optimizer='disk', which have no "
         "names and end with the run; if not given, OUT/offload",
     )
     extensions: list[str] = Field(
         [],
-        description="Python files (.py, relative to the run file) or modules that register schedules, optimizers or "
+        json_schema_extra=PATH,
+        description="Python files (.py) or modules that register schedules, optimizers or "
         "families of models of your own; imported before the rest of the run file is read",
     )
     model: ModelSection = Field(default_factory=ModelSection)

@@ -1,6 +1,7 @@
 """The sections of the run file as frozen, documented models: each key with its type, default and description."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,7 @@ from shardwright.layout_keys import KEYS as LAYOUT_KEYS
 from shardwright.model.presets import resolve
 from shardwright.model.sections import Described, LatentAttentionSpec, MoESpec, RopeScaling
 from shardwright.model.spec import ModelSpec, differences
+from shardwright.remote import REMOTE
 from shardwright.run_folder import MODEL_FILE, RUN_FILE
 
 
@@ -47,6 +49,15 @@ RENAMED = {
     "optimizer.adamw_lr_scale": "[optimizer.lr_scale] embedding, head, norm, bias, router",
 }
 """Old names of keys and sections, and what they are called now."""
+
+
+PATH: dict[str, Any] = {"path": True}
+"""Marks the fields whose values are paths: relative ones are relative to the folder of the run file."""
+
+
+def located(path: str, folder: Path) -> str:
+    """A path of a run file that lies in `folder`, as the process can open it; URLs stay as they are."""
+    return path if not path or REMOTE in path else os.path.normpath(folder / path)
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -77,6 +88,7 @@ def _overrides(name: str, spec: type[Described]) -> Any:
 
 _FROM: Any = Field(
     None,
+    json_schema_extra=PATH,
     description="instead of a preset: a folder of Hugging Face transformers, one that `shardwright import` wrote, a "
     "checkpoint or a run, whose sizes these are; other keys here may not contradict it",
 )
@@ -171,12 +183,14 @@ def spec_of_folder(path: Path) -> ModelSpec:
         if (path / name).is_file():
             try:
                 table = parse_toml(read_text(path / name))
-                source = table.get("model", {}).get("from")
-                if isinstance(source, str) and Path(source).resolve() == path.resolve():
-                    continue  # a run file beside the config.json of the model that it trains
+                model = table.get("model", {})
+                if isinstance(source := model.get("from"), str):
+                    model["from"] = located(source, path)
+                    if Path(model["from"]).resolve() == path.resolve():
+                        continue  # a run file beside the config.json of the model that it trains
                 if problems := extensions.load_named(table, path):
                     raise ConfigError(*problems)
-                return ModelSection.model_validate(table.get("model", {})).spec()
+                return ModelSection.model_validate(model).spec()
             except (ValueError, ValidationError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -197,7 +211,9 @@ def spec_of_folder(path: Path) -> ModelSpec:
 class SourceSection(Section):
     """One source of a mixture."""
 
-    path: str = Field(min_length=1, description="a folder written by `shardwright data prepare`")
+    path: str = Field(
+        min_length=1, json_schema_extra=PATH, description="a folder written by `shardwright data prepare`"
+    )
     name: str | None = Field(None, min_length=1, description="what stages and records call it; else its folder's name")
     weight: float | None = Field(
         None, description="its share of the samples, relative to the other weights; none: a stage brings it in"
@@ -218,7 +234,10 @@ class DataSection(Section):
     """Where the tokens are and how sequences are made of them."""
 
     path: str | None = Field(
-        None, min_length=1, description="a folder written by `shardwright data prepare`; or give sources"
+        None,
+        min_length=1,
+        json_schema_extra=PATH,
+        description="a folder written by `shardwright data prepare`; or give sources",
     )
     sources: list[SourceSection] = Field([], description="[[data.sources]]: several folders, mixed by weight")
     stages: list[StageSection] = Field([], description="[[data.stages]]: other weights of the sources, from a step on")
@@ -305,6 +324,7 @@ class CheckpointSection(Section):
     keep_last: Positive = Field(2, description="older checkpoints are deleted once a newer one is published")
     resume: str = Field(
         "no",
+        json_schema_extra=PATH,
         description="no: start anew, refuse a folder that holds a run; auto: go on from the last good checkpoint "
         "if there is one; or the path of a checkpoint, of this or another run",
     )
@@ -323,12 +343,14 @@ class CheckpointSection(Section):
     )
     local: Annotated[str, Field(min_length=1)] | None = Field(
         None,
+        json_schema_extra=PATH,
         description="a folder of each host (its disk, or /dev/shm) for checkpoints every local_every steps, written "
         "beside training; every rank's shards are on its own host and on the next, so that a lost host loses none",
     )
     local_every: NotNegative = Field(0, description="steps between checkpoints in local")
     durable: Annotated[str, Field(min_length=1)] | None = Field(
         None,
+        json_schema_extra=PATH,
         description="a second place for checkpoints, a folder or a URL of fsspec (s3://BUCKET/FOLDER, gs://, ...), to "
         "which they are copied beside training; a run that finds no newer one in OUT resumes from there",
     )
@@ -347,6 +369,7 @@ class InitSection(Section):
 
     weights: str | None = Field(
         None,
+        json_schema_extra=PATH,
         description="weights to begin with: a folder of Hugging Face transformers, one that `shardwright import` "
         "wrote, a checkpoint, or a run, of which the newest one is taken",
     )

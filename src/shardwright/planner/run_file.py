@@ -1,6 +1,7 @@
 """A chosen layout as a run file that `train` and `verify` accept, once its data are filled in."""
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
 def _model_keys(job: Job, name: str) -> dict[str, Any]:
     """The section [model]: of a model by its sizes, those in which it differs from the preset of the default."""
     preset = DEFAULT_PRESET if "=" in name and not Path(name).is_dir() else name
-    return {"preset": preset} | _changes(job, preset) if preset in PRESETS else {"from": name}
+    return {"preset": preset} | _changes(job, preset) if preset in PRESETS else {"from": os.path.abspath(name)}
 
 
 def _changes(job: Job, name: str) -> dict[str, Any]:

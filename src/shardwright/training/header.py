@@ -140,4 +140,4 @@ def kept_run_file(config: RunConfig) -> str:
     if config.checkpoint.resume == "auto":
         checkpoint = config.checkpoint.model_copy(update={"resume": "no"})
         config = config.model_copy(update={"checkpoint": checkpoint})
-    return resolved_toml(config)
+    return resolved_toml(config, absolute=True)
