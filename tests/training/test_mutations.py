@@ -40,7 +40,8 @@ QUICK = (
 
 OF_LAYOUTS = ("shardwright.parallel.", "shardwright.training.step", "shardwright.training.offload.")
 OF_THE_REFERENCE_TOO = {
-    f"shardwright.parallel.{each}" for each in ("initialise", "norm", "objects", "over_shards", "whole_matrices")
+    f"shardwright.parallel.{each}"
+    for each in ("boxes", "initialise", "norm", "objects", "over_shards", "whole_matrices")
 }
 """Modules of `OF_LAYOUTS` that the reference of verify runs, too. With a bug in another it is that of healthy code."""
 

@@ -4,7 +4,8 @@ Shapes: A micro-batches, B sequences, T tokens.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,20 +16,54 @@ from shardwright.box import DENSE_AXES
 from shardwright.data.batches import Batch
 from shardwright.layout import Layout
 from shardwright.model.transformer import Transformer
+from shardwright.parallel import compressed, data, loss, whole_matrices
 from shardwright.parallel.apply import apply
 from shardwright.parallel.norm import local_part
+from shardwright.training import on_shards
 from shardwright.training.loss_scale import loss_scaler
 from shardwright.training.offload.states import where_of
 from shardwright.training.on_shards import OnShards
 from shardwright.training.optimizer import build_optimizer
+from shardwright.training.optimizers import adamw_8bit
 from shardwright.training.step import Trainer
 from shardwright.units import KiB
 from shardwright.verification.case import DTYPES, PLAIN_SGD, Case
 from shardwright.verification.trace import Quantity, RankTrace, Recorder
 
+BUCKETS = (
+    (data, "BUCKET_BYTES"),
+    (compressed, "REPLICA_BUCKET_BYTES"),
+    (whole_matrices, "BUCKET_BYTES"),
+    (on_shards, "BUCKET_BYTES"),
+    (adamw_8bit, "BUCKET_BYTES"),
+)
+"""The sizes of what is sent or updated together, each in the module that reads it."""
+
+
+@contextmanager
+def several_of_each(case: Case) -> Iterator[None]:
+    """Shrink the sizes of buckets, and of the logits that the loss takes at a time, so that a model at test size has
+    several of each, as a model at true size has; sizes that are smaller already stay."""
+    element_bytes, matrix = DTYPES[case.dtype][1].itemsize, case.spec.d_model * case.spec.d_ffn
+    sizes = dict.fromkeys(BUCKETS, max(1, matrix * element_bytes // 2))
+    sizes[loss, "LOGITS_TOGETHER"] = max(1, case.micro_batch * case.seq_len // 5) * case.spec.vocab_size
+    before = {(module, name): getattr(module, name) for module, name in sizes}
+    try:
+        for (module, name), size in sizes.items():
+            setattr(module, name, min(size, before[module, name]))
+        yield
+    finally:
+        for (module, name), size in before.items():
+            setattr(module, name, size)
+
 
 def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
     """Take the steps of a case with each optimizer, as one rank of a layout."""
+    with several_of_each(case):
+        return _train(case, layout, folder)
+
+
+def _train(case: Case, layout: Layout, folder: Path) -> RankTrace:
     recorder, rank = Recorder(folder), dist.get_rank()
     for training in case.trainings:
         trainer = build_trainer(case, layout, training, folder)
@@ -55,8 +90,8 @@ def train_rank(case: Case, layout: Layout, folder: Path) -> RankTrace:
             if not overflows:
                 recorder.scalar(Quantity("grad norm", training, step + 1), norm)
             if case.evaluate and step == 0:
-                loss, *ahead = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
-                recorder.scalar(Quantity("evaluation", training, 1), loss)
+                mean, *ahead = trainer.evaluate([local_batch(case, layout, rank, case.steps)])
+                recorder.scalar(Quantity("evaluation", training, 1), mean)
                 if ahead:
                     recorder.scalar(Quantity("mtp evaluation", training, 1), torch.stack(ahead).mean())
         recorder.tensors(Quantity("parameter", training, case.steps), parameters)

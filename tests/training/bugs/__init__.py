@@ -23,6 +23,7 @@ _NAMES = {
     "MASK": "wrong mask",
     "OFF_BY_ONE": "off by one",
     "RECOMPUTATION": "wrong recomputation",
+    "BUCKETS": "later buckets forgotten",
     "CHUNKS": "wrong chunks of the loss",
     "FILES": "wrong weights from files",
     "SERVING": "wrong price of serving",

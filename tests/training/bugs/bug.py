@@ -28,7 +28,7 @@ CONTEXT, ULYSSES_ROOM = "shardwright.parallel.context", "shardwright.parallel.ul
 SEQUENTIAL = "shardwright.parallel.microbatch_runner:SequentialRunner"
 STAGE, STAGES = "shardwright.parallel.pipeline.runner:_Step", "shardwright.parallel.pipeline.stage"
 TIED = "shardwright.parallel.pipeline.tied:TiedParameters"
-STATE, STORAGE = "shardwright.training.checkpoint.state", "shardwright.training.checkpoint.storage"
+STATE = "shardwright.training.checkpoint.state"
 
 ONE = Layout()
 ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (

@@ -15,7 +15,9 @@ _SHARDED = Layout(dp_shard=2, zero=2)
 
 SHARD: dict[str, AnyBug] = {
     "Muon makes each shard of rows orthogonal by itself": Bug(
-        Mutation(f"{_EXCHANGE}:_axes_of", "dim == 0 and parameter.dim() == 3", "dim == 0 or parameter.dim() == 3"),
+        Mutation(
+            f"{_EXCHANGE}:_axes_of", "cut.dim == 0 and parameter.dim() == 3", "cut.dim == 0 or parameter.dim() == 3"
+        ),
         [TP, _SHARDED],
         optimizer="muon",
     ),

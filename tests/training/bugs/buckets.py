@@ -1,0 +1,40 @@
+"""Bugs that show only where there are several buckets or chunks: all after the first are forgotten."""
+
+from shardwright.layout import Layout
+from tests.mutation import Mutation
+from tests.training.bugs.bug import ONE, TP, ZERO_3, AnyBug, Bug
+
+_REPLICAS = Layout(dp_replicate=2, dp_shard=2, zero=2, compress_gradients="int8")
+_IN_PARTS = "torch.stack([of(*part, factor) for part in parts])"
+
+BUCKETS: dict[str, AnyBug] = {
+    "compressed gradients after the first bucket are not summed over replicas": Bug(
+        Mutation(
+            "shardwright.parallel.compressed:OverReplicas.sum",
+            "in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES)",
+            "[next(in_groups(gradients, lambda gradient: gradient.nbytes, REPLICA_BUCKET_BYTES))]",
+        ),
+        [_REPLICAS],
+    ),
+    "Muon updates the first bucket of matrices of one kind alone": Bug(
+        Mutation(
+            "shardwright.parallel.whole_matrices:WholeMatrices._buckets",
+            "in_groups(matrices, lambda matrix: matrix.n_bytes, BUCKET_BYTES)",
+            "[next(in_groups(matrices, lambda matrix: matrix.n_bytes, BUCKET_BYTES))]",
+        ),
+        [TP, ZERO_3],
+        optimizer="muon",
+    ),
+    "8-bit AdamW updates the first bucket alone": Bug(
+        Mutation(
+            "shardwright.training.optimizers.adamw_8bit:AdamW8bit._buckets",
+            "in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES)",
+            "[next(in_groups(members, lambda each: each.n_bytes, BUCKET_BYTES))]",
+        ),
+        [ONE, ZERO_3],
+        optimizer="adamw-8bit",
+    ),
+    "the reported loss of logits is that of the first tokens": Bug(
+        Mutation("shardwright.parallel.loss:_in_parts", f"{_IN_PARTS}.sum()", f"{_IN_PARTS}[0]"), [ONE, ZERO_3]
+    ),
+}
