@@ -5,7 +5,8 @@
 
 --again: start from the constants there are; --rows: of a source, at most, evenly over the table. --families: fit to
 those alone, as after a change that does not touch the others, with the constants --hold as they are in the file, for
-the families that are left out too. --intervals: only the widths of intervals, with the constants as they are.
+the families that are left out too. --intervals: only the widths of intervals and the error of
+differences, with the constants as they are.
 
 One number for each die and format, and for each kind of software, for all families of runs together: Gauss-Newton on
 the logarithm of predicted / measured, robust against rows that nothing explains. A family counts as much as its rows,
@@ -17,9 +18,10 @@ a constant is printed as an error.
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import date
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, PACKAGED, Calibration
+from shardwright.cost.calibration import CALIBRATED, LEFT_OUT, OTHERS, PACKAGED, Calibration
 from shardwright.planner.evaluate import MEASURED_RUNS, step_seconds, timed_run
 from shardwright.planner.interval import COVERED, TERMS, features
 from shardwright.planner.measured_run import Run
 from shardwright.planner.runs import read_runs
+from shardwright.planner.tie import moved_share
 
 Floats = NDArray[np.float64]
 OPTIONS = "--steps", "--rows", "--families", "--hold"
@@ -195,41 +198,114 @@ class LeftOut:
     """The errors of all runs by the constants of the fits without their families, and what intervals depend on."""
 
     def __init__(self, runs: Sequence[Run], left_out: dict[str, Calibration]) -> None:
+        self.runs = runs
         self.families = np.array([run.measured.family for run in runs])
-        timed = [timed_run(run, left_out[run.measured.family]) for run in runs]
+        self.measured = np.log([run.measured.step_time_s for run in runs])
+        by = [left_out[run.measured.family] for run in runs]
+        timed = [timed_run(run, each) for run, each in zip(runs, by, strict=True)]
         self.features = np.concatenate([features(job, time) for job, time in timed])
-        predicted = np.array([float(time.total_s[0]) for _, time in timed])
-        self.errors = np.abs(np.log(predicted / np.array([run.measured.step_time_s for run in runs])))
+        self.times = [time for _, time in timed]
+        self.errors = np.log([float(time.total_s[0]) for time in self.times]) - self.measured
+        dies = [run.job.cluster.accelerator.die for run in runs]
+        others = [timed_run(*each)[1] for each in zip(runs, map(without_die, by, dies), strict=True)]
+        self.other_die = np.log([float(time.total_s[0]) for time in others]) - self.measured
 
     def coefficients(self, but: str = "") -> dict[str, float]:
-        """The linear quantile regression of the errors, not negative and with LEAST_WIDTH, over all families but one,
-        each of which counts the same."""
+        """The widths of intervals over all families but one, each of which counts the same, with LEAST_WIDTH;
+        `unmeasured`: by what the error exceeds the rest of the width without the rates of the own die."""
         kept = self.families != but
-        counts = Counter(self.families[kept])
-        weights = np.array([1 / counts[each] for each in self.families[kept]])
-        x, n_terms, n = self.features[kept], len(TERMS), int(kept.sum())
-        # error = x c + above - below; the sum of COVERED above + (1 - COVERED) below is least.
-        costs = np.concatenate([np.zeros(n_terms), COVERED * weights, (1 - COVERED) * weights])
-        bounds = [(LEAST_WIDTH if term == "base" else 0, None) for term in TERMS] + [(0, None)] * 2 * n
-        found = linprog(costs, A_eq=np.hstack([x, np.eye(n), -np.eye(n)]), b_eq=self.errors[kept], bounds=bounds)
-        return dict(zip(TERMS, map(float, found.x), strict=False))
+        weights = equal_weights(self.families[kept])
+        x, lows = self.features[kept], [LEAST_WIDTH if term == "base" else 0.0 for term in TERMS]
+        known = quantile_regression(x, np.abs(self.errors[kept]), weights, COVERED, lows)
+        beyond = np.abs(self.other_die[kept]) - x @ known
+        (unmeasured,) = quantile_regression(np.ones((len(x), 1)), beyond, weights, COVERED, [0.0])
+        return dict(zip(TERMS, map(float, known), strict=True)) | {"unmeasured": float(unmeasured)}
+
+    def difference(self) -> dict[str, float]:
+        """The error of a difference (`planner.tie`), over pairs of runs of one source, model, software and cluster."""
+        pairs = list(self._pairs())
+        x = np.array([[1, moved_share(*(self._parts_s(each) for each in pair))] for pair in pairs])
+        y = np.array([abs(self.errors[one] - self.errors[other]) for one, other in pairs])
+        weights = equal_weights(self.families[[one for one, _ in pairs]])
+        base, moved = quantile_regression(x, y, weights, 0.5, [0.0, 0.0])
+        print(f"{len(pairs)} pairs of {len(set(self.families[[one for one, _ in pairs]]))} families", flush=True)
+        for low, high in ((0, 1), (1, 2), (2, 100)):
+            gaps = [self._gaps(*pair) / (base + moved * own) for pair, own in zip(pairs, x[:, 1], strict=True)]
+            those = [one < 0 for one, other in gaps if low <= other < high]
+            print(f"predicted to differ by {low} to {high} d: {np.mean(those):.0%} of {len(those)} in the wrong order")
+        return {"base": float(base), "moved": float(moved)}
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        groups: dict[Any, list[int]] = {}
+        for number, run in enumerate(self.runs):
+            row, job = run.measured, run.job
+            same = row.source, row.stack, row.te, row.flash, row.date, job.model, job.precision, job.seq_len
+            groups.setdefault((*same, job.cluster), []).append(number)
+        for numbers in groups.values():
+            for one, other in combinations(numbers, 2):
+                if str(self.runs[one].candidates) != str(self.runs[other].candidates):
+                    yield one, other
+
+    def _parts_s(self, number: int) -> dict[str, float]:
+        """Seconds of each kind of work for a token."""
+        tokens = self.runs[number].job.tokens
+        return {kind: float(part[0]) / tokens for kind, part in self.times[number].parts.items()}
+
+    def _gaps(self, one: int, other: int) -> Floats:
+        """The measured difference, above 0 where the slower one was predicted to be, and the predicted one."""
+        at, tokens = [one, other], np.log([self.runs[each].job.tokens for each in (one, other)])
+        measured = np.diff(self.measured[at] - tokens)[0]
+        predicted = measured + np.diff(self.errors[at])[0]
+        return np.array([measured, predicted]) * np.sign(predicted)
+
+
+def without_die(there: Calibration, die: str) -> Calibration:
+    """The constants as if no run were on a die: it gets the mean of the other dies."""
+    products = {name: each for name, each in there.product_share.items() if name not in (die, OTHERS)}
+    flash = {name: each for name, each in there.flash_share.items() if name not in (die, OTHERS)}
+    mean = {
+        form: float(np.mean([each[form] for each in products.values() if form in each])) for form in ("bf16", "fp8")
+    }
+    return replace(
+        there,
+        product_share={**products, OTHERS: mean},
+        flash_share={**flash, OTHERS: float(np.mean(list(flash.values())))},
+    )
+
+
+def equal_weights(families: NDArray[np.str_]) -> Floats:
+    """A weight for each row, with which each family counts the same."""
+    counts = Counter(families)
+    return np.array([1 / counts[each] for each in families])
+
+
+def quantile_regression(x: Floats, y: Floats, weights: Floats, share: float, lows: Sequence[float]) -> Floats:
+    """Coefficients c, each at least its `low`, with which `share` of the weights has y <= x c (Koenker and Bassett,
+    1978): y = x c + above - below, and the sum of share above + (1 - share) below is least."""
+    n, terms = x.shape
+    costs = np.concatenate([np.zeros(terms), share * weights, (1 - share) * weights])
+    bounds = [(low, None) for low in lows] + [(0, None)] * 2 * n
+    found = linprog(costs, A_eq=np.hstack([x, np.eye(n), -np.eye(n)]), b_eq=y, bounds=bounds)
+    return np.asarray(found.x[:terms])
 
 
 def written(best: Floats, left_out: dict[str, Floats], errors: LeftOut) -> str:
     """The file's text."""
     lines = [f"# Written by `python benchmarks/calibrate.py` on {date.today()}; see calibration.py.", ""]
-    lines += _tables("", asdict(calibration(best, errors.coefficients())))
+    best_ones = replace(calibration(best, errors.coefficients()), difference=errors.difference())
+    lines += _tables("", asdict(best_ones))
     for family, values in left_out.items():
         lines += _tables(f'left_out."{family}"', asdict(calibration(values, errors.coefficients(but=family))))
     return "\n".join(lines) + "\n"
 
 
 def with_intervals(errors: LeftOut) -> str:
-    """The file as it is, with other widths of intervals."""
+    """The file as it is, with other widths of intervals and errors of differences."""
     text = PACKAGED.read_text(encoding="utf-8")
-    for family in ("", *LEFT_OUT):
-        prefix = f'left_out."{family}".interval' if family else "interval"
-        table = "\n".join(_tables(prefix, errors.coefficients(but=family)))
+    tables = {"interval": errors.coefficients(), "difference": errors.difference()}
+    tables |= {f'left_out."{family}".interval': errors.coefficients(but=family) for family in LEFT_OUT}
+    for prefix, values in tables.items():
+        table = "\n".join(_tables(prefix, values))
         text = re.sub(rf"^\[{re.escape(prefix)}\]\n(?:.+\n)*\n?", f"{table}\n", text, count=1, flags=re.MULTILINE)
     return text
 

@@ -12,7 +12,7 @@ from shardwright.planner.evaluate import MEASURED_RUNS, evaluate
 from shardwright.planner.interval import features, interval_s
 from tests.cost.jobs import candidates, job
 
-COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "attention": 0.4}
+COEFFICIENTS = {"base": 0.1, "outside": 0.2, "experts": 0.3, "narrow": 0.05, "attention": 0.4, "unmeasured": 0.5}
 
 
 def test_the_width_is_that_of_the_formula():
@@ -33,6 +33,15 @@ def test_a_run_that_communicates_more_is_known_less_well():
         low, high = interval_s(job(), time, CALIBRATED)
         widths.append(float(high[0] / low[0]))
     assert widths[1] > widths[0] > 1
+
+
+def test_an_accelerator_without_one_measured_run_has_a_wider_interval():
+    of, halves = candidates(dp_shard=8, zero=2), []
+    for on in ("h100:8", "h200:8", "mi300x:8", "rtx4090:8", "gaudi2:8"):
+        the_job = job(on=on)
+        low, high = interval_s(the_job, step_time(the_job, of), CALIBRATED)
+        halves.append(float(high[0] / low[0]) ** 0.5)
+    assert all(each > exp(0.15) * max(halves[:2]) for each in halves[2:])
 
 
 def test_no_coefficient_narrows_an_interval():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright import extensions
+from shardwright.errors import InputError, nearest
 from shardwright.layout import Layout
 from shardwright.model.presets import resolve
 from shardwright.model.spec import ModelSpec
@@ -46,6 +47,7 @@ def plan(
     top: int = 10,
     hardware: str | Path | None = None,
     fix: Mapping[str, Any] | None = None,
+    prefer: str | None = None,
 ) -> "Plan":
     """Find the fastest layouts of a cluster that fit, without a GPU and without PyTorch.
 
@@ -54,9 +56,10 @@ def plan(
     fp8, fp8-row, fp8-block, mxfp8 or nvfp4. `narrow_states`:
     the states of the optimizer are stored in bf16. `memory_margin`: share of an accelerator's memory that is kept free.
     `hardware`: a TOML file with accelerators of your own. `fix`: search only layouts with these values of [layout] and
-    micro_batch, such as {"tp": 8, "pp": 1}.
+    micro_batch, such as {"tp": 8, "pp": 1}. `prefer`: which layout is recommended, "fastest", "simplest" or "cheapest"
+    (on a part of the cluster, if that takes fewer accelerator-hours), instead of the simplest that ties.
 
-    Returns a Plan: `recommended` is the simplest layout that the prediction cannot tell from the fastest one, with
+    Returns a Plan, which prints as a table: `recommended` is the simplest layout that ties with the fastest one, with
     `layout`, `micro_batch`, `step_s` in seconds, `peak_bytes` and `parts_s`, where the time of a step goes; None where
     nothing fits. `best` has up to `top` such layouts, the fastest first. Raises InputError for an unknown cluster,
     model or precision, LayoutError where no layout can share the batch.
@@ -64,8 +67,10 @@ def plan(
     from shardwright.cost.hardware import cluster as find_cluster
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
+    from shardwright.planner.cheapest import cheapest
     from shardwright.planner.fixed import fixed_values
     from shardwright.planner.search import search
+    from shardwright.planner.tie import PREFERENCES
 
     job = Job(
         model=resolve(model) if isinstance(model, str) else model,
@@ -76,9 +81,11 @@ def plan(
         optimizer=optimizer,
         narrow_states=narrow_states,
     )
-    return search(
-        on_machine(job), memory_margin=memory_margin, top=top, fixed=None if fix is None else fixed_values(fix)
-    )
+    if prefer is not None and prefer not in PREFERENCES:
+        raise InputError(f"prefer={prefer!r}: not a preference; {nearest(prefer, PREFERENCES)}")
+    fixed = None if fix is None else fixed_values(fix)
+    result = search(on_machine(job), memory_margin=memory_margin, top=top, fixed=fixed, prefer=prefer)
+    return cheapest(result, memory_margin=memory_margin, top=top) if prefer == "cheapest" else result
 
 
 def verify(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardwright.cli.common import console, error_console, load_extensions, print_json, say, verb
-from shardwright.cli.plan_asked import Asked, Options, ask, layout_of_run, priced_of
+from shardwright.cli.plan_asked import Asked, Options, ask, choice_of_run, priced_of
 from shardwright.errors import InputError, LayoutError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from shardwright.cost.job import Job
     from shardwright.planner.alternatives import Alternative
     from shardwright.planner.choice import Choice
-    from shardwright.planner.priced import Priced
     from shardwright.planner.search import Plan
 
 EVALUATE = "evaluate"
@@ -87,56 +86,55 @@ def _search(asked: Asked, options: Options) -> None:
     from shardwright.planner.nearest import remedies
     from shardwright.planner.search import search
 
+    kept = {"memory_margin": options.memory_margin, "top": options.top, "processes": usable_cores()}
     with error_console.status("evaluating every layout") as status:
         started = time.perf_counter()
-        found = search(
-            asked.job,
-            memory_margin=options.memory_margin,
-            top=options.top,
-            fixed=asked.fixed,
-            processes=usable_cores(),
-        )
+        whole = result = search(asked.job, fixed=asked.fixed, prefer=options.prefer, **kept)
+        if options.prefer == "cheapest":
+            from shardwright.planner.cheapest import cheapest
+
+            status.update("evaluating every layout of parts of the cluster")
+            result = cheapest(whole, **kept)
         took_s = time.perf_counter() - started
         status.update("looking at others")
-        taken = found.recommended
-        others = [] if taken is None else [*_own(asked, found, taken), *runners_up(found), *well_known(found)]
+        taken = result.recommended
+        own = None if taken is None else _own(asked, result)
+        others = [] if taken is None else [*runners_up(result), *well_known(result)]
         instead = [] if taken is not None else remedies(asked.job, options.memory_margin, asked.fixed)
     # Whoever reads may stop reading (`| head`), so files are written before anything is printed.
     if taken is not None:
-        _write(asked, taken.choice, options)
+        _write(asked, result.job, taken.choice, options)
         if options.html is not None:
             from shardwright.report.plan_page import write_page
 
-            write_page(found, asked.name, others, options.budget_tokens, options.html)
+            write_page(result, asked.name, own, others, options.budget_tokens, options.html)
     if options.json:
-        print_json(plan_document(found, asked.name, others, instead, options.budget_tokens))
+        print_json(plan_document(result, asked.name, own, others, instead, options.budget_tokens))
     else:
-        plan_text.print_job(asked.job, asked.name)
+        plan_text.print_job(result.job, asked.name)
         if taken is not None:
-            plan_text.print_plan(found, taken, others, options.memory_margin, options.budget_tokens, took_s)
+            plan_text.print_plan(result, whole, own, others, options.memory_margin, options.budget_tokens, took_s)
         else:
-            plan_text.print_nothing_fits(found, options.memory_margin, instead)
+            plan_text.print_nothing_fits(result, options.memory_margin, instead)
     if taken is None:
         raise typer.Exit(1)
     _tell_written(asked, options)
 
 
-def _own(asked: Asked, found: "Plan", taken: "Priced") -> list["Alternative"]:
-    """The layout of the run file, where it is one for this cluster and not the recommended one, `taken`."""
+def _own(asked: Asked, result: "Plan") -> "Alternative | None":
+    """The layout of the run file; None where there is none, or it is not one for this cluster."""
     from shardwright.planner.alternatives import Alternative
-    from shardwright.planner.choice import Choice
 
     if asked.config is None:
-        return []
-    choice = Choice(layout_of_run(asked.config, asked.job, found.limit_bytes), asked.config.batch.micro_batch)
+        return None
+    choice = choice_of_run(asked.config, result.job, result.limit_bytes)
     try:
-        priced = priced_of(asked.job, choice)
-    except LayoutError:
-        return []
-    if choice == taken.choice:
-        return []
-    fits = priced.peak_bytes <= found.limit_bytes
-    return [Alternative("as in the run file", priced if fits else None, (choice, priced.peak_bytes))]
+        priced = priced_of(result.job, choice)
+    except LayoutError as error:
+        error_console.print(f"the layout of the run file: {error.problems[0]}", markup=False, soft_wrap=True)
+        return None
+    fits = priced.peak_bytes <= result.limit_bytes
+    return Alternative("run file", priced if fits else None, (choice, priced.peak_bytes))
 
 
 def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
@@ -153,7 +151,7 @@ def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
     entries = explain(priced)
     fits = priced.peak_bytes <= limit
     if fits:
-        _write(asked, choice, options)
+        _write(asked, asked.job, choice, options)
     if options.json:
         document = job_document(asked.job, asked.name, limit) | layout_document(priced, limit, options.budget_tokens)
         print_json(document | {"formulas": [vars(entry) for entry in entries]})
@@ -169,7 +167,7 @@ def _explain(asked: Asked, options: Options, choice: "Choice") -> None:
     _tell_written(asked, options)
 
 
-def _write(asked: Asked, choice: "Choice", options: Options) -> None:
+def _write(asked: Asked, job: "Job", choice: "Choice", options: Options) -> None:
     """With --write, the layout as a run file: the one that was given with its layout and batch replaced, or a new
     one."""
     if options.write is None:
@@ -179,9 +177,9 @@ def _write(asked: Asked, choice: "Choice", options: Options) -> None:
 
     command = shlex.join(["shardwright", *sys.argv[1:]])
     if asked.config is None:
-        text = run_file(asked.job, asked.name, choice, command, options.budget_tokens)
+        text = run_file(job, asked.name, choice, command, options.budget_tokens)
     else:
-        text = _replanned(asked.config, asked.job, choice, options.write, command)
+        text = _replanned(asked.config, job, choice, options.write, command)
     write_whole(options.write, text.encode("utf-8"))
 
 
@@ -189,11 +187,12 @@ def _replanned(config: "RunConfig", job: "Job", choice: "Choice", path: Path, co
     """The run file that was planned, with this layout. Its run starts anew in a folder of its own: `out` is a new one
     beside the old, named after the file, and checkpoint.resume is left out."""
     from shardwright.config import parse, resolved_toml
-    from shardwright.planner.run_file import precision_keys
+    from shardwright.planner.run_file import memory_gib, precision_keys
 
     layout = choice.settings()
     table = config.model_dump(exclude_unset=True)
     table["out"] = _new_out(config, path)
+    table["memory_gib"] = memory_gib(job)
     table["batch"] |= {"seq_len": job.seq_len, "global_batch": job.global_batch}
     table["batch"]["micro_batch"] = layout.pop("micro_batch")
     table["layout"] = layout

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
+from shardwright.cli.plan_model import find_model
 from shardwright.cost.formats import FORMATS
-from shardwright.errors import ConfigError, InputError, LayoutError, nearest
+from shardwright.errors import InputError, LayoutError, nearest
 
 if TYPE_CHECKING:
     from shardwright.config import RunConfig
     from shardwright.cost.hardware import Cluster
     from shardwright.cost.job import Job
-    from shardwright.layout import Layout
     from shardwright.planner.choice import Choice
     from shardwright.planner.fixed import Fixed
     from shardwright.planner.priced import Priced
@@ -98,9 +98,9 @@ class Options:
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="LAYOUT",
+            metavar="LAYOUT|RUN.toml",
             help="instead of searching, show every formula for this layout, such as "
-            "tp=8,pp=4,micro_batch=1; keys of a run file's layout section",
+            "tp=8,pp=4,micro_batch=1; keys of a run file's layout section; or for the layout of a run file",
         ),
     ] = None
     fix: Annotated[
@@ -108,6 +108,15 @@ class Options:
         typer.Option(
             metavar="KEYS",
             help="search only layouts with these values, such as tp=8,pp=1; keys as for --explain",
+        ),
+    ] = None
+    prefer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fastest|simplest|cheapest",
+            help="which layout is recommended: fastest; simplest, fewest axes at most 25 % slower; cheapest, fewest "
+            "accelerator-hours on all accelerators or a part of them; if not given the simplest that ties with the "
+            "fastest",
         ),
     ] = None
     budget_tokens: Annotated[
@@ -140,6 +149,9 @@ class Asked:
 def ask(options: Options) -> Asked:
     """What the options and the run file describe. Raises InputError with every problem of both at once."""
     target, model, cluster = options.target, options.model, options.cluster
+    explains_file = options.explain is not None and options.explain.endswith(".toml")
+    if explains_file and target is None and model is None:
+        target = options.explain
     global_batch, seq_len, precision = options.global_batch, options.seq_len, options.precision
     wrong = _wrong_options(options)
     if options.runs is not None:
@@ -168,7 +180,6 @@ def ask(options: Options) -> Asked:
     from shardwright.cost.job import Job
     from shardwright.cost.measured import on_machine
     from shardwright.cost.stack import SHARDWRIGHT, SHARDWRIGHT_COMPILED
-    from shardwright.model.by_sizes import spec_of_sizes
     from shardwright.model.presets import resolve
     from shardwright.planner.choice import read
     from shardwright.planner.fixed import read_fixed
@@ -178,7 +189,7 @@ def ask(options: Options) -> Asked:
         wrong += untrained(precision)
     spec = found = explained = fixed = None
     try:
-        explained = None if options.explain is None else read(options.explain)
+        explained = None if options.explain is None or explains_file else read(options.explain)
     except InputError as error:
         wrong += error.problems
     try:
@@ -189,16 +200,8 @@ def ask(options: Options) -> Asked:
         if config is not None:
             spec = config.model.spec()
         elif model is not None:
-            folder = Path(model).parent if model.endswith("config.json") else Path(model)
-            if folder.is_dir():
-                from shardwright.config.sections import spec_of_folder
-
-                model, spec = str(folder), spec_of_folder(folder)
-            elif "=" in model:
-                spec = spec_of_sizes(model, max(1, seq_len or 1))
-            else:
-                spec = resolve(model)
-    except ConfigError as error:
+            model, spec = find_model(model, seq_len, lambda name: (name, resolve(name)))
+    except InputError as error:
         wrong += error.problems
     try:
         found = None if cluster is None else changed_cluster(cluster, options, options.link, options.network)
@@ -220,7 +223,20 @@ def ask(options: Options) -> Asked:
         document_tokens=document_tokens,
         stack=SHARDWRIGHT_COMPILED if config is not None and config.precision.compile else SHARDWRIGHT,
     )
-    return Asked(on_machine(job), job, name, config, explained, fixed)
+    machine = on_machine(job)
+    if explains_file:
+        explained = _choice_of_file(
+            str(options.explain), config if options.explain == target else None, machine, options
+        )
+    return Asked(machine, job, name, config, explained, fixed)
+
+
+def _choice_of_file(path: str, config: "RunConfig | None", job: "Job", options: Options) -> "Choice":
+    """The layout of a run file that --explain names; `config`: the file, if it was read. Raises InputError."""
+    from shardwright.config import load
+    from shardwright.planner.search import limit_bytes
+
+    return choice_of_run(config or load(path), job, limit_bytes(job, options.memory_margin))
 
 
 def changed_cluster(text: str, options: Options, link: str | None, network: str | None) -> "Cluster":
@@ -246,20 +262,22 @@ def no_peak(cluster: "Cluster", precision: str) -> list[str]:
     return [f"--precision {precision}: the peak of {name} in it is not known; known: {', '.join(known)}"]
 
 
-def layout_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Layout":
-    """The layout of the run file; with recompute='auto' what fits, or where nothing does, what needs least."""
+def choice_of_run(config: "RunConfig", job: "Job", limit_bytes: float) -> "Choice":
+    """The layout and micro-batch of the run file; with recompute='auto' the least recomputation
+    that fits, or full where nothing does."""
     from shardwright.config.settle import needs_memory
     from shardwright.cost.estimate import estimate
+    from shardwright.planner.choice import Choice
     from shardwright.planner.recomputation import least_recomputation
 
-    layout = config.layout.layout()
+    layout, micro_batch = config.layout.layout(), config.batch.micro_batch
     if not needs_memory(config):
-        return layout
+        return Choice(layout, micro_batch)
     try:
-        estimate(job, layout, config.batch.micro_batch)
-        return least_recomputation(job, layout, config.batch.micro_batch, limit_bytes).layout
+        estimate(job, layout, micro_batch)
+        return Choice(least_recomputation(job, layout, micro_batch, limit_bytes).layout, micro_batch)
     except LayoutError:
-        return layout.changed(recompute="full")
+        return Choice(layout.changed(recompute="full"), micro_batch)
 
 
 def priced_of(job: "Job", choice: "Choice") -> "Priced":
@@ -334,11 +352,18 @@ def _model_name(config: "RunConfig | None", spec: Any) -> str:
 def _wrong_options(options: Options) -> list[str]:
     """What is wrong with the options that do not describe the job."""
     from shardwright.planner.search import margin_problems
+    from shardwright.planner.tie import PREFERENCES
 
     target, write, html, budget_tokens = options.target, options.write, options.html, options.budget_tokens
     wrong = margin_problems(options.memory_margin) + wrong_sizes({"--top": options.top})
     if budget_tokens is not None and not 0 < budget_tokens < float("inf"):
         wrong.append(f"--budget-tokens {budget_tokens:g}: a number of tokens above 0 is needed, such as 15e12")
+    if options.prefer is not None and options.prefer not in PREFERENCES:
+        wrong.append(f"--prefer {options.prefer}: not a preference; {nearest(options.prefer, PREFERENCES)}")
+    if options.explain is not None and options.prefer is not None:
+        wrong.append(
+            "--prefer says which layout of a search is recommended, and --explain searches nothing; leave one out"
+        )
     if options.explain is not None and html is not None:
         wrong.append("--html shows what a search finds, and --explain searches nothing; leave one out")
     if options.explain is not None and options.fix is not None:

@@ -113,4 +113,4 @@ def _print(asked: Asked, found: "list[Plan]") -> None:
     print_table(table)
     if first is not None:
         low, high = (bound / first.step_s for bound in headline(first).interval_s)
-        say(f"four of five measured runs lie between {low:.0%} and {high:.0%} of what is predicted for the first")
+        say(f"80 % interval: {low:.0%} to {high:.0%} of what is predicted for the first")

@@ -72,14 +72,12 @@ def plan_diff(options: Options) -> None:
 
 def _priced(path: Path, cluster: str | None, hardware: Path | None) -> "Priced":
     from shardwright.cli.plan_asked import Options as Asks
-    from shardwright.cli.plan_asked import ask, layout_of_run, priced_of
-    from shardwright.planner.choice import Choice
+    from shardwright.cli.plan_asked import ask, choice_of_run, priced_of
     from shardwright.planner.search import MARGIN, limit_bytes
 
     asked = ask(Asks(target=str(path), cluster=cluster, hardware=hardware))
     assert asked.config is not None
-    layout = layout_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN))
-    return priced_of(asked.job, Choice(layout, asked.config.batch.micro_batch))
+    return priced_of(asked.job, choice_of_run(asked.config, asked.job, limit_bytes(asked.job, MARGIN)))
 
 
 def _print(found: "Difference", options: Options) -> None:

@@ -32,7 +32,12 @@ class Options:
         typer.Argument(metavar="RUN", help="a run file, or the folder of a run, whose model is served"),
     ] = None
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a preset, or another served model, such as llama-3.1-70b")
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE|SIZES",
+            help="a preset, or another served model, such as llama-3.1-70b; or config.json of transformers, or sizes, "
+            "as for plan",
+        ),
     ] = None
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME:COUNT", help="accelerators and how many, such as h100:8")
@@ -224,6 +229,7 @@ def _rates(engine: "Engine", machine: "Cluster") -> "Rates":
 
 def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]":
     """The model and its name; problems are added to `wrong`."""
+    from shardwright.cli.plan_model import find_model
     from shardwright.serving.models import named
 
     given = options.model or options.run
@@ -233,7 +239,7 @@ def _model(options: Options, wrong: list[str]) -> "tuple[str, ModelSpec | None]"
     if options.model is not None and options.run is not None:
         wrong.append(f"--model {options.model} and {options.run}: both name a model; leave one out")
     try:
-        name, model = _of_run(given) if isinstance(given, Path) else named(given)
+        name, model = _of_run(given) if isinstance(given, Path) else find_model(given, options.input_len, named)
     except InputError as error:
         wrong += error.problems
         return str(given), None

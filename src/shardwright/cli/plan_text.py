@@ -2,16 +2,27 @@
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.cli.common import columns, console, say
+from shardwright.cli.common import columns, console, print_table, say
 from shardwright.cost.job import Job
 from shardwright.planner.alternatives import Alternative
 from shardwright.planner.headline import accelerator_hours, days, headline
+from shardwright.planner.interval import unmeasured
 from shardwright.planner.nearest import Remedy
 from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
-from shardwright.planner.tie import MODEL_AXES, leaves_nodes
 from shardwright.planner.warnings import of_job, warnings
-from shardwright.planner.words import also_fast, choices_in_words, difference, left_out, merged, verdict, why
+from shardwright.planner.words import (
+    also_fast,
+    choices_in_words,
+    chosen_because,
+    compared,
+    difference,
+    fewer_accelerators,
+    left_out,
+    merged,
+    verdict,
+    why,
+)
 from shardwright.units import GiB, format_bytes, format_count, format_seconds
 
 ROUNDING = 1e-9
@@ -36,13 +47,17 @@ def _within(job: Job) -> str:
 
 def print_plan(
     plan: Plan,
-    taken: Priced,
+    whole: Plan,
+    own: Alternative | None,
     alternatives: Sequence[Alternative],
     margin: float,
     budget_tokens: float | None,
     took_s: float,
 ) -> None:
-    """The recommended layout, `taken`, the fastest ones, and why not others."""
+    """The layouts to choose from, the recommended one, the fastest ones, and why not others. `whole`: the plan of all
+    accelerators that were asked for; `own`: the layout of the run file."""
+    taken = plan.recommended
+    assert taken is not None
     n_fit, memory = len(plan.pool), plan.job.cluster.accelerator.memory_bytes
     room = f"{format_bytes(plan.limit_bytes)} ({1 - margin:.0%} of {format_bytes(memory)})"
     console.print(
@@ -50,10 +65,16 @@ def print_plan(
         f"searched in {format_seconds(took_s)}",
         soft_wrap=True,
     )
+    _print_compared(plan, taken, own)
+    if whole is not plan:
+        say(fewer_accelerators(plan, whole))
+    if because := chosen_because(plan):
+        say(because)
     console.print()
     print_layout(taken, plan.limit_bytes, budget_tokens)
     if taken.choice != plan.best[0].choice:
-        _print_fastest(taken, plan.best[0])
+        console.print(f"\n[bold]fastest[/]: {plan.best[0].choice}", soft_wrap=True)
+        say(f"  {why(taken, Alternative('fastest', plan.best[0], None))}")
     if len(plan.best) > 1:
         console.print(f"\n[bold]The fastest {len(plan.best)}[/]")
         _print_top(plan, taken)
@@ -65,6 +86,20 @@ def print_plan(
         _print_alternatives(taken, [row for row in rows if not row[1].as_fast(taken)], plan.limit_bytes)
         if equal := also_fast(taken, alternatives):
             console.print(f"[bold]as fast, within rounding[/]: {equal}", soft_wrap=True)
+
+
+def _print_compared(plan: Plan, taken: Priced, own: Alternative | None) -> None:
+    """The layouts to choose from, a line each: that of the run file first, then the recommended one."""
+    table = columns("", "step", "slower", "memory", "layout", left=1)
+    table.columns[-1].justify = "left"
+    for name, each in compared(plan, own):
+        peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
+        fits = "" if peak <= plan.limit_bytes else ", does not fit"
+        step = format_seconds(each.priced.step_s) if each.priced else ""
+        slower = verdict(taken, each, plan.limit_bytes) if each.priced and each.choice != taken.choice else ""
+        bold = f"[bold]{name}[/]" if each.choice == taken.choice else name
+        table.add_row(bold, step, slower, format_bytes(peak) + fits, str(each.choice))
+    print_table(table)
 
 
 def _restricted(plan: Plan) -> str:
@@ -134,7 +169,8 @@ def _print_speed(priced: Priced) -> None:
         soft_wrap=True,
     )
     low, high = map(format_seconds, told.interval_s)
-    console.print(f"four of five measured runs lie within what would be {low} to {high} here", soft_wrap=True)
+    known = "" if not unmeasured(job) else f"; no measured run is on {job.cluster.accelerator.name}, so this is wide"
+    console.print(f"80 % interval: {low} to {high}{known}", soft_wrap=True)
     peak_tflops = job.peak_flops_per_s / 1e12
     peak = f"{peak_tflops:,.0f} TFLOP/s" if peak_tflops >= 10 else f"{peak_tflops:.3g} TFLOP/s"
     again = f"; HFU {told.hfu_full:.1%}, {told.hfu_causal:.1%}" if told.recomputes_flops else ""
@@ -179,21 +215,6 @@ def _print_warnings(found: Sequence[str]) -> None:
     for warning in found:
         console.print("[bold yellow]warning:[/] ", end="")
         say(warning)
-
-
-def _print_fastest(taken: Priced, fastest: Priced) -> None:
-    """What the fastest layout would gain over the recommended one, which the prediction cannot tell from it."""
-    gain = 1 - fastest.step_s / taken.step_s
-    axes, fewer = (sum(each.layout.degree(axis) > 1 for axis in MODEL_AXES) for each in (fastest, taken))
-    if axes > fewer:
-        simpler = f"it uses {fewer or 'none'} of the axes tp, pp, cp and ep, this one {axes}"
-    elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
-        simpler = "its tp stays within nodes"
-    else:
-        simpler = "its schedule is plain 1f1b"
-    console.print(f"\n[bold]fastest, by {gain:.1%}[/]: {fastest.choice}", soft_wrap=True)
-    say(f"  a tie: each step is inside the interval of the other; the recommended layout is simpler: {simpler}")
-    say(f"  {why(taken, Alternative('fastest', fastest, None))}")
 
 
 def _print_top(plan: Plan, taken: Priced) -> None:

@@ -30,7 +30,8 @@ class Calibration:
     `straggler_share`: relative increase of the step time for each doubling of nodes, as all ranks wait for the slowest.
     `expert_launches`: launches of a layer with experts relative to a dense one: it also has a router, sorting and
     all-to-alls. `host`: fields of `Speed` that are the host's, the same for every kind; `stacks`: others, by kind.
-    `interval`: widths of the intervals of step times (`planner.interval`).
+    `interval`: widths of the intervals of step times (`planner.interval`). `difference`: error of the difference of two
+    step times on one cluster (`planner.tie`).
     The entry "others" holds for dies without fitted numbers.
     """
 
@@ -48,7 +49,12 @@ class Calibration:
     host: Mapping[str, float] = field(hash=False)
     stacks: Mapping[str, Mapping[str, float]] = field(hash=False)
     interval: Mapping[str, float] = field(hash=False)
+    difference: Mapping[str, float] = field(default_factory=dict, hash=False)
     flash_backward: float = 2.5 / 0.85
+
+    def measured_dies(self) -> list[str]:
+        """Dies that measured runs were on."""
+        return [die for die in self.product_share if die != OTHERS]
 
     def matmuls(self, die: str, peak: str) -> float:
         """`product_share` of a die, for a format that runs at the peak of `peak`."""

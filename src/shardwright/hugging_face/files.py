@@ -48,6 +48,15 @@ TOKENIZER_FILES = (
 """Files of a tokenizer, which are carried along."""
 GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+WITHOUT_SIZE = (
+    "quantization_config",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "scoring_func",
+    "topk_method",
+    "rope_interleave",
+)
+"""Keys of a config.json on which neither the sizes of a model nor its cost depend."""
 LENGTH = struct.Struct("<Q")
 _BUILT_IN = (llama, qwen3, gpt2, mixtral, qwen3_moe, deepseek_v3)  # their imports register them
 
@@ -91,12 +100,7 @@ def read_folder(path: Path) -> Folder:
 
     Raises ConfigError if it is not supported, with every reason.
     """
-    config = _object(path / CONFIG, ConfigFile)
-    try:
-        architecture = find(config)
-        spec = architecture.spec(config)
-    except ConfigError as error:
-        raise ConfigError(*(f"{path / CONFIG}: {problem}" for problem in error.problems)) from None
+    config, architecture, spec = _read_config(path / CONFIG)
     if spec.mtp_modules and not _holds_layer(path, architecture, spec.n_layers):
         spec = replace(spec, mtp_modules=0)
     untied = spec.tied_embedding and _has_own_head(path, architecture)
@@ -116,6 +120,27 @@ def _has_own_head(path: Path, architecture: Architecture) -> bool:
 
 def _has_weights(path: Path) -> bool:
     return (path / WHOLE).is_file() or (path / INDEX).is_file()
+
+
+def read_sizes(file: Path) -> ModelSpec:
+    """The sizes of the model of a config.json, for a plan: the published type of the weights and keys that change no
+    size are ignored. Modules of multi-token prediction count as in `read_folder`.
+
+    Raises ConfigError if the model is not supported, with every reason.
+    """
+    _, architecture, spec = _read_config(file, WITHOUT_SIZE)
+    if spec.mtp_modules and not _holds_layer(file.parent, architecture, spec.n_layers):
+        spec = replace(spec, mtp_modules=0)
+    return spec
+
+
+def _read_config(file: Path, ignored: tuple[str, ...] = ()) -> tuple[dict[str, Any], Architecture, ModelSpec]:
+    config = _object(file, ConfigFile)
+    try:
+        architecture = find(config)
+        return config, architecture, architecture.spec({k: v for k, v in config.items() if k not in ignored})
+    except ConfigError as error:
+        raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from None
 
 
 def _holds_layer(path: Path, architecture: Architecture, layer: int) -> bool:

@@ -51,10 +51,16 @@ def layout_document(priced: Priced, limit_bytes: float, budget_tokens: float | N
 
 
 def plan_document(
-    plan: Plan, name: str, alternatives: list[Alternative], remedies: list[Remedy], budget_tokens: float | None
+    plan: Plan,
+    name: str,
+    own: Alternative | None,
+    alternatives: list[Alternative],
+    remedies: list[Remedy],
+    budget_tokens: float | None,
 ) -> dict[str, Any]:
     """All that was found. `best` are the fastest layouts that fit, each with those that cost the same (`equals`);
-    `recommended` is the simplest that the prediction cannot tell from the first, which may be that one; `alternatives`
+    `recommended` is the simplest that ties with the first (which may be that one), or the one of --prefer, and
+    `simplest` the simplest near the first; `run_file`, if one was given, is its own layout, `own`; `alternatives`
     are the best of other kinds, with `slower` as a share of the recommended layout's time; where nothing fits,
     `nearest` and `remedies` say what would."""
     taken = plan.recommended
@@ -68,7 +74,10 @@ def plan_document(
             layout_document(each, plan.limit_bytes, budget_tokens) | {"equals": [str(choice) for choice in equals]}
             for each, equals in zip(plan.best, plan.equals, strict=True)
         ],
+        "prefer": plan.prefer,
         "recommended": None if taken is None else layout_document(taken, plan.limit_bytes, budget_tokens),
+        "simplest": None if plan.simplest is None else layout_document(plan.simplest, plan.limit_bytes, budget_tokens),
+        "run_file": None if taken is None or own is None else _alternative(taken, own),
         "alternatives": [] if taken is None else [_alternative(taken, each) for each in alternatives],
     }
     if taken is None:

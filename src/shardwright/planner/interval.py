@@ -3,12 +3,16 @@
 The half width h is a logarithm, so the interval is t e^-h to t e^h:
 
     h = base + outside x + experts [mixture] + narrow [fewer than 16 bits] + attention a
+        + unmeasured [no run on the die]
 
 x is the fraction of the step that is neither matmuls nor attention: the rates of matmuls are known best, while
 communication, launches and idle times depend on software and network. a is the fraction that is attention: its kernels
 differ more from one release of the software to the next than those of matmuls do, and long sequences are mostly that.
+The last term holds where no measured run is on an accelerator with the die, as for MI300X.
+
 The coefficients are a linear quantile regression, at 80 %, of the errors of families of runs that were left out of the
 fit of the constants (Koenker and Bassett, 1978; `benchmarks/calibrate.py`), in which each family counts the same.
+`unmeasured` is fitted to predictions of the same runs without the rates that were fitted on their own die.
 Ignored: the rows of one table err in one direction, so their intervals hold or fail together.
 """
 
@@ -21,7 +25,7 @@ from shardwright.cost.formats import FORMATS
 from shardwright.cost.job import Floats, Job
 from shardwright.cost.step import StepTime
 
-TERMS = ("base", "outside", "experts", "narrow", "attention")
+TERMS = ("base", "outside", "experts", "narrow", "attention", "unmeasured")
 COVERED = 0.8
 """Share of runs that an interval is made for."""
 KNOWN = ("matmuls", "attention", "recomputation")
@@ -29,17 +33,24 @@ KNOWN = ("matmuls", "attention", "recomputation")
 
 
 def features(job: Job, time: StepTime) -> Floats:
-    """What the width depends on, (n, 5), in the order of `TERMS`."""
+    """What the width depends on, (n, 6), in the order of `TERMS`."""
     total = time.total_s
     attention = time.parts.get("attention", np.zeros(len(total))) / total
     known = sum((time.parts[name] for name in KNOWN if name in time.parts), np.zeros(len(total)))
-    flags = [np.full(len(total), float(flag)) for flag in (job.model.moe is not None, FORMATS[job.precision].narrow)]
-    return np.stack([np.ones(len(total)), 1 - known / total, *flags, attention], axis=1)
+    flags = job.model.moe is not None, FORMATS[job.precision].narrow, unmeasured(job)
+    experts, narrow, unseen = (np.full(len(total), float(flag)) for flag in flags)
+    return np.stack([np.ones(len(total)), 1 - known / total, experts, narrow, attention, unseen], axis=1)
 
 
-def half_width(features_n5: Floats, coefficients: Mapping[str, float]) -> Floats:
+def unmeasured(job: Job) -> bool:
+    """Whether no measured run is on an accelerator with this die, and its own machine was not measured either."""
+    chip = job.cluster.accelerator
+    return chip.rates is None and chip.die not in job.calibration.product_share
+
+
+def half_width(features_n6: Floats, coefficients: Mapping[str, float]) -> Floats:
     """h, (n,)."""
-    return np.asarray(features_n5 @ np.array([coefficients[term] for term in TERMS]))
+    return np.asarray(features_n6 @ np.array([coefficients[term] for term in TERMS]))
 
 
 def interval_s(job: Job, time: StepTime, by: Calibration) -> tuple[Floats, Floats]:

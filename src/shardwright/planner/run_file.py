@@ -10,8 +10,10 @@ from shardwright import extensions
 from shardwright.cost.formats import TRAINED
 from shardwright.cost.job import Job
 from shardwright.errors import InputError
+from shardwright.hugging_face.files import is_folder_of_transformers, read_folder
 from shardwright.model.presets import PRESETS
 from shardwright.planner.choice import Choice
+from shardwright.units import GiB
 
 STEPS = 1000
 DEFAULT_PRESET = "debug"
@@ -21,6 +23,11 @@ DEFAULT_PRESET = "debug"
 def precision_keys(job: Job) -> dict[str, Any]:
     """The keys of `[precision]` that make `train` compute as was planned."""
     return TRAINED[job.precision] | {"compile": job.compiled}
+
+
+def memory_gib(job: Job) -> float:
+    """The memory of one accelerator that a run file names, so that `dryrun` compares with it."""
+    return round(job.cluster.accelerator.memory_bytes / GiB, 2)
 
 
 def untrained(precision: str) -> list[str]:
@@ -63,6 +70,9 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
         "",
         _line("out", f"runs/{'model' if '=' in name else Path(name).resolve().name}", remarks["out"]),
         _line("steps", steps, remarks["steps"]),
+        _line(
+            "memory_gib", memory_gib(job), f"of one {job.cluster.accelerator.name}, which is what it was planned for"
+        ),
     ]
     if loaded := extensions.loaded():
         lines.append(_line("extensions", loaded, ""))
@@ -73,9 +83,21 @@ def run_file(job: Job, name: str, choice: Choice, command: str, budget_tokens: f
 
 
 def _model_keys(job: Job, name: str) -> dict[str, Any]:
-    """The section [model]: of a model by its sizes, those in which it differs from the preset of the default."""
-    preset = DEFAULT_PRESET if "=" in name and not Path(name).is_dir() else name
-    return {"preset": preset} | _changes(job, preset) if preset in PRESETS else {"from": os.path.abspath(name)}
+    """The section [model]: a preset and the sizes that differ from it, or the folder that `train` reads; of a model
+    given by its sizes, and of a folder that `train` refuses, the sizes that differ from the preset of the default."""
+    if name in PRESETS:
+        return {"preset": name} | _changes(job, name)
+    if Path(name).is_dir() and _is_read(Path(name)):
+        return {"from": os.path.abspath(name)}
+    return {"preset": DEFAULT_PRESET} | _changes(job, DEFAULT_PRESET)
+
+
+def _is_read(folder: Path) -> bool:
+    """Whether a folder has a model whose weights are of a type that is read; those of DeepSeek-V3 are quantised."""
+    try:
+        return not is_folder_of_transformers(folder) or bool(read_folder(folder))
+    except InputError:
+        return False
 
 
 def _changes(job: Job, name: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.recomputation import fewest_layers
 from shardwright.planner.space import Condition, divisors, groups, groups_of, no_layout
 from shardwright.planner.spread import spread
-from shardwright.planner.tie import simplest, simplest_of
+from shardwright.planner.tie import simpler, simplest, simplest_tie, ties
 
 MARGIN = 0.1
 """Share of an accelerator's memory that is kept free, for what is not counted and for fragments."""
@@ -48,8 +48,9 @@ class Survey:
 class Plan:
     """What a search found. `best`: the fastest layouts that fit, the fastest first; empty where none fits. `equals`:
     for each of them, those that cost the same and differ from it, or from one another, in one choice (`distinct`).
-    `recommended`: the simplest layout that the prediction cannot tell from the fastest (`planner.tie`), which may be
-    that one; None where none fits. `fixed`: the values that all of them have."""
+    `recommended`: the simplest layout that ties with the fastest (`planner.tie`), which may be that one, or the one of
+    `prefer`; `simplest`: the simplest that is shown beside it; both None where none fits. `fixed`: the values that all
+    layouts have."""
 
     job: Job
     limit_bytes: float
@@ -57,7 +58,9 @@ class Plan:
     best: list[Priced]
     equals: list[list[Choice]]
     recommended: Priced | None
+    simplest: Priced | None
     fixed: Fixed | None = None
+    prefer: str | None = None
 
     @property
     def pool(self) -> Pool:
@@ -80,14 +83,21 @@ def limit_bytes(job: Job, memory_margin: float) -> float:
 
 
 def search(
-    job: Job, *, memory_margin: float = MARGIN, top: int = TOP, fixed: Fixed | None = None, processes: int = 1
+    job: Job,
+    *,
+    memory_margin: float = MARGIN,
+    top: int = TOP,
+    fixed: Fixed | None = None,
+    processes: int = 1,
+    prefer: str | None = None,
 ) -> Plan:
     """The `top` layouts of the whole cluster that train fastest and fit, of equal ones the simplest.
 
     `memory_margin`: share of an accelerator's memory that is kept free. `fixed`: only layouts with these values. What
     is found is what evaluating every layout of `planner.space` with a simulated schedule would find (`Pool.fastest`);
     of the `TOP` fastest, or `top` if that is more, that recompute, only as few layers of each stage as fit do so
-    (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what recomputes.
+    (`recomputation.fewest_layers`) where that saves `WORTH_A_KEY`, unless `fixed` says what recomputes. `prefer`: which
+    layout is recommended, "fastest" or "simplest" (`tie.PREFERENCES`), in place of the simplest that ties.
     `processes`: that evaluate layouts at a time (`survey`); below `PARALLEL_FROM` accelerators there is one.
 
     Raises LayoutError where no layout can partition the batch or has the fixed values, InputError for a margin that is
@@ -103,15 +113,30 @@ def search(
         raise none_searched(job, fixed)
     listed = distinct(found.pool, max(top, TOP))
     best = [Priced.of(job, each.members[each.simplest]) for each in listed]
-    recommended = simplest(best[0], found.pool) if best else None
     equals = [each.others for each in listed]
-    if recommended is not None and not (fixed and {"recompute", "recompute_layers"} & fixed.values.keys()):
+    if not best:
+        return Plan(job, limit, found, [], [], None, None, fixed, prefer)
+    simple = _worth_showing(best[0], found.pool)
+    if not (fixed and {"recompute", "recompute_layers"} & fixed.values.keys()):
         best, equals = _with_fewest_layers(best, equals, limit)
-        ([recommended], _) = _with_fewest_layers([recommended], [[]], limit)
-        if recommended.step_s < best[0].step_s:
-            best, equals = [recommended, *best], [[], *equals]
-        recommended = simplest_of([*best, recommended])
-    return Plan(job, limit, found, best[:top], equals[:top], recommended, fixed)
+        simple, _ = _with_fewest_layers(simple, [[] for _ in simple], limit)
+        faster = [each for each in simple if each.step_s < best[0].step_s]
+        best, equals = [*faster, *best], [*([] for _ in faster), *equals]
+    plain, tie = simplest([best[0], *simple]), simplest_tie([*best, *simple])
+    recommended = {"fastest": best[0], "simplest": plain}.get(prefer or "", tie)
+    return Plan(job, limit, found, best[:top], equals[:top], recommended, plain, fixed, prefer)
+
+
+def _worth_showing(best: Priced, pool: Pool) -> list[Priced]:
+    """The simplest layout near the fastest one, and the simplest that ties with it, if they are others."""
+    found: list[Priced] = []
+    for each in simpler(best, pool):
+        tied = ties(best, each)
+        if tied or not found:
+            found.append(each)
+        if tied:
+            break
+    return found
 
 
 def _with_fewest_layers(

@@ -10,6 +10,8 @@ from shardwright.planner.alternatives import Alternative, reasons, savings
 from shardwright.planner.choice import Choice
 from shardwright.planner.distinct import CHOICES, differing, value
 from shardwright.planner.priced import Priced
+from shardwright.planner.search import Plan
+from shardwright.planner.tie import MODEL_AXES, difference_error, leaves_nodes, ties
 from shardwright.units import format_bytes, format_seconds
 
 
@@ -51,12 +53,61 @@ def _joined(names: Sequence[str]) -> str:
     return "; ".join([*(["another " + ", ".join(sides)] if sides else []), *others])
 
 
+def compared(plan: Plan, own: Alternative | None = None) -> list[tuple[str, Alternative]]:
+    """The layouts to choose from, each once with its names: that of the run file, `own`, then the recommended, the
+    fastest and the simplest."""
+    assert plan.recommended is not None
+    assert plan.simplest is not None
+    named = {"recommended": plan.recommended, "fastest": plan.best[0], "simplest": plan.simplest}
+    rows = [*([] if own is None else [own]), *(Alternative(name, each, None) for name, each in named.items())]
+    names: dict[Choice, list[str]] = {}
+    for each in rows:
+        names.setdefault(each.choice, []).append(each.name)
+    first = {each.choice: each for each in reversed(rows)}
+    return [(", ".join(of_one), first[choice]) for choice, of_one in names.items()]
+
+
+def chosen_because(plan: Plan) -> str:
+    """Why the recommended layout is not the fastest one; empty where it is."""
+    taken, fastest = plan.recommended, plan.best[0]
+    assert taken is not None
+    if taken.choice == fastest.choice:
+        return ""
+    gap, error = taken.step_s / fastest.step_s - 1, difference_error(fastest, taken)
+    if not ties(fastest, taken):
+        return f"the recommended layout takes {gap:.1%} longer than the fastest, as --prefer {plan.prefer} asks"
+    axes, fewer = (sum(each.layout.degree(axis) > 1 for axis in MODEL_AXES) for each in (fastest, taken))
+    if axes > fewer:
+        simpler = f"it uses {fewer or 'none'} of the axes tp, pp, cp and ep, the fastest {axes}"
+    elif leaves_nodes(fastest.layout.tp, fastest.job.cluster.node_size):
+        simpler = "its tp stays within nodes"
+    else:
+        simpler = "its schedule is plain 1f1b"
+    return (
+        f"a tie: the two steps differ by {gap:.1%}, and such a difference is predicted to within {error:.1%} for half "
+        f"of the published pairs; the simpler layout is recommended: {simpler}; --prefer fastest takes the other"
+    )
+
+
+def fewer_accelerators(part: Plan, whole: Plan) -> str:
+    """What a plan on a part of the cluster saves, and how much longer a step takes."""
+    assert part.recommended is not None
+    on = f"--prefer cheapest: {part.job.cluster.size} of the {whole.job.cluster.size} accelerators"
+    if whole.recommended is None:
+        return f"{on}"
+    longer = part.recommended.step_s / whole.recommended.step_s
+    saved = 1 - longer * part.job.cluster.size / whole.job.cluster.size
+    return (
+        f"{on} take {saved:.1%} fewer accelerator-hours than all, and {longer:.2f} times as long for a step; all take "
+        f"{format_seconds(whole.recommended.step_s)} with {whole.recommended.choice}"
+    )
+
+
 def verdict(best: Priced, other: Alternative, limit_bytes: float) -> str:
-    """How much slower an alternative is, or by how much it does not fit: `+38 %`. One that is faster is a tie with the
-    recommended layout, which is the simplest of those that are."""
+    """How much slower an alternative is, or by how much it does not fit: `+38 %`."""
     slower = other.slower(best)
     if slower is not None:
-        return f"{slower:+.1%}, a tie" if slower < 0 else f"{slower:+.1%}"
+        return f"{slower:+.1%}"
     assert other.nearest is not None
     return f"does not fit: {format_bytes(other.nearest[1])} of {format_bytes(limit_bytes)}"
 

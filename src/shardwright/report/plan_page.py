@@ -11,7 +11,7 @@ from shardwright.planner.priced import Priced
 from shardwright.planner.search import Plan
 from shardwright.planner.sweep import by_length, by_size
 from shardwright.planner.warnings import warnings
-from shardwright.planner.words import choices_in_words, merged, verdict, why
+from shardwright.planner.words import choices_in_words, chosen_because, compared, merged, verdict, why
 from shardwright.report.frame import document, facts, picture, table
 from shardwright.report.plan_pictures import ROLES, length_svg, memory_svg, scaling_svg, time_svg
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -21,16 +21,24 @@ ROWS = 9
 
 
 def write_page(
-    plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tokens: float | None, path: str | Path
+    plan: Plan,
+    name: str,
+    own: Alternative | None,
+    alternatives: Sequence[Alternative],
+    budget_tokens: float | None,
+    path: str | Path,
 ) -> None:
-    """Write the page of a plan in which something fits, in place of what is there. `name`: of the model.
+    """Write the page of a plan in which something fits, in place of what is there. `name`: of the model;
+    `own`: the layout of the run file.
 
     Raises InputError for a place that cannot be written.
     """
-    write_whole(Path(path), _page(plan, name, alternatives, budget_tokens).encode("utf-8"))
+    write_whole(Path(path), _page(plan, name, own, alternatives, budget_tokens).encode("utf-8"))
 
 
-def _page(plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tokens: float | None) -> str:
+def _page(
+    plan: Plan, name: str, own: Alternative | None, alternatives: Sequence[Alternative], budget_tokens: float | None
+) -> str:
     best, job = _taken(plan), plan.job
     title = f"{name} on {job.cluster.name}"
     body = f"""<header>
@@ -39,6 +47,8 @@ def _page(plan: Plan, name: str, alternatives: Sequence[Alternative], budget_tok
 {format_count(job.model.n_parameters)} parameters; {plan.survey.n_layouts:,} layouts, {len(plan.pool):,} fit</p>
 </header>
 {facts(_numbers(plan, budget_tokens))}
+{table(("", "step", "slower", "memory", "layout"), _compared(plan, own), "compared")}
+{_tie(plan)}
 {_warnings(best)}<h2>The recommended layout</h2>
 <pre>{escape(str(best.choice))}</pre>
 {table((), _escaped(choices_in_words(job, best.choice)), "words")}
@@ -65,7 +75,6 @@ within a factor of two of those above.</figcaption>
 <figcaption>The layout above with shorter and longer sequences, as many of them a step.</figcaption>
 </figure>
 <h2>The fastest {len(plan.best)}</h2>
-{_tie(plan)}
 {table(("", "layout", "step", "slower", "MFU", "memory"), _top(plan), "top")}
 <p class="quiet">MFU counts the full square of attention (PaLM, arXiv 2204.02311); memory is that of the fullest rank,
 with what the allocator cannot use.</p>"""
@@ -77,6 +86,7 @@ _STYLE = """table.words td, table.others td, table.others th, table.top td:nth-c
 table.words td:first-child { color: var(--quiet); }
 table.others td, table.top td { font-size: .875rem; border-bottom: 1px solid var(--grid); }
 td code { font-size: .8125rem; overflow-wrap: anywhere; }
+table.compared td:first-child, table.compared td:last-child, table.compared th:last-child { text-align: left; }
 table.others td:nth-child(3) { white-space: nowrap; }
 """
 
@@ -111,10 +121,20 @@ def _taken(plan: Plan) -> Priced:
 
 
 def _tie(plan: Plan) -> str:
-    if _taken(plan).choice == plan.best[0].choice:
-        return ""
-    return """<p class="quiet">The first cannot be told from the recommended layout: the step of each is inside the
-interval of the other. Of such layouts the simplest is recommended.</p>"""
+    return f'<p class="quiet">{escape(because)}</p>' if (because := chosen_because(plan)) else ""
+
+
+def _compared(plan: Plan, own: Alternative | None) -> list[list[str]]:
+    """The layouts to choose from: that of the run file first, then the recommended one."""
+    rows = []
+    for name, each in compared(plan, own):
+        peak = each.priced.peak_bytes if each.priced else each.nearest[1] if each.nearest else 0.0
+        step = format_seconds(each.priced.step_s) if each.priced else ""
+        slower = verdict(_taken(plan), each, plan.limit_bytes) if each.choice != _taken(plan).choice else ""
+        rows.append(
+            [escape(name), step, escape(slower), format_bytes(peak), f"<code>{escape(str(each.choice))}</code>"]
+        )
+    return rows
 
 
 def _warnings(best: Priced) -> str:
