@@ -4,7 +4,8 @@
 
 Every step runs in processes of its own, under its own time limit, and a step that fails does not stop the others.
 FOLDER (by default that of the variable OUT, else gpu-results) gets part-N.jsonl, one line a step, and part-N.log, the
-ends of the outputs of steps that failed. `page.py` makes the page of them. How to carry it to a machine: README.md here.
+ends of the outputs of steps that failed. `page.py` makes the page of them. README.md here says how to carry it to a
+machine.
 """
 
 import argparse

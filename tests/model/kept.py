@@ -1,6 +1,6 @@
 """What autograd keeps of a model's forward pass."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -13,11 +13,17 @@ from shardwright.model.transformer import Transformer
 def saved_bytes(spec: ModelSpec, dtype: torch.dtype, parts: Collection[str] = ()) -> int:
     """Bytes that a forward pass of two sequences of 64 tokens keeps, weights aside; each storage counts once."""
     model = Transformer(replace(spec)).to(dtype)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: list[torch.Tensor] = []
     for block in model.layers.values():
         if parts:
             recompute.recompute_parts(block, parts)
+    tokens_BT = torch.zeros(2, 64, dtype=torch.int64)
+    return bytes_kept(model, lambda: model(tokens_BT, torch.arange(64)))
+
+
+def bytes_kept(model: Transformer, run: Callable[[], torch.Tensor]) -> int:
+    """Bytes that `run` keeps of a forward pass of the model, weights aside; each storage counts once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: list[torch.Tensor] = []
     keep = recompute._keep
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,8 +39,9 @@ def saved_bytes(spec: ModelSpec, dtype: torch.dtype, parts: Collection[str] = ()
     recompute._keep = counted  # type: ignore[assignment]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.zeros(2, 64, dtype=torch.int64), torch.arange(64))
+            result = run()
     finally:
         recompute._keep = keep
+    assert result.grad_fn is not None, "what is kept is freed with the graph"
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     return sum(size for pointer, size in storages.items() if pointer not in weights)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from shardwright.layout import Layout
 from shardwright.layout_keys import KEYS, RECOMPUTE_MODULES
 from shardwright.model import matmul
+from shardwright.model.fp8 import use_fp8
 from shardwright.model.moe import Router
 from shardwright.model.norm import RMSNorm
+from shardwright.model.number_formats import Fp8
 from shardwright.model.presets import resolve
 from shardwright.model.recompute import _recomputing, checkpointed, part, recompute_parts
 from shardwright.model.sections import LatentAttentionSpec, MoESpec
 from shardwright.model.spec import ModelSpec
 from shardwright.model.transformer import Transformer
+from shardwright.parallel.apply import _run_blocks
 from tests.marks import prove
-from tests.model.kept import saved_bytes
+from tests.model.kept import bytes_kept, saved_bytes
 
 DEFAULT = KEYS["recompute_modules"].default
 PLAIN = replace(resolve("debug"), n_layers=2, vocab_size=61)
@@ -134,6 +139,41 @@ def _picks_once(ran: Counter[str]) -> None:
     assert ran["matmul"] > n_matmuls, "all else runs again"
     assert torch.equal(again, loss)
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
+ALL_PARTS = Layout(recompute="selective", recompute_modules=RECOMPUTE_MODULES)
+
+
+@prove
+@pytest.mark.parametrize("layout", [Layout(recompute="selective"), ALL_PARTS, Layout(recompute="full")], ids=str)
+@pytest.mark.parametrize("name", ["qwen", "gpt", "latent", "mixture", "fp8"])
+def test_compiled_blocks_that_recompute_are_one_region_for_all_layers_and_keep_as_much(name: str, layout: Layout):
+    compiled, plain = (_running(name, layout, compiles) for compiles in (True, False))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    expected, found = step(plain), step(compiled)
+    assert counters["stats"]["unique_graphs"] == 1, "two layers, one graph"
+    assert not counters["graph_break"]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    tokens_BT, keys_B = torch.zeros(2, 16, dtype=torch.int64), torch.arange(2) if name == "gpt" else None
+    kept, most = (bytes_kept(each, partial(each, tokens_BT, torch.arange(16), keys_B)) for each in (compiled, plain))
+    torch._dynamo.reset()
+    # The partitioner keeps what stands between two parts, as rotation and attention, and with attention that runs again
+    # the state of the random generator, which dropout would use.
+    if layout != ALL_PARTS:
+        assert kept <= 1.02 * most + torch.get_rng_state().nbytes * PLAIN.n_layers
+
+
+def _running(name: str, layout: Layout, compiled: bool) -> Transformer:
+    """The model with its blocks as `apply` has them."""
+    model = model_of(PLAIN if name == "fp8" else SPECS[name])
+    if name == "fp8":
+        use_fp8(model, PLAIN, Fp8("tensorwise"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+        _run_blocks(list(model.layers.values()), layout, None, compiled)
+    return model
 
 
 @prove

@@ -52,7 +52,7 @@ class Attention(nn.Module):
         def attended(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor) -> Tensor:
             return self.attend(q_BTHC, k_BTKC, v_BTKC, documents).flatten(-2)
 
-        return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC))
+        return self.o(part("attention", attended, q_BTHC, k_BTKC, v_BTKC, compiles=documents is None))
 
 
 def _place(x_BTHC: Tensor, norm: nn.Module | None, rotary_2TC: Tensor | None) -> Tensor:

@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
         def attended(q_BTHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> Tensor:
             return self.attend(q_BTHC, k_BTHC, v_BTHC, documents)[..., : self.kv_widths[1]].contiguous()
 
-        return part("attention", attended, q_BTHC, k_BTHC, v_BTHC)
+        return part("attention", attended, q_BTHC, k_BTHC, v_BTHC, compiles=documents is None)
 
     def keys_and_values(self, latent_BTL: Tensor, k_BT1P: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and the padded values of every head, each (B, T, H, C)."""

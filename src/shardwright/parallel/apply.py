@@ -90,10 +90,7 @@ def apply(
             split_experts(part, expert_mesh, groups.ep, read)
         if layout.offload_activations == "cpu":
             stores.append(ActivationsOnHost(device, layout.offload_min_bytes))
-        _save_activations(blocks, layout, stores[-1] if stores else None, compile_blocks)
-        if compile_blocks:
-            for block in blocks:
-                block.compile()
+        _run_blocks(blocks, layout, stores[-1] if stores else None, compile_blocks)
         if sharded:
             dtypes = compute_dtype, param_dtype
             shards.append(shard(part, blocks, layout, mesh, expert_mesh, compression, secondary, *dtypes))
@@ -204,32 +201,40 @@ def _pipeline(
     return Pipeline(stages, schedule, Messages(groups.pp.rank(), stage_groups), activation, device)
 
 
-def _save_activations(
-    blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None, compiled: bool
-) -> None:
-    """Have blocks recompute what the layout says, and `store`, if there is one, keep what they save."""
+def _run_blocks(blocks: Sequence[nn.Module], layout: Layout, store: ActivationsOnHost | None, compiled: bool) -> None:
+    """Have blocks compiled, recompute what the layout says, and `store`, if there is one, keep what they save.
+
+    What is compiled is the forward pass of a block. Hooks around it (of FSDP2, of saved tensors) are not. All blocks
+    share its code, and so what it compiles to; collectives split it into several regions.
+    """
     # Without a pipeline the backward pass of the last block comes next, so it keeps its own.
     last = blocks[-1] if layout.pp == 1 else None
-    for block in blocks[: layout.recompute_layers] if layout.recomputes else ():
-        if layout.recompute == "full":
-            _recompute(block, layout, compiled)
-        else:
+    one_region = compiled and layout.tp * layout.cp * layout.ep == 1
+    recomputing = blocks[: layout.recompute_layers] if layout.recomputes else ()
+    if layout.recompute == "full":
+        for block in recomputing:
+            _recompute(block, compiled, one_region)
+    if compiled:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    if layout.recompute != "full":
+        for block in recomputing:
             keep = None if store is None or block is last else store.keep
-            recompute_parts(block, layout.recompute_modules, keep)
+            recompute_parts(block, layout.recompute_modules, keep, one_region=one_region)
     if store is not None:
         for block in blocks:
             store.wrap(block, first=block is blocks[0], keeps=block is last)
 
 
-def _recompute(block: nn.Module, layout: Layout, compiled: bool) -> None:
+def _recompute(block: nn.Module, compiled: bool, one_region: bool) -> None:
     for module in block.modules():
         if isinstance(module, Linear | RowLinear):
             module.saves_first = True
     # The compiler leaves all alone that is checkpointed if it cannot go through it, as at collectives. Then pieces of
-    # it are compiled, but of experts, whose choices have to be kept; else these pieces are one with the block.
-    experts, whole = bool(expert_layers(block)), layout.tp * layout.cp * layout.ep == 1
-    if compiled and not (experts and whole):
+    # it are compiled, but of experts, whose choices have to be kept.
+    experts = bool(expert_layers(block))
+    if compiled and not one_region:
         for part in block.children() if experts else (block,):
             if not isinstance(part, MoE):
                 part.forward = torch.compile(part.forward)
-    block.forward = checkpointed(block.forward, decides=experts, compiled=compiled and whole)
+    block.forward = checkpointed(block.forward, decides=experts, compiled=one_region)
