@@ -20,8 +20,8 @@ from shardwright.layout_keys import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`.
+def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = False) -> RunConfig:
+    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`. `started`: as in `parse`.
 
     Raises ConfigError with every problem of the file and of the overrides at once.
     """
@@ -35,13 +35,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse(table, overrides, source=str(path), folder=Path(path).parent)
+    return parse(table, overrides, source=str(path), folder=Path(path).parent, started=started)
 
 
 def parse(
-    table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file", folder: Path = Path()
+    table: dict[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "run file",
+    folder: Path = Path(),
+    *,
+    started: bool = False,
 ) -> RunConfig:
     """Validate a run file that is already a table, and import its extensions, whose paths are relative to `folder`.
+    `started`: the user starts this run file; one that is only read imports what is trusted (`extensions.load_named`).
 
     Raises ConfigError with every problem at once.
     """
@@ -51,7 +57,10 @@ def parse(
     problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
-    problems += extensions.load_named(table, folder)
+    try:
+        problems += extensions.load_named(table, folder, started)
+    except ConfigError as error:
+        raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from None
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:

@@ -174,7 +174,7 @@ def spec_of_folder(path: Path) -> ModelSpec:
                 source = table.get("model", {}).get("from")
                 if isinstance(source, str) and Path(source).resolve() == path.resolve():
                     continue  # a run file beside the config.json of the model that it trains
-                if problems := extensions.load_named(table, path):
+                if problems := extensions.load_named(table, path, started=False):
                     raise ConfigError(*problems)
                 return ModelSection.model_validate(table.get("model", {})).spec()
             except (ValueError, ValidationError) as error:
