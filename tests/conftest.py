@@ -35,6 +35,12 @@ def pytest_collectstart() -> None:
         BUILT_IN.extend((registry, tuple(registry)) for registry in (FAMILIES, OPTIMIZERS, _KINDS))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def trusted_for_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Extensions that tests trust are not remembered in the home of who runs them."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture
 def built_in_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Families, optimizers and schedules that other tests have registered are not there."""

@@ -1,5 +1,8 @@
-"""Proves that a file of a user's own is imported where a run file names it, and that what is wrong in it is said."""
+"""Proves that a file of a user's own is imported where the user names it or starts a run file that does, that no folder
+which is only read has its code run, and that what is wrong in an extension is said."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,10 @@ from shardwright.cli.main import app
 from shardwright.config import load, resolved_toml
 from shardwright.errors import ConfigError
 from shardwright.layout import Layout
+from shardwright.run_folder import MODEL_FILE
 from shardwright.schedule.registry import names
 from shardwright.verification import Case, Verifier
+from tests.cli.test_mutated_input import write_files
 from tests.training.worlds import SPEC
 
 SCHEDULE = '''
@@ -60,7 +65,7 @@ def run_file(folder: Path, **layout: object) -> Path:
 
 def test_a_schedule_of_a_run_files_extension_is_a_choice_of_the_layout(tmp_path: Path):
     written(tmp_path, SCHEDULE)
-    config = load(run_file(tmp_path, pp=2, pp_schedule="mine"))
+    config = load(run_file(tmp_path, pp=2, pp_schedule="mine"), started=True)
     assert names()[-1] == "mine"
     assert config.layout.layout() == Layout(pp=2, pp_schedule="mine")
     assert f'extensions = ["{tmp_path}/mine.py"]' in resolved_toml(config), "it means the same in another folder"
@@ -70,7 +75,7 @@ def test_a_schedule_of_a_run_files_extension_is_a_choice_of_the_layout(tmp_path:
 @pytest.mark.prove
 def test_verify_loads_it_in_its_ranks(tmp_path: Path):
     written(tmp_path, SCHEDULE)
-    load(run_file(tmp_path, pp=2, pp_schedule="mine"))
+    load(run_file(tmp_path, pp=2, pp_schedule="mine"), started=True)
     case = Case(SPEC, seq_len=16, global_batch=4, steps=1)
     with Verifier() as verifier:
         assert verifier.parity(case, Layout(pp=2, pp_schedule="mine")).equal
@@ -111,10 +116,88 @@ def test_what_is_wrong_with_it_is_one_line(tmp_path: Path, text: str | None, sai
     if text is not None:
         written(tmp_path, text)
     with pytest.raises(ConfigError) as error:
-        load(run_file(tmp_path, pp=1))
+        load(run_file(tmp_path, pp=1), started=True)
     assert len(error.value.problems) == 1
     assert f"{tmp_path}/mine.py" in str(error.value)
     assert said in str(error.value)
+
+
+def strangers(folder: Path) -> Path:
+    """A run folder whose run files, also that of its checkpoint, name an extension that leaves a mark."""
+    write_files(folder)
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
+    text = (folder / "run.toml").read_text()
+    (folder / "mine.toml").write_text(text)
+    for path in ("run.toml", "run/run.toml", "run/checkpoints/step-00000002/run.toml"):
+        (folder / path).write_text(f'extensions = ["{folder}/evil.py"]\n{text}')
+    shutil.copytree(folder / "run", folder / "weights")
+    (folder / "weights" / MODEL_FILE).write_text(f'extensions = ["{folder}/evil.py"]\n[model]\npreset = "debug"\n')
+    return folder
+
+
+READING = (
+    ("report", "RUN"),
+    ("report", "RUN", "RUN"),
+    ("watch", "RUN", "--once"),
+    ("plan", "RUN/run.toml", "--cluster", "h100:8"),
+    ("plan", "diff", "RUN/run.toml", "MINE", "--cluster", "h100:8"),
+    ("plan", "serve", "RUN", "--cluster", "h100:8"),
+    ("generate", "RUN", "--prompt", "a"),
+    ("generate", "MINE", "--prompt", "a", "--draft", "RUN"),
+    ("export", "RUN", "--out", "OUT"),
+    ("export", "WEIGHTS", "--out", "OUT"),
+    ("eval", "RUN", "--data", "TOKENS"),
+    ("verify", "RUN/run.toml"),
+    ("dryrun", "RUN/run.toml"),
+    ("train", "MINE", "--set", 'model.from="RUN"'),
+    ("train", "MINE", "--set", 'model.from="WEIGHTS"'),
+    ("train", "MINE", "--set", 'init.weights="RUN"'),
+    ("train", "MINE", "--set", 'checkpoint.resume="RUN/checkpoints/step-00000002"'),
+    ("train", "MINE", "--resume", "--set", 'out="RUN"'),
+)
+
+
+@pytest.mark.parametrize("words", READING, ids=" ".join)
+def test_a_folder_that_is_only_read_has_no_code_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str]):
+    folder = strangers(tmp_path)
+    monkeypatch.chdir(folder)
+    places = {"RUN": folder / "run", "MINE": folder / "mine.toml", "WEIGHTS": folder / "weights", "OUT": folder / "o"}
+    places["TOKENS"] = folder / "tokens"
+    given = [re.sub("RUN|MINE|WEIGHTS|OUT|TOKENS", lambda match: str(places[match[0]]), word) for word in words]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2, result.output
+    assert not (folder / "ran").exists()
+    if words[0] not in ("train", "generate", "eval"):
+        assert f"look at them, and if you trust them, add --extension {folder}/evil.py" in result.output
+
+
+def test_an_extension_that_the_user_has_named_is_trusted_until_it_changes(tmp_path: Path):
+    folder = strangers(tmp_path)
+    read = ["plan", str(folder / "run.toml"), "--cluster", "h100:8", "--json"]
+
+    def ran(*more: str) -> bool:
+        """Whether a process that has imported nothing yet runs the extension."""
+        extensions._LOADED.clear()
+        CliRunner().invoke(app, [*read, *more])
+        mark = folder / "ran"
+        is_there = mark.exists()
+        mark.unlink(missing_ok=True)
+        return is_there
+
+    assert not ran()
+    assert ran("--extension", str(folder / "evil.py"))
+    assert ran()
+    (folder / "evil.py").write_text((folder / "evil.py").read_text() + "# another\n")
+    assert not ran()
+
+
+@pytest.mark.parametrize("name", ["a\\u0000.py", "\\u0000", ""])
+def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str):
+    path = run_file(tmp_path)
+    path.write_text(path.read_text().replace("mine.py", name))
+    for started in (True, False):
+        with pytest.raises(ConfigError, match=r"a Python file \(.py\) or a module is needed"):
+            load(path, started=started)
 
 
 def test_a_module_is_found_by_its_name():

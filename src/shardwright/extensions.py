@@ -1,11 +1,16 @@
 """Files and modules of a user's own that register schedules, optimizers or families of models when they are imported.
 
-A run file names them under `extensions`; verbs that take no run file have `--extension`. A process that starts others
-has them load what it has loaded (`loaded`).
+A run file names them under `extensions`, and every verb that reads a run has `--extension`. They are code, and a folder
+that is only read is data: a run file's extensions are imported if the user starts that run file, has named them, or has
+trusted them before (`load_named` decides). A process that starts others has them load what it has loaded (`loaded`).
 """
 
+import contextlib
+import hashlib
 import importlib
 import importlib.util
+import os
+import shlex
 import sys
 import zlib
 from collections.abc import Iterable
@@ -13,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shardwright.errors import ConfigError
+from shardwright.files import read_bytes, read_lines
 
 _LOADED: list[str] = []
 
@@ -37,7 +43,9 @@ def add(rows: dict[str, R], what: str, row: R) -> R:
 
 def resolve(name: str, folder: Path = Path()) -> str:
     """What is written down for an extension: a `.py` file by its absolute path, taken from `folder`; a module as it
-    is."""
+    is. Raises ConfigError for what is neither."""
+    if "\0" in name or not name.strip():
+        raise ConfigError(f"extension {name!r}: a Python file (.py) or a module is needed")
     return str((folder / name).resolve()) if name.endswith(".py") else name
 
 
@@ -55,18 +63,72 @@ def load(names: Iterable[str]) -> None:
             _LOADED.append(name)
 
 
-def load_named(table: dict[str, Any], folder: Path) -> list[str]:
+def load_trusted(names: Iterable[str]) -> None:
+    """Import extensions that the user has named, and remember each file by its path and content: run files that name
+    it may import it from now on, until it changes. Raises ConfigError as `load` does."""
+    for name in map(resolve, names):
+        load([name])
+        _trust(name)
+
+
+def load_named(table: dict[str, Any], folder: Path, started: bool) -> list[str]:
     """Import the extensions of a run file, given as a table, before anything that they register is looked for; returns
-    what is wrong with them. Their paths in the table become absolute, so that it means the same wherever it lies."""
+    what is wrong with them. Their paths in the table become absolute, so that it means the same wherever it lies.
+
+    `started`: the user has started this run file, and not only named a folder or file that is read. Raises ConfigError
+    where it is only read and an extension is neither imported already nor trusted: that would run a stranger's code.
+    """
     names = table.get("extensions", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return []  # the model of the run file says so
-    table["extensions"] = [resolve(name, folder) for name in names]
     try:
-        load(table["extensions"])
+        table["extensions"] = names = [resolve(name, folder) for name in names]
+    except ConfigError as error:
+        return error.problems
+    if not started and (unknown := [name for name in names if name not in _LOADED and not _is_trusted(name)]):
+        raise ConfigError(
+            f"extensions={unknown} are not imported: a run file that is only read runs no code; look at them, and if "
+            f"you trust them, add {shlex.join(word for name in unknown for word in ('--extension', name))} (in Python: "
+            f"shardwright.extend), once: a file is remembered until it changes"
+        )
+    try:
+        (load_trusted if started else load)(names)
     except ConfigError as error:
         return error.problems
     return []
+
+
+def _trusted_file() -> Path:
+    """The file that has the checksums of trusted extensions, one a line."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "shardwright" / "trusted-extensions"
+
+
+def _fingerprint(name: str) -> str | None:
+    """The checksum of the path and content of an extension; None for a module, which is found by where Python looks."""
+    if not name.endswith(".py"):
+        return None
+    try:
+        return hashlib.sha256(os.fsencode(name) + b"\0" + read_bytes(Path(name))).hexdigest()
+    except OSError:
+        return None
+
+
+def _is_trusted(name: str) -> bool:
+    try:
+        return _fingerprint(name) in read_lines(_trusted_file())
+    except (OSError, RuntimeError):  # there is none, or no home
+        return False
+
+
+def _trust(name: str) -> None:
+    fingerprint = _fingerprint(name)
+    if fingerprint is None or _is_trusted(name):
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # a home that cannot be written: it is asked for again
+        path = _trusted_file()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(fingerprint + "\n")
 
 
 def loaded() -> tuple[str, ...]:

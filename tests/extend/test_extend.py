@@ -17,6 +17,8 @@ from tests.marks import prove, rest_prove
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("eager_1f1b", "signum", "parallel_block")]
 RUN = HERE / "run.toml"
+NAMED = tuple(word for file in FILES for word in ("--extension", file))
+"""What a verb that only reads the run file is given, the first time."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_a_schedule_of_ones_own_is_built_checked_and_drawn(tmp_path: Path):
 
 
 def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():
-    asked = ("plan", RUN, "--cluster", "h100:2/2", "--explain")
+    asked = ("plan", RUN, *NAMED, "--cluster", "h100:2/2", "--explain")
     said = shardwright(*asked, "pp=2,pp_schedule=eager-1f1b")
     assert "input_norm_weight + input_norm_bias + attention_q_weight" in said, "the parameters are those of the rows"
     assert re.search(r"optimizer = n_bytes .* = 4 \* \(", said), "one fp32 state for each parameter"
@@ -74,11 +76,11 @@ def test_a_plan_searches_the_schedule_and_prices_the_family_and_the_optimizer():
 @prove
 def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(tmp_path: Path):
     written = tmp_path / "planned.toml"
-    shardwright("plan", RUN, "--cluster", "cpu:2/2", "--write", written)
+    shardwright("plan", RUN, *NAMED, "--cluster", "cpu:2/2", "--write", written)
     table = tomllib.loads(written.read_text())
     assert table["extensions"] == [str(file) for file in FILES]
     assert (table["model"]["family"], table["optimizer"]["name"]) == ("parallel-block", "signum")
-    found = shardwright("plan", RUN, "--cluster", "h100:4/4", "--json", "--top", 2000)
+    found = shardwright("plan", RUN, *NAMED, "--cluster", "h100:4/4", "--json", "--top", 2000)
     assert "eager-1f1b" in found
 
 
@@ -95,7 +97,7 @@ def test_a_plan_searches_the_schedule_and_writes_a_run_file_that_verify_accepts(
 )
 def test_every_axis_with_all_three_is_equal_to_one_process(layout: str):
     options = [word for setting in layout.split() for word in ("--set", setting)]
-    assert "equal: " in shardwright("verify", RUN, *options)
+    assert "equal: " in shardwright("verify", RUN, *NAMED, *options)
 
 
 @prove
@@ -116,5 +118,5 @@ def losses(out: Path) -> list[float]:
 
 @pytest.mark.prove
 def test_what_a_family_does_not_have_is_refused_in_its_own_words():
-    said = shardwright("verify", RUN, "--set", "model.norm=rmsnorm", exit_code=2)
+    said = shardwright("verify", RUN, *NAMED, "--set", "model.norm=rmsnorm", exit_code=2)
     assert "norm='rmsnorm' with family='parallel-block'; valid: 'layernorm'" in said

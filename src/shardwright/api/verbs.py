@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def extend(name: str | Path) -> None:
     """Import a Python file, or a module by its name, that registers schedules, optimizers or families of models; here
     and in every process that is started from here. Raises ConfigError, with the line, where that fails."""
-    extensions.load([extensions.resolve(str(name))])
+    extensions.load_trusted([str(name)])
 
 
 def preset(name: str) -> ModelSpec:
@@ -193,7 +193,10 @@ def train(
     from shardwright.training.start import start
 
     overrides = [f"{key}={as_toml(value)}" for key, value in (changes or {}).items()]
-    config = parse(deepcopy(dict(run)), overrides, "run") if isinstance(run, Mapping) else load(run, overrides)
+    if isinstance(run, Mapping):
+        config = parse(deepcopy(dict(run)), overrides, "run", started=True)
+    else:
+        config = load(run, overrides, started=True)
     return None if start(config, quiet=quiet, max_restarts=max_restarts).summary is None else load_run(config.out)
 
 

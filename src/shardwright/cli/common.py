@@ -60,7 +60,8 @@ Extensions = Annotated[
     typer.Option(
         "--extension",
         metavar="FILE.py",
-        help="a Python file or module that registers schedules, optimizers or models of your own; may be repeated",
+        help="a Python file or module that registers schedules, optimizers or models of your own, to be imported; run "
+        "files may name the file from then on, until it changes; may be repeated",
     ),
 ]
 Overrides = Annotated[
@@ -78,11 +79,16 @@ def fail(error: ShardwrightError) -> None:
         error_console.print(problem, markup=False)
 
 
-def verb(function: Callable[..., None]) -> Callable[..., None]:
+def reading_verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a verb that reads a run file or the folder of a run, and so has `--extension`."""
+    return verb(function, extends=True)
+
+
+def verb(function: Callable[..., None], extends: bool = False) -> Callable[..., None]:
     """Make a function a verb: a ShardwrightError becomes a message and its exit code, never a traceback.
 
     The parameters of the function are the arguments and options of the verb. Where its only parameter is a
-    dataclass, the fields of that are.
+    dataclass, the fields of that are. `extends`: it has the option `--extension`, too.
     """
     takes = inspect.signature(function, eval_str=True)
     kinds = [parameter.annotation for parameter in takes.parameters.values()]
@@ -92,6 +98,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         try:
             _within_64_bits(given)
+            if extends:
+                extensions.load_trusted(given.pop("extension") or ())
             if options is None:
                 function(**given)
             else:
@@ -110,7 +118,10 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
     if options is not None:
         takes = inspect.signature(options, eval_str=True)
-        run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
+    if extends:
+        extension = inspect.Parameter("extension", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Extensions)
+        takes = takes.replace(parameters=[*takes.parameters.values(), extension])
+    run.__annotations__ = {name: each.annotation for name, each in takes.parameters.items()}
     vars(run)["__signature__"] = takes  # what typer makes options from
     return run
 
@@ -208,11 +219,6 @@ def layout_of(text: str, valid: Sequence[str] | None = None) -> Layout:
     if problems:
         raise LayoutError(*problems)
     return Layout(**values)
-
-
-def load_extensions(names: Iterable[str] | None) -> None:
-    """`--extension`: import what registers schedules or models of a user's own, paths from the working folder."""
-    extensions.load(map(extensions.resolve, names or ()))
 
 
 def print_json(answer: Any) -> None:

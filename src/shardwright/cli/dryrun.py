@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb, wrong_place
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, reading_verb, say, wrong_place
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Options:
     json: AsJson = False
 
 
-@verb
+@reading_verb
 def dryrun(options: Options) -> None:
     """Run the real training program as any rank of any world, without a GPU, data or memory for the weights.
 

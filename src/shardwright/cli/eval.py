@@ -12,8 +12,8 @@ from shardwright.cli.common import (
     ModelArgument,
     layout_of,
     print_json,
+    reading_verb,
     say,
-    verb,
     wrong_device,
     wrong_sizes,
 )
@@ -38,7 +38,7 @@ class Options:
     json: AsJson = False
 
 
-@verb
+@reading_verb
 def eval(options: Options) -> None:
     """Measure the perplexity of a run or a folder of transformers on prepared data.
 

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, print_json, say, verb
+from shardwright.cli.common import AsJson, print_json, reading_verb, say
 from shardwright.errors import InputError
 from shardwright.units import format_bytes
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-@verb
+@reading_verb
 def export(
     source: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run (its newest checkpoint), a checkpoint or weights")

@@ -13,7 +13,7 @@ from shardwright.cli.common import (
     error_console,
     layout_of,
     print_json,
-    verb,
+    reading_verb,
     wrong_device,
     wrong_sizes,
 )
@@ -63,7 +63,7 @@ class Options:
     json: AsJson = False
 
 
-@verb
+@reading_verb
 def generate(options: Options) -> None:
     """Continue prompts with a run or a folder of transformers, on any layout.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardwright.cli.common import console, error_console, load_extensions, print_json, say, verb
+from shardwright.cli.common import console, error_console, print_json, reading_verb, say
 from shardwright.cli.plan_asked import Asked, Options, ask, choice_of_run, priced_of
 from shardwright.errors import InputError, LayoutError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EVALUATE = "evaluate"
 
 
-@verb
+@reading_verb
 def plan(options: Options) -> None:
     """Find the fastest layout that fits, without a GPU, and say why.
 
@@ -45,7 +45,6 @@ def plan(options: Options) -> None:
 
     Exit codes: 0 found, 1 nothing fits or nothing could be compared, 2 the input cannot be used.
     """
-    load_extensions(options.extension)
     if options.target == EVALUATE:
         _evaluate(options)
         return

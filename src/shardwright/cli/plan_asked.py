@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.common import AsJson, Extensions, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, wrong_place, wrong_sizes
 from shardwright.cli.plan_model import find_model
 from shardwright.cost.formats import FORMATS
 from shardwright.errors import InputError, LayoutError, nearest
@@ -128,7 +128,6 @@ class Options:
     ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="with --write, replace a file that exists")] = False
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="write one page with pictures")] = None
-    extension: Extensions = None
     json: AsJson = False
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Extensions, columns, load_extensions, print_json, print_table, say, verb
+from shardwright.cli.common import AsJson, columns, print_json, print_table, reading_verb, say
 from shardwright.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,11 +34,10 @@ class Options:
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE.toml", help="your accelerators, networks and clusters")
     ] = None
-    extension: Extensions = None
     json: AsJson = False
 
 
-@verb
+@reading_verb
 def plan_diff(options: Options) -> None:
     """Say why the step of one run file takes longer than that of another, term by term, and where it holds more memory.
 
@@ -50,7 +49,6 @@ def plan_diff(options: Options) -> None:
 
     Exit codes: 0 compared, 2 the input cannot be used.
     """
-    load_extensions(options.extension)
     sides = (("A", options.a, options.cluster), ("B", options.b, options.other_cluster or options.cluster))
     found: list[Priced] = []
     wrong: list[str] = []

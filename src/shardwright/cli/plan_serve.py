@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, error_console, print_json, verb, wrong_place, wrong_sizes
+from shardwright.cli.common import AsJson, error_console, print_json, reading_verb, wrong_place, wrong_sizes
 from shardwright.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Options:
     json: AsJson = False
 
 
-@verb
+@reading_verb
 def plan_serve(options: Options) -> None:
     """Find how to serve a model: which tp, pp, ep and dp attention, how many instances, how many requests at a time.
 

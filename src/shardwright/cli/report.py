@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from shardwright.cli.common import AsJson, console, print_json, say, verb
+from shardwright.cli.common import AsJson, console, print_json, reading_verb, say
 from shardwright.errors import InputError
 from shardwright.report.comparison import comparison_rows, draw_losses, write_comparison
 from shardwright.report.curves import draw_curves
@@ -23,7 +23,7 @@ from shardwright.units import format_seconds
 COMPARISON = "comparison.html"
 
 
-@verb
+@reading_verb
 def report(
     run_dirs: Annotated[
         list[Path], typer.Argument(metavar="RUN_DIR...", help="the folder of a run, finished or going on, or several")

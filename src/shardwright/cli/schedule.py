@@ -11,14 +11,12 @@ import typer
 
 from shardwright.cli.common import (
     AsJson,
-    Extensions,
     columns,
     console,
-    load_extensions,
     print_json,
     print_table,
+    reading_verb,
     say,
-    verb,
     wrong_place,
     wrong_sizes,
 )
@@ -93,7 +91,6 @@ class Options:
     drawing: Annotated[
         Path | None, typer.Option("--draw", metavar="FILE.svg|json", help="a picture; or a trace for ui.perfetto.dev")
     ] = None
-    extension: Extensions = None
     json: AsJson = False
 
 
@@ -101,7 +98,7 @@ MOST_PASSES = 2**20
 """Micro-batches through a stage that a schedule may have: a minute and some GiB."""
 
 
-@verb
+@reading_verb
 def schedule(options: Options) -> None:
     """Show what a pipeline schedule does and what it costs, without running it.
 
@@ -115,7 +112,6 @@ def schedule(options: Options) -> None:
 
     Exit codes: 0 shown, 2 the input cannot be used.
     """
-    load_extensions(options.extension)
     times, kept = _check(options), options.kept_for_weight
     refused: dict[str, str] = {}
     if options.compare_all:

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, say, verb
+from shardwright.cli.common import AsJson, Overrides, console, error_console, print_json, reading_verb, say
 from shardwright.config import RunConfig, load
 from shardwright.errors import InputError
 from shardwright.reference import keys
 from shardwright.units import GiB, format_bytes
 
 
-@verb
+@reading_verb
 def train(
     run_file: Annotated[Path | None, typer.Argument(help="the run file, TOML; see examples/")] = None,
     overrides: Overrides = None,
@@ -68,7 +68,7 @@ def train(
     from shardwright.training.start import start
 
     extra = ['checkpoint.resume="auto"'] if resume else []
-    config = load(run_file, [*(overrides or []), *extra])
+    config = load(run_file, [*(overrides or []), *extra], started=True)
     if dryrun_first:
         _refuse_what_does_not_fit(config)
     ended = start(config, quiet=json, max_restarts=max_restarts)

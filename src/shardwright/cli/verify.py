@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli import verify_fuzz
-from shardwright.cli.common import AsJson, Overrides, error_console, print_json, say, verb, wrong_place
+from shardwright.cli.common import AsJson, Overrides, error_console, print_json, reading_verb, say, wrong_place
 from shardwright.cli.verify_text import MatrixLines, collect, print_report, sizes
 from shardwright.errors import InputError, WorkerError, nearest
 
@@ -102,7 +102,7 @@ class Options:
     json: AsJson = False
 
 
-@verb
+@reading_verb
 def verify(options: Options) -> None:
     """Prove that a layout computes what one process computes.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from shardwright.cli.common import console, say, verb
+from shardwright.cli.common import console, reading_verb, say
 from shardwright.cli.followed import SHOWN_LINES, Followed, News
 from shardwright.cli.watch_page import page, state_in_words
 from shardwright.errors import InputError
@@ -18,7 +18,7 @@ from shardwright.training.metrics import line
 LEAST_EVERY_S, MOST_EVERY_S = 0.1, 3600.0
 
 
-@verb
+@reading_verb
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the folder of a run, finished or going on")],
     once: Annotated[bool, typer.Option("--once", help="print the page as it is now, and leave")] = False,

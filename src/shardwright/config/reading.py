@@ -20,8 +20,8 @@ from shardwright.layout_keys import KEYS as LAYOUT_KEYS
 from shardwright.synonyms import called_here
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`.
+def load(path: str | Path, overrides: Sequence[str] = (), *, started: bool = False) -> RunConfig:
+    """Read a run file and apply `key=value` overrides such as `layout.dp_shard=2`. `started`: as in `parse`.
 
     Raises ConfigError with every problem of the file and of the overrides at once.
     """
@@ -38,18 +38,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     # A kept run file has absolute paths; those of earlier versions are relative to where the run was started.
     resolved = text.startswith(_RESOLVED)
-    return parse(table, overrides, source=str(path), folder=Path() if resolved else Path(path).parent)
+    folder = Path() if resolved else Path(path).parent
+    return parse(table, overrides, source=str(path), folder=folder, started=started)
 
 
 _RESOLVED = "# resolved by shardwright"
 
 
 def parse(
-    table: dict[str, Any], overrides: Sequence[str] = (), source: str = "run file", folder: Path = Path()
+    table: dict[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "run file",
+    folder: Path = Path(),
+    *,
+    started: bool = False,
 ) -> RunConfig:
     """Validate a run file that is already a table, and import its extensions.
 
-    Relative paths of the table are relative to `folder`, those of `overrides` to the working folder. Raises
+    Relative paths of the table are relative to `folder`, those of `overrides` to the working folder. `started`: the
+    user starts this run file; one that is only read imports what is trusted (`extensions.load_named`). Raises
     ConfigError with every problem at once.
     """
     problems: list[str] = []
@@ -60,7 +67,10 @@ def parse(
     problems += [f"{key}={n}: a number of at most 64 bits is needed" for key, n in _beyond_64_bits(table)]
     if problems:
         raise ConfigError(*(f"{source}: {problem}" for problem in problems))
-    problems += extensions.load_named(table, Path())
+    try:
+        problems += extensions.load_named(table, Path(), started)
+    except ConfigError as error:
+        raise ConfigError(*(f"{source}: {problem}" for problem in error.problems)) from None
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:

@@ -188,7 +188,7 @@ def spec_of_folder(path: Path) -> ModelSpec:
                     model["from"] = located(source, path)
                     if Path(model["from"]).resolve() == path.resolve():
                         continue  # a run file beside the config.json of the model that it trains
-                if problems := extensions.load_named(table, path):
+                if problems := extensions.load_named(table, path, started=False):
                     raise ConfigError(*problems)
                 return ModelSection.model_validate(model).spec()
             except (ValueError, ValidationError) as error:
