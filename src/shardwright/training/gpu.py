@@ -112,6 +112,13 @@ def check_gpu(config: RunConfig, device: torch.device) -> None:
         raise InputError(*problems)
 
 
+def name_of_gpu(device: torch.device) -> str:
+    """A name that no other GPU of this machine has: the UUID, or where a device reports none, its number among those
+    that this process may use."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.strip("0-") else f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{device.index}"
+
+
 def claim_gpu(store: dist.Store, rank: int, gpu: str) -> None:
     """Raise InputError where another rank of the store has claimed the same GPU: NCCL cannot connect the two."""
     owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()

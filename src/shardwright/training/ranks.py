@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError, WorkerError
 from shardwright.processes import ranks_in_words
-from shardwright.training.gpu import claim_gpu, why_no_gpu
+from shardwright.training.gpu import claim_gpu, name_of_gpu, why_no_gpu
 from shardwright.training.launch import STORE, SUPERVISED
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -138,7 +138,7 @@ def join(place: Place, device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = _store(place)
     if device.type == "cuda":
-        claim_gpu(store, place.rank, f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}")
+        claim_gpu(store, place.rank, f"{socket.gethostname()}/{name_of_gpu(device)}")
     dist.init_process_group(
         backend,
         store=store,
