@@ -33,6 +33,7 @@ from shardwright.training.checkpoint.store import CheckpointStore
 from shardwright.training.copies import differing_copies
 from shardwright.training.device import configure_malloc
 from shardwright.training.finite import FiniteCheck
+from shardwright.training.gpu import check_gpu
 from shardwright.training.header import changes_since, header, kept_run_file, rate_change, started
 from shardwright.training.initial_weights import begin_with
 from shardwright.training.loss_scale import skipped_in_words
@@ -62,6 +63,7 @@ def run(config: RunConfig, place: Place, quiet: bool = False) -> bool:
     layout = config.layout.layout()
     layout.check_world(place.world_size)
     device = pick_device(config.device, place)
+    check_gpu(config, device)
     if device.type == "cpu":
         configure_malloc()
     record_collectives()

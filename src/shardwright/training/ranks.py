@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from shardwright.errors import InputError, WorkerError
 from shardwright.processes import ranks_in_words
+from shardwright.training.gpu import claim_gpu, name_of_gpu, why_no_gpu
 from shardwright.training.launch import STORE, SUPERVISED
 
 COLLECTIVE_TIMEOUT_S = 600
@@ -113,10 +114,13 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 
 def pick_device(wanted: str, place: Place) -> torch.device:
     """`auto`, `cpu` or `cuda` as the device of this rank. Raises InputError where there is no GPU for it."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InputError("device='cuda', but PyTorch sees no GPU here; set device to 'cpu' or 'auto'")
+        reason = why_no_gpu()
+        if wanted == "auto" and "too old" not in reason:
+            return torch.device("cpu")
+        raise InputError(f"device={wanted!r}, but PyTorch sees no GPU here: {reason}; mend that, or set device='cpu'")
     if torch.cuda.device_count() == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
         return torch.device("cuda", 0)  # srun shows each task its own GPU alone
     if place.local_rank >= torch.cuda.device_count():
@@ -132,9 +136,12 @@ def join(place: Place, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = _store(place)
+    if device.type == "cuda":
+        claim_gpu(store, place.rank, f"{socket.gethostname()}/{name_of_gpu(device)}")
     dist.init_process_group(
         backend,
-        store=_store(place),
+        store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

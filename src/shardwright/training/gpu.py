@@ -1,0 +1,133 @@
+"""Refuses a GPU on which a run could not take its first step, before the ranks meet."""
+
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwright.config import RunConfig
+from shardwright.errors import InputError
+from shardwright.units import GiB, format_bytes
+
+BF16, FP8 = (8, 0), (8, 9)
+"""The oldest compute capabilities with matmuls in these formats."""
+CONTEXT_BYTES = GiB
+"""What CUDA, its libraries and NCCL take of a GPU, about."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What CUDA reports of a GPU. `built_for`: the oldest compute capability that PyTorch was built for."""
+
+    name: str
+    capability: tuple[int, int]
+    free_bytes: int
+    total_bytes: int
+    built_for: tuple[int, int] = (0, 0)
+
+
+def facts_of(device: torch.device) -> GpuFacts:
+    """The facts of a GPU; starts CUDA in this process."""
+    architectures = [re.fullmatch(r"sm_(\d+)(\d)[a-z]?", each) for each in torch.cuda.get_arch_list()]
+    built_for = [(int(each[1]), int(each[2])) for each in architectures if each]
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    return GpuFacts(properties.name, capability, free_bytes, total_bytes, min(built_for, default=(0, 0)))
+
+
+def gpu_problems(gpu: GpuFacts, config: RunConfig) -> list[str]:
+    """Why a rank of a run cannot train on a GPU."""
+    precision, has = config.precision, f"{gpu.name} has compute capability {_dotted(gpu.capability)}"
+    if gpu.capability < gpu.built_for:
+        return [
+            f"{has}, and this build of PyTorch ({torch.__version__}) starts at {_dotted(gpu.built_for)}; install a "
+            f"build for an older CUDA, or set device='cpu'"
+        ]
+    problems = []
+    if precision.compute == "bf16" and gpu.capability < BF16:
+        problems.append(
+            f"precision.compute='bf16' needs compute capability {_dotted(BF16)} (A100), and {has}; set "
+            f"precision.compute='fp16' or 'fp32'"
+        )
+    if precision.fp8 != "none" and gpu.capability < FP8:
+        problems.append(
+            f"precision.fp8={precision.fp8!r} needs compute capability {_dotted(FP8)} (H100, RTX 4090), and {has}; set "
+            f"precision.fp8='none'"
+        )
+    layout, n_parameters = config.layout.layout(), config.model.spec().n_parameters
+    in_host = layout.offload_parameters != "none"
+    states_bytes = 0 if in_host else 8 * n_parameters // layout.world_size  # weights and gradients in fp32, at least
+    if (needed := CONTEXT_BYTES + states_bytes) > gpu.free_bytes:
+        problems.append(
+            f"a rank needs {format_bytes(needed)} or more, and of the {format_bytes(gpu.total_bytes)} of {gpu.name} "
+            f"{format_bytes(gpu.free_bytes)} are free; end the processes that use it (nvidia-smi lists them), choose "
+            f"another GPU with CUDA_VISIBLE_DEVICES, or raise the degrees of layout.*"
+        )
+    return problems
+
+
+def why_no_gpu() -> str:
+    """What CUDA says first where PyTorch sees no GPU; empty for a build of PyTorch without CUDA."""
+    if torch.version.cuda is None:
+        return "this build of PyTorch has no CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0].partition(" Please")[0].rstrip(".")
+    return "there is none"
+
+
+def interface_problems(value: str | None, interfaces: Iterable[str]) -> list[str]:
+    """Why NCCL finds no network interface by NCCL_SOCKET_IFNAME: prefixes of names, `=` before exact names, `^` before
+    those to leave out."""
+    names = sorted(interfaces)
+    if not value:
+        return []
+    wanted = value.removeprefix("^")
+    exact = wanted.startswith("=")
+    parts = [part for part in wanted.removeprefix("=").split(",") if part]
+    listed = [name for name in names if any(name == part if exact else name.startswith(part) for part in parts)]
+    if listed if not value.startswith("^") else len(listed) < len(names):
+        return []
+    return [
+        f"NCCL_SOCKET_IFNAME={value!r} leaves no network interface of this machine, which has {', '.join(names)}; name "
+        f"one of them, or unset it"
+    ]
+
+
+def check_gpu(config: RunConfig, device: torch.device) -> None:
+    """Raise InputError where a run cannot take a step on a GPU of this process."""
+    if device.type != "cuda":
+        return
+    problems = gpu_problems(facts_of(device), config)
+    if config.layout.layout().world_size > 1:
+        names = [name for _, name in socket.if_nameindex()]
+        problems += interface_problems(os.environ.get("NCCL_SOCKET_IFNAME"), names)
+    if problems:
+        raise InputError(*problems)
+
+
+def name_of_gpu(device: torch.device) -> str:
+    """A name that no other GPU of this machine has: the UUID, or where a device reports none, its number among those
+    that this process may use."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return uuid if uuid.strip("0-") else f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{device.index}"
+
+
+def claim_gpu(store: dist.Store, rank: int, gpu: str) -> None:
+    """Raise InputError where another rank of the store has claimed the same GPU: NCCL cannot connect the two."""
+    owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
+    if owner != str(rank):
+        raise InputError(
+            f"ranks {owner} and {rank} use the same GPU ({gpu}), and NCCL connects one rank a GPU only; start fewer "
+            f"ranks on this machine, or give each its own GPU (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
