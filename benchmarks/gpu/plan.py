@@ -207,9 +207,8 @@ def last_document(output: str) -> dict[str, Any]:
 def prepare(part: Part) -> None:
     """Write which machine this is, and make the data from the standard library, unless an earlier part has."""
     code, output = part.python(("-c", VERSIONS), 60)
-    part.write(
-        {"part": part.number, "exit": code} | (last_document(output) if code == 0 else {"output": output[-500:]})
-    )
+    machine = last_document(output) if code == 0 else {"output": output[-500:]}
+    part.write({"part": part.number, "exit": code, "date": str(date.today()), "mock": part.mock is not None} | machine)
     if part.tokens.exists():
         return
     text = part.work / "text"
