@@ -7,7 +7,7 @@ QUICKSTART ?=
 # One test runner a core, four at most: tests start processes of their own. Tests that share a fixture stay together.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help quickstart test test-oldest prove commands lint bench clean
+.PHONY: help quickstart test test-oldest prove commands lint bench gpu-mock clean
 
 help:
 	@echo "make quickstart   install, train a small model on this machine, show what it learned"
@@ -17,6 +17,7 @@ help:
 	@echo "make commands     every command of README and docs, run as typed; most of an hour"
 	@echo "make lint         ruff, mypy, import-linter"
 	@echo "make bench        CPU-seconds a step beside hand-written loops, printed"
+	@echo "make gpu-mock     the whole CUDA path on a mock of the GPU: 6 GB of packages, no GPU, half an hour on 2 cores"
 	@echo "make clean        remove .venv and what quickstart wrote"
 
 # Tests start many processes: without compiled files in __pycache__ each of them compiles the package again.
@@ -77,6 +78,23 @@ lint: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python benchmarks/overhead.py
+
+# The CUDA build of the PyTorch of the GPU machine, in an environment of its own; ONLY names some configurations.
+GPU_PYTHON ?= python3.12
+GPU_MOCK := build/gpu-mock
+ONLY ?=
+
+$(GPU_MOCK)/venv/.made: pyproject.toml
+	$(GPU_PYTHON) -m venv $(GPU_MOCK)/venv
+	$(GPU_MOCK)/venv/bin/pip install --quiet --disable-pip-version-check torch==2.11.0
+	$(GPU_MOCK)/venv/bin/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(GPU_MOCK)/mock/libcuda.so.1: $(GPU_MOCK)/venv/.made $(wildcard benchmarks/gpu/mock/*.cpp) benchmarks/gpu/mock/mock.h benchmarks/gpu/mock/build.py
+	$(GPU_MOCK)/venv/bin/python benchmarks/gpu/mock/build.py $(GPU_MOCK)/mock
+
+gpu-mock: $(GPU_MOCK)/mock/libcuda.so.1
+	$(GPU_MOCK)/venv/bin/python benchmarks/gpu/mock/check.py $(GPU_MOCK)/mock $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf .venv .venv-oldest quickstart

@@ -90,8 +90,7 @@ def single_device() -> list[Case]:
         "optimizer muon compile": BF16 | COMPILE | {"optimizer.name": "muon"},
         "optimizer adamw-8bit blocks": BF16 | {"optimizer.name": "adamw-8bit", "optimizer.least_elements": 256},
     }
-    # PyTorch has grouped matmuls of CUDA in bf16 alone; in fp32 it reads the counts of tokens back.
-    waits = {"fp16", "spikes", "experts fp32"}
+    waits = {"fp16", "spikes", "experts fp32", "offload parameters", "offload optimizer disk"}
     return [Case(name, each, launched=name == "bf16", may_wait=name in waits) for name, each in settings.items()]
 
 
