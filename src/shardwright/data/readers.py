@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shardwright.data.chat import BadConversation, ChatFormat, Piece
+from shardwright.data.chat import BadConversation, ChatFormat, Piece, without_nulls
 from shardwright.data.remote import File, size_bytes
 from shardwright.errors import DataError
 from shardwright.files import parse_json
@@ -25,7 +25,6 @@ from shardwright.units import KiB, MiB, format_bytes
 EncodingErrors = Literal["error", "replace", "skip"]
 ENCODING_ERRORS: tuple[str, ...] = get_args(EncodingErrors)
 
-# Small enough to spread one long file over many cores, large enough that the cuts change next to no token.
 PIECE_BYTES = 256 * KiB
 LONGEST_RECORD_BYTES = 256 * MiB
 PARQUET_ROWS = 64
@@ -47,7 +46,8 @@ class BadRecord(DataError):
 @dataclass(frozen=True)
 class Document:
     """`name` is its location (`file`, `file:line`); `pieces`, joined, are its text. `trained` says of each piece of a
-    conversation whether its tokens are trained on; None of other text, whose tokens all are.
+    conversation whether its tokens are trained on; None of other text, whose tokens all are. `apart`: whether the
+    pieces are encoded one by one, as a prompt and a completion are, and not as one text.
 
     The pieces are read from the source as they are asked for: use them up before the next document.
     """
@@ -55,6 +55,7 @@ class Document:
     name: str
     pieces: Iterator[str]
     trained: tuple[bool, ...] | None = None
+    apart: bool = False
 
 
 @dataclass
@@ -99,7 +100,8 @@ class Reading:
             self.meter.skip(error)
             return
         if isinstance(text, list):
-            yield Document(where, iter([piece.text for piece in text]), tuple(piece.trained for piece in text))
+            texts, trained, apart = zip(*text, strict=True)
+            yield Document(where, iter(texts), trained, any(apart))
         elif text:
             yield Document(where, cut(text))
 
@@ -205,7 +207,9 @@ def parquet_documents(path: File, reading: Reading) -> Iterator[Document]:
                     for record in batch.to_pylist():
                         row += 1
                         where = f"{path}: row {row}"
-                        yield from reading.document(where, functools.partial(field_text, record, where, reading))
+                        yield from reading.document(
+                            where, functools.partial(field_text, without_nulls(record), where, reading)
+                        )
                     reading.meter.read_bytes = already_bytes + file_bytes * row // file.metadata.num_rows
             return
         with naming(path, pa.ArrowException):
@@ -304,7 +308,7 @@ def field_text(record: dict[str, Any], where: str, reading: Reading) -> str | li
             pieces = reading.chat.pieces(record)
         except BadConversation as error:
             raise BadRecord(f"{where}: {error}. {SKIP_BAD}") from None
-        return [Piece(reading.encodable(text, where), trained) for text, trained in pieces]
+        return [piece._replace(text=reading.encodable(piece.text, where)) for piece in pieces]
     if reading.text_key not in record:
         raise BadRecord(
             f"{where}: no field {reading.text_key!r}; there are: {', '.join(record) or 'none'}. "

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.data.chat import ChatFormat
+from shardwright.data.chat import ChatFormat, without_nulls
 from shardwright.data.readers import (
     ENCODING_ERRORS,
     Document,
@@ -157,7 +157,7 @@ def _hub_documents(source: str, reading: Reading) -> Iterator[Document]:
             return
         number += 1
         where = f"{source}: row {number}"
-        yield from reading.document(where, functools.partial(field_text, row, where, reading))
+        yield from reading.document(where, functools.partial(field_text, without_nulls(row), where, reading))
 
 
 def _hub_name(source: str) -> tuple[str, str | None, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,8 +49,13 @@ class TextTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, uint32, on all cores; a `<|endoftext|>` in a text is text, no separator."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        return [np.array(encoding.ids, np.uint32) for encoding in self.encodings(texts)]
+
+    def encodings(self, texts: list[str], offsets: bool = False) -> list[Any]:
+        """As `encode_batch`, as the library has them; with `offsets` also the characters of each token."""
+        encode = self.tokenizer.encode_batch if offsets else self.tokenizer.encode_batch_fast
+        found: list[Any] = encode(texts, add_special_tokens=False)
+        return found
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -141,6 +147,8 @@ def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextToken
     # A published tokenizer.json may cut at 512 tokens, or pad: both would change the corpus in silence.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # It adds tokens around a text, of which there are none here, and may take white space from the places of tokens.
+    tokenizer.post_processor = None
     # A corpus about language models quotes special tokens; unquoted they would end documents.
     tokenizer.encode_special_tokens = True
     separator_id = tokenizer.token_to_id(separator)
