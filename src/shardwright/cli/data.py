@@ -38,7 +38,7 @@ class Options:
         str,
         typer.Argument(
             metavar="SRC",
-            help="a file or folder of text, source code, .jsonl(.gz, .zst) or .parquet, on disk or at a URL of fsspec "
+            help="a file or folder of text, source code, JSON records or Parquet, on disk or at a URL of fsspec "
             "such as s3://BUCKET/FOLDER; or hf:NAME[:CONFIG][:SPLIT], a dataset of the Hugging Face hub (or its local "
             "folder)",
         ),
