@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from shardwright.units import MiB
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>")
 SMALLEST_BPE = 256 + 1
 LARGEST_BPE = 2**22
+LONGEST_WORD = 256
+"""Characters without white space that are trained on as one word: the library takes time by the square of their number.
+No token of a tokenizer trained here is longer."""
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, sample_bytes: int = 256 
     """A byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2) of the first `sample_bytes` of `texts`.
 
     Its alphabet is the 256 bytes, so any text comes back exactly; `<|endoftext|>`, id 0, is the separator.
-    A small corpus may give fewer tokens than `vocab_size`. Raises DataError for vocab_size below 257 or
-    above `LARGEST_BPE`.
+    Words are cut after LONGEST_WORD characters. A small corpus may give fewer tokens than `vocab_size`. Raises
+    DataError for vocab_size below 257 or above `LARGEST_BPE`.
     """
     if vocab_size < SMALLEST_BPE:
         raise DataError(f"vocab_size={vocab_size} is below {SMALLEST_BPE} = 256 bytes + 1 separator")
@@ -159,7 +164,17 @@ def _ready(tokenizer: Tokenizer, separator: str, json_bytes: bytes) -> TextToken
 
 def _first_bytes(texts: Iterable[str], sample_bytes: int) -> Iterator[str]:
     for text in texts:
-        yield text
+        yield from _short_words(text)
         sample_bytes -= len(text.encode())
         if sample_bytes <= 0:
             return
+
+
+def _short_words(text: str) -> Iterator[str]:
+    """`text` in parts, of which none has a word of more than LONGEST_WORD characters."""
+    begin = 0
+    for match in _LONG_WORD.finditer(text):
+        yield text[begin : match.end()]
+        begin = match.end()
+    if begin < len(text):
+        yield text[begin:]
