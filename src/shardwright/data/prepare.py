@@ -24,7 +24,7 @@ from shardwright.data.chat import TEMPLATE, ChatFormat, read_chat_format
 from shardwright.data.encoding import Joiner, Section, Spans, Window, continued, encode, windows
 from shardwright.data.order import keyed_fractions
 from shardwright.data.remote import size_bytes
-from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest, Split
+from shardwright.data.shards import MANIFEST, TOKENIZER, Manifest
 from shardwright.data.sources import HUB, Document, EncodingErrors, Meter, documents, source_files
 from shardwright.data.tokenizer import TextTokenizer, all_cores, load_tokenizer, train_bpe
 from shardwright.data.writer import SplitWriter
@@ -155,10 +155,9 @@ def prepare(
 
     `tokenizer` is a tokenizer.json; without one a BPE of `vocab_size` is trained on up to `tokenizer_sample`
     bytes of the text, spread over the corpus where its size is known. With `format` "chat" each record is a
-    conversation (see `chat`), of which the answers are trained on; `chat_template` is a file with a template in place
-    of the tokenizer's. About the fraction `validation` of the
-    documents, chosen by a hash of (seed, document number), goes to the split "validation"; from two documents
-    on both splits have one. The same call writes the same bytes.
+    conversation (see `chat`), of which the answers are trained on; `chat_template` is a file with a template instead of
+    the tokenizer's. About the fraction `validation` of the documents, chosen by a hash of (seed, document number), goes
+    to the split "validation"; from two documents on both splits have one. The same call writes the same bytes.
 
     Raises DataError for bad input, an `out` that exists (`overwrite` replaces it, once the new one is
     complete), a full disk. Nothing is left behind then.
@@ -181,14 +180,12 @@ def prepare(
             texts = _sample(corpus, seed, tokenizer_sample, report)
             loaded = train_bpe(texts, vocab_size, sample_bytes=tokenizer_sample)
         meter = Meter()
-        splits, largest_id = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
+        written = _write_tokens(corpus, folder, loaded, validation, seed, shard_tokens, meter, report)
         manifest = Manifest(
             created_by=f"shardwright {__version__}",
             dtype=_dtype(loaded),
             **_tokenizer_kept(folder, loaded, chat),
-            block_bytes=blocks.BLOCK_BYTES,
-            largest_id=largest_id,
-            splits=splits,
+            **written,
             source=corpus.described(meter) | _plain_markers(loaded, chat),
             options={"validation": validation, "seed": seed, "shard_tokens": shard_tokens},
         )
@@ -276,8 +273,8 @@ def _write_tokens(
     shard_tokens: int,
     meter: Meter,
     report: _Report,
-) -> tuple[dict[str, Split], int]:
-    """The splits, and the largest token id in them."""
+) -> dict[str, Any]:
+    """Write every document; returns what the manifest says of the splits."""
     names = (TRAIN, VALIDATION) if validation > 0 else (TRAIN,)
     dtype = np.dtype(_dtype(tokenizer)).newbyteorder("<")
     writers = {
@@ -321,8 +318,11 @@ def _write_tokens(
     finally:
         for writer in writers.values():
             writer.close()
-    largest_id = max(writer.largest_id for writer in writers.values())
-    return {name: writer.split() for name, writer in writers.items()}, largest_id
+    return {
+        "block_bytes": blocks.BLOCK_BYTES,
+        "largest_id": max(writer.largest_id for writer in writers.values()),
+        "splits": {name: writer.split() for name, writer in writers.items()},
+    }
 
 
 def _batches(sections: Iterator[Section]) -> Iterator[list[Window]]:
